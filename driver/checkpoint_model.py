@@ -30,6 +30,7 @@ class CheckpointModel:
 
 def find_checkpoint_model(path: str) -> CheckpointModel | None:
     """Describe a checkpoint's model; None if `path` is no checkpoint. Raises UserError for a damaged checkpoint."""
+    # Unlike Path.is_file, os.path.isfile is False for a name that is too long.
     if not os.path.isfile(Path(path) / PROGRESS):
         return None
     checkpoint = read_checkpoint(Path(path))

@@ -216,8 +216,8 @@ class RunContext:
             for line in (*describe_shares(devices), self.facts["bottleneck"]):
                 self.console.say(line)
         if self.is_over:
-            done = f"{self.facts['steps_done']} of {self.cfg.n_steps} steps"
-            self.console.say(f"ended after {done}: {self.early_stop.reason}")
+            steps, reason = self.facts["steps_done"], self.early_stop.reason
+            self.console.say(f"ended after {steps} of {self.cfg.n_steps} steps: {reason}")
         self.console.say(f"run folder: {self.folder.path}")
 
     async def start_cluster(self) -> None:
@@ -233,9 +233,8 @@ class RunContext:
     def write_summary(self, exit_reason: str) -> None:
         """Write summary.json; report a failure, which must not hide the reason of the run's end."""
         try:
-            warned = [*self.adviser.given.values()]
-            seconds = self.clock.get_totals()
-            self.folder.write_summary(exit_reason=exit_reason, seconds=seconds, warnings=warned, **self.facts)
+            facts = {"seconds": self.clock.get_totals(), "warnings": [*self.adviser.given.values()], **self.facts}
+            self.folder.write_summary(exit_reason=exit_reason, **facts)
         except RunStopped as error:
             self.console.say(f"{error}")
 
@@ -335,6 +334,7 @@ def run_in_context(
         reason = f"done early, {context.early_stop.reason}" if context.is_over else "done"
         context.show_outcome()
     except (KeyboardInterrupt, asyncio.CancelledError) as error:
+        # A signal cancels the run's task; callers, such as a notebook, expect the exception of Ctrl-C.
         reason = name_end(error)
         raise KeyboardInterrupt from None
     except Exception as error:

@@ -113,6 +113,7 @@ def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the keys of files whose content differs from the checkpoint's."""
     before, after = then["sha256"], now["sha256"]
+    # A file of FeynRL that the checkpoint does not know is new in the package; a user's is a change.
     expected = [key for key in after if key in before or key not in now["in_package"]]
     return [key for key in [*expected, *(k for k in before if k not in after)] if before.get(key) != after.get(key)]
 

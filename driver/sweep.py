@@ -56,6 +56,7 @@ def split_values(text: str) -> list[str]:
     >>> split_values("[0.9,0.95],[0.9,0.99]"), split_values("'a,b'"), split_values("1")
     (['[0.9,0.95]', '[0.9,0.99]'], ["'a,b'"], ['1'])
     """
+    # begin: a value, or an item inside brackets, begins here, so that a quote would open a text
     values, depth, quote, begin = [""], 0, "", True
     for i, char in enumerate(text):
         if quote:

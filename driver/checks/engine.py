@@ -17,6 +17,7 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
     """Raise UserError for a key that needs a capability the engine lacks."""
     name = f"rollout.engine={cfg.rollout.engine}"
     can = load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities
+    # Other processes receive weights by broadcasts at least.
     if cfg.backend == "ray" and not can.broadcast:
         raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
     if cfg.rollout.tensor_parallel_size != 1 and not can.tensor_parallel:

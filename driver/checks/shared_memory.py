@@ -53,6 +53,7 @@ def plan_colocation(
             "caches": engines * cfg.rollout.kv_cache_gib if on_vllm else 0.0,
         }
         return [of_machine(when="everything together", parts=everything)]
+    # With sleep_mode=discard the engines' weights are not kept: the next sync sends all of them.
     away = {"trainers": trainers}
     if cfg.rollout.sleep_mode == "offload":
         away["weights of the engines"] = engines * estimate.per_engine

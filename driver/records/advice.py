@@ -63,6 +63,7 @@ def average(lines: Sequence[Line], name: str) -> float | None:
 def find_lost_groups(history: History, settings: Settings) -> str | None:
     """Report if at least half of the groups have equal rewards."""
     share = history.mean_now(names.ROLLOUT_ZERO_STD)
+    # A group of one has no spread, whatever the reward is.
     if settings.group_size < 2 or share is None or share < 0.5:
         return None
     return (

@@ -151,6 +151,7 @@ class Console:
 
     def _is_shown(self, metrics: dict[str, float]) -> bool:
         return (
+            # An evaluation is rare and always of interest.
             (self.steps_done - 1) % self.every == 0
             or self.steps_done == self.steps
             or any(k.startswith(names.EVAL.format("")) for k in metrics)

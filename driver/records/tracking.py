@@ -44,6 +44,7 @@ def make_trackers(
         folder=folder,
         # Without secrets: trackers send the configuration to a server.
         config=flatten_settings(hide_settings(cfg.model_dump(mode="json"))),
+        # Without another tracker nobody reads them, and reading them starts git.
         facts=describe_machine() | describe_git() if set(names) - {"jsonl"} else {},
         settings=settings,
         first_step=0 if checkpoint is None else checkpoint.state.steps_done,

@@ -2,9 +2,9 @@
 
 Every step goes through this cycle of states. Each arrow is a call with a deadline, timed as the phase written on it:
 
-    generating --sleep--> engines asleep --return--> training --leave--> optimizer away --wake--> weights awake
-         ^                                                                                             |
-         +--sync (proof)-- cache awake <--wake-- trainers away <--leave-- published <----sync (send)---+
+    generating --sleep--> engines asleep --reload--> training --offload--> optimizer away --wake--> weights awake
+         ^                                                                                               |
+         +--sync (proof)-- cache awake <--wake-- trainers away <--offload-- published <---sync (send)----+
 
 The engine's weights wake before the trainer's are offloaded, because they are loaded from the trainer. By then the
 optimizer is offloaded, the largest part of a trainer. The KV cache, the largest part of an engine, wakes last.
@@ -89,8 +89,8 @@ class Colocation:
         if self.turn is not before:
             call.close()
             raise RunStopped(
-                f"the device was to go from '{before}' to '{after}', and it is at '{self.turn}': main_rl.py gives it "
-                "to the trainers after the groups of a step, and to the engines with the weights"
+                f"colocation is in state '{self.turn}'; expected '{before}' before switching to '{after}': call "
+                "next_groups, train and sync_weights in the order of main_rl.py"
             )
         try:
             with self.clock.phase(phase):

@@ -75,6 +75,7 @@ class RunEvaluation:
 
     async def _measure(self, run: EvaluatedRun, when: str) -> EvalResult:
         """Evaluate while the trainers wait; repeat after a sync if an engine was restarted with newer weights."""
+        # After the sync all engines have the same version; if they still differ, the engine's code is wrong.
         for _ in range(2):
             with self.context.clock.phase(Phase.EVALUATE):
                 found = self.evaluator.measure(await run.while_trainers_wait(self.evaluator.sample()), when)

@@ -162,6 +162,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         await colocation.give_to_trainers()
     with context.clock.phase(Phase.START):
         layout = await trainers.call_one(0, Trainer.describe_layout)
+    # Colocated trainers were reloaded above: a checkpoint is loaded into their tensors.
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
     availability = watch_engines(cfg, engines, context)
     generation = make_generation(prepared, context, engines, availability, first_step)
@@ -272,6 +273,7 @@ def watch_engines(
         elastic.start_watch(engines.find_leaving, every_s=MEMBERSHIP_POLL_S)
         context.availability = elastic
     else:
+        # A new process of a colocated engine would be awake while the trainers use the device.
         restart = engines.restart if isinstance(engines, Remote) and not shares_devices(cfg) else None
         context.availability = EngineAvailability(
             len(engines), restart=restart, budget=rollout.restarts, say=context.console.say

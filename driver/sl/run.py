@@ -176,6 +176,7 @@ class Run:
         with self.context.clock.phase(Phase.TRAIN):
             plan = self._plan(groups, self.rows.mixed)
             batches = plan.batches()
+            # one update: [rank][update][micro-batch] with a single update
             shards = copy_to_groups([[micro] for micro in batches], len(self.trainers))
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
             of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.measure_shared(batches)}

@@ -115,6 +115,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
     can = load_engine_class(engine_spec).capabilities
     if cfg.backend == "local" and can.in_process:
         engine_spec = resolve_engine(can.in_process)
+    # The stop and allowed tokens need the tokenizer, and the cores the rank, so the worker's process fills them in.
     engine = EngineConfig(
         model_path=model.path,
         temperature=cfg.rollout.temperature,
@@ -124,6 +125,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         trust_remote_code=model.trust_remote_code,
         seed=cfg.seed,
         tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+        # On a GPU the cache is what gpu_memory_utilization leaves beside the weights.
         kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,

@@ -62,6 +62,7 @@ def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
 def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
     import torch
 
+    # New adapters and heads are drawn from it, so that every rank starts with the same weights.
     torch.manual_seed(plan.seed)
     settings: TrainerSettings = {
         "temperature": plan.temperature,

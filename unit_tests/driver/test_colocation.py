@@ -284,10 +284,10 @@ def test_a_step_goes_once_around_and_the_clock_sees_every_arrow():
 
 def test_whose_turn_it_is_not_gets_nothing():
     turns = turns_of(everyone := Everyone())
-    with pytest.raises(RunStopped, match="from 'training' to 'optimizer away', and it is at 'generating'"):
+    with pytest.raises(RunStopped, match="expected 'training' before switching to 'optimizer away'"):
         asyncio.run(turns.give_to_engines(3))
     asyncio.run(turns.give_to_trainers())
-    with pytest.raises(RunStopped, match="from 'generating' to 'engines asleep', and it is at 'training'"):
+    with pytest.raises(RunStopped, match="state 'training'; expected 'generating' before"):
         asyncio.run(turns.give_to_trainers())
     assert everyone.notes == ["sleep", "reload_states"]
 

@@ -56,14 +56,6 @@ def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums)
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
 
 
-@pytest.mark.slow
-def test_several_updates_per_step_score_the_proximal_policy_first(trained, tmp_path):
-    reward = file_of(tmp_path / "sevens.py", SEVENS)
-    [metrics] = metrics_of(trained({"reward.function": reward, "updates_per_step": 2, "steps": 1, "trainer.lr": 1e-2}))
-    assert "time/logp_s" in metrics
-    assert metrics["train/mismatch/abs_logp"] < 1e-4, "the anchor is the policy that sampled, in both updates"
-
-
 FAILURES = """
 import os
 def score(prompt, messages):

@@ -108,6 +108,7 @@ class PartWriter:
         self.folder, self.prompts_per_part = run_folder / PARTS, prompts_per_part
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
+        # Parts are numbered without gaps, so the count is the next number.
         self.n_parts = len(list_parts(run_folder))
         self.waiting: list[list[Generation]] = []
 

@@ -65,6 +65,7 @@ class Feeder:
     def begin_finish(self, outcome: Outcome, deadline: float) -> None:
         """Queue the end of the run; `deadline` is a time of time.monotonic()."""
         if not self.dropped:
+            # None ends the thread, after everything queued before it.
             for call in ((self.tracker.finish, (outcome,)), None):
                 try:
                     self._calls.put(call, timeout=max(0.0, deadline - time.monotonic()))
@@ -85,6 +86,7 @@ class Feeder:
             self._thread.join(TRACKER_ABANDON_TIMEOUT_S)
         elif self.tracker.farewell:
             said.append(self.tracker.farewell)
+        # Also without a failure: a full queue loses steps.
         if lost := self.offered - self.delivered:
             said.append(f"{self.name}: {lost} of {self.offered} steps were not delivered")
         return said
