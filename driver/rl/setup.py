@@ -52,7 +52,7 @@ from driver.start.rollouts import (
     plan_rollouts,
     start_rollouts,
 )
-from driver.start.trainers import plan_trainer, plan_trainer_role, start_trainers
+from driver.start.trainers import TrainerPlan, plan_trainer, plan_trainer_role, start_trainers
 from driver.start.weight_sync import make_probe, make_weight_sync
 from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora_targets
@@ -234,7 +234,7 @@ def start_observers(
 
 
 async def start_workers(
-    prepared: Prepared, context: RunContext, plan: Any
+    prepared: Prepared, context: RunContext, plan: TrainerPlan
 ) -> tuple[Workers[Trainer], Workers[RolloutWorker]]:
     """Start trainers and engines together; with colocation, start the engines after the trainers are offloaded."""
     cfg, rollouts = prepared.loaded.cfg, prepared.rollouts

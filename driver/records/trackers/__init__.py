@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 from configs.tracking_schema import TrackingConfig
 from core.errors import UserError
@@ -20,8 +19,7 @@ def load_trackers(names: Sequence[str]) -> dict[str, type[Tracker]]:
         if name in found:
             raise UserError(f"trackers: {name} is given twice: name it once")
         spec = resolve(name, "driver.records.trackers", offers=_is_tracker, key="trackers")
-        base: Any = Tracker  # a protocol, which type checkers do not take for a class
-        found[name] = load_class(spec, base, key="trackers")
+        found[name] = load_class(spec, Tracker, key="trackers")
     return found
 
 
@@ -38,5 +36,4 @@ def check_trackers(names: Sequence[str], settings: TrackingConfig) -> None:
 
 
 def _is_tracker(module: ModuleType) -> bool:
-    base: Any = Tracker
-    return bool(classes_below(module, base))
+    return bool(classes_below(module, Tracker))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from configs.tracking_schema import TrackingConfig
 
@@ -56,7 +56,7 @@ class Outcome:
         return {"done": "finished", "interrupted": "killed"}.get(self.exit_reason, "failed")
 
 
-class Tracker(Protocol):
+class Tracker:
     """Base of all trackers."""
 
     packages: ClassVar[tuple[str, ...]] = ()
@@ -73,19 +73,15 @@ class Tracker(Protocol):
 
     def start(self, run: TrackedRun) -> Identity | None:
         """Start a run or continue `run.previous`; return the identity for a resumed run."""
-        ...
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Log a step's line of metrics.jsonl."""
-        ...
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Log some samples of a step: rows of equal keys, with strings and numbers."""
-        ...
 
     def finish(self, outcome: Outcome) -> None:
         """End the run; all data must be delivered on return."""
-        ...
 
     def abandon(self) -> None:
         """Release everything that would delay the process's exit or print at exit. Errors are ignored.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from typing import Any
 
 from core.errors import writing
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
@@ -32,9 +31,6 @@ class Jsonl(Tracker):
             if self.file.write(line) != len(line):  # what did not fit is not an error of its own
                 self.file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        pass
 
     def finish(self, outcome: Outcome) -> None:
         self.file.close()
