@@ -10,13 +10,12 @@ learning can improve such a policy at once.
 
 from __future__ import annotations
 
-import argparse
 import random
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 
-from data_prep.rows import Row, write_splits
-from data_prep.script import check_form, run_script, share, whole
+from data_prep.rows import Row
+from data_prep.script import check_form, read_options, run_script, share, task_parser, whole, write_task
 
 COMMUTATIVE = "+*"
 
@@ -94,41 +93,25 @@ def _taught(row: Row, wrong_share: float, rng: random.Random) -> Row:
         at = rng.choice([i for i, char in enumerate(said) if char.isdigit()])
         said[at] = rng.choice([d for d in "0123456789" if d != said[at]])
     reply = {"role": "assistant", "content": "".join(said)}
-    return Row(id=row.id, messages=[*row.messages, reply], answer=row.answer)
+    return replace(row, messages=[*row.messages, reply])
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.arithmetic", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
+    parser = task_parser("data_prep.arithmetic", __doc__, train=1000, held_out=200, rows="problems")
     parser.add_argument("--jsonl", action="store_true", help="write JSONL instead of Parquet")
     parser.add_argument("--ops", default="+", help="some of +-* (default %(default)s)")
     parser.add_argument("--max", type=whole(0), default=99, help="largest operand (default %(default)s)")
     parser.add_argument("--padded", action="store_true", help="leading zeros, all numbers equally long")
     parser.add_argument("--prompt-form", default="{a}{op}{b}=", help="default %(default)s")
-    parser.add_argument("--train", type=whole(0), default=1000, help="problems for RL (default %(default)s)")
-    parser.add_argument("--eval", type=whole(0), default=200, help="held-out problems (default %(default)s)")
-    parser.add_argument("--sft", type=whole(0), default=0, help="problems for SFT (default none)")
     parser.add_argument("--copies", type=whole(1), default=1, help="SFT rows per problem (default %(default)s)")
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with one wrong digit")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    if not args.ops or set(args.ops) - set("+-*"):
-        parser.error(f"--ops {args.ops!r}: give some of + - *")
-    task = Task(ops=args.ops, largest=args.max, padded=args.padded, prompt_form=args.prompt_form)
-    check_form(parser, args.prompt_form, "a", "op", "b")
-    try:
-        splits = make(
-            task,
-            train=args.train,
-            held_out=args.eval,
-            sft=args.sft,
-            copies=args.copies,
-            wrong_share=args.wrong_share,
-            seed=args.seed,
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    write_splits(args.out, splits, jsonl=args.jsonl)
+    options = read_options(parser, argv)
+    ops, form = options.pop("ops"), options.pop("prompt_form")
+    if not ops or set(ops) - set("+-*"):
+        parser.error(f"--ops {ops!r}: give some of + - *")
+    check_form(parser, form, "a", "op", "b")
+    task = Task(ops=ops, largest=options.pop("max"), padded=options.pop("padded"), prompt_form=form)
+    write_task(parser, partial(make, task), **options)
 
 
 if __name__ == "__main__":

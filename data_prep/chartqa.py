@@ -10,7 +10,6 @@ evaluation can be split by it.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from data_feeds.images.read_images import ImageReader
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
 from data_prep.images import ask_about, make_reader
-from data_prep.math_sets import is_parquet, read_parquet
-from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
-from data_prep.script import check_form, run_script, whole
+from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
+from data_prep.script import check_form, conversion_parser, convert, run_script
 
 HUB_ID = "HuggingFaceM4/ChartQA"
 PROMPT_FORM = "{question}\nAnswer with a number or a few words."
@@ -32,7 +30,7 @@ def make(
     records: list[Record], reader: ImageReader, *, split: str, sft: bool = False, prompt_form: str = PROMPT_FORM
 ) -> tuple[list[Row], InvalidRows]:
     """Convert records of the original."""
-    numbered = [(f"chartqa/{split}/{i}", record) for i, record in enumerate(records)]
+    numbered = number_records(f"chartqa/{split}", records)
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, reader, sft, prompt_form))
 
 
@@ -63,28 +61,19 @@ def _find_answer(given: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.chartqa", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
+    parser = conversion_parser("data_prep.chartqa", __doc__, prompt_form=PROMPT_FORM)
     parser.add_argument("--split", default="train", choices=("train", "val", "test"), help="default %(default)s")
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local files instead of the hub")
     parser.add_argument("--sft", action="store_true", help="with the answer as the last turn")
-    parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {question} in it")
-    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
     check_form(parser, args.prompt_form, "question")
 
     def made() -> tuple[list[Row], InvalidRows]:
-        records = [r for path in args.files for r in (read_parquet(path) if is_parquet(path) else read_records(path))]
+        records = read_records(*args.files) or read_hub(HUB_ID, args.split)
         reader = make_reader(args.files[0].parent if args.files else None)
-        return make(
-            records or read_hub(HUB_ID, args.split),
-            reader,
-            split=args.split,
-            sft=args.sft,
-            prompt_form=args.prompt_form,
-        )
+        return make(records, reader, split=args.split, sft=args.sft, prompt_form=args.prompt_form)
 
-    convert(parser, args.out, made, limit=args.limit)
+    convert(parser, args, made)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ A row is {"messages": [{"role", "content"}]}, {"conversations": [{"from", "value
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from core.types.samples import Message
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
-from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
-from data_prep.script import run_script, whole
+from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
+from data_prep.script import conversion_parser, convert, run_script
 
 ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
 """Role names of other formats -> our roles."""
@@ -27,7 +26,7 @@ CACHE = {"id", "answer", "system", "messages", "conversations", "prompt", *REPLI
 
 def make(records: list[Record], *, name: str) -> tuple[list[Row], InvalidRows]:
     """Convert rows to our format. Rows without an id are numbered after `name`."""
-    return filter_records([(f"{name}/{i}", record) for i, record in enumerate(records)], _row)
+    return filter_records(number_records(name, records), _row)
 
 
 def not_kept(records: list[Record]) -> list[str]:
@@ -83,13 +82,11 @@ def _message(turn: Any, column: str) -> Message:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.chats", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
+    parser = conversion_parser("data_prep.chats", __doc__)
     origin = parser.add_mutually_exclusive_group(required=True)
-    origin.add_argument("--from", type=Path, dest="source", help="local JSONL or JSON, also .gz")
+    origin.add_argument("--from", type=Path, dest="source", help="local JSONL, JSON, also .gz, or Parquet")
     origin.add_argument("--hub", help="name of a data set on the hub")
     parser.add_argument("--split", default="train", help="of the hub's data set (default %(default)s)")
-    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
@@ -98,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"not kept: {', '.join(lost)}")
         return make(records, name=args.source.stem if args.source else args.hub)
 
-    convert(parser, args.out, made, limit=args.limit)
+    convert(parser, args, made)
 
 
 if __name__ == "__main__":

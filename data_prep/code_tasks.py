@@ -11,14 +11,13 @@ such a policy at once.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
-from data_prep.rows import Row, write_splits
-from data_prep.script import run_script, share, whole
+from data_prep.rows import Row
+from data_prep.script import read_options, run_script, share, task_parser, whole, write_task
 
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
 DIGITS = range(2, 10)
@@ -96,34 +95,16 @@ def _add_reply(row: Row, task: tuple[Step, ...], wrong_share: float, rng: random
             number = rng.choice([other for other in DIGITS if other != number])
         said = (*task[:at], (operation, number), *task[at + 1 :])
     reply = {"role": "assistant", "content": write_code(said)}
-    return Row(id=row.id, messages=[*row.messages, reply], answer=row.answer, extra=row.extra)
+    return replace(row, messages=[*row.messages, reply])
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.code_tasks", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
+    parser = task_parser("data_prep.code_tasks", __doc__, train=300, held_out=100, rows="tasks")
     parser.add_argument("--jsonl", action="store_true", help="write JSONL instead of Parquet")
     parser.add_argument("--steps", type=whole(1), default=2, help="operations of a task (default %(default)s)")
-    parser.add_argument("--train", type=whole(0), default=300, help="tasks for RL (default %(default)s)")
-    parser.add_argument("--eval", type=whole(0), default=100, help="held-out tasks (default %(default)s)")
-    parser.add_argument("--sft", type=whole(0), default=0, help="tasks for SFT (default none)")
     parser.add_argument("--copies", type=whole(1), default=1, help="SFT rows per task (default %(default)s)")
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with one wrong part")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    try:
-        splits = make(
-            steps=args.steps,
-            train=args.train,
-            held_out=args.eval,
-            sft=args.sft,
-            copies=args.copies,
-            wrong_share=args.wrong_share,
-            seed=args.seed,
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    write_splits(args.out, splits, jsonl=args.jsonl)
+    write_task(parser, make, **read_options(parser, argv))
 
 
 if __name__ == "__main__":

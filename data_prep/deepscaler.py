@@ -9,21 +9,20 @@ reads one or several files of the original format.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
-from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
-from data_prep.script import check_form, run_script, whole
+from data_prep.math_sets import PROMPT_FORM
+from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
+from data_prep.script import check_form, conversion_parser, convert, run_script
 
 HUB_ID = "agentica-org/DeepScaleR-Preview-Dataset"
-PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
 
 
 def make(records: dict[str, list[Record]], *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], InvalidRows]:
     """Convert records with "problem" and "answer", by file name."""
-    numbered = [(f"deepscaler/{name}/{i}", record) for name, of in records.items() for i, record in enumerate(of)]
+    numbered = [pair for name, of in records.items() for pair in number_records(f"deepscaler/{name}", of)]
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, prompt_form))
 
 
@@ -46,14 +45,11 @@ def read(files: list[Path]) -> dict[str, list[Record]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.deepscaler", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
+    parser = conversion_parser("data_prep.deepscaler", __doc__, prompt_form=PROMPT_FORM)
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local JSON instead of the hub")
-    parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {problem} in it")
-    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
     check_form(parser, args.prompt_form, "problem")
-    convert(parser, args.out, lambda: make(read(args.files), prompt_form=args.prompt_form), limit=args.limit)
+    convert(parser, args, lambda: make(read(args.files), prompt_form=args.prompt_form))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ and the reward is function_calls.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from core.types.messages import Message, ToolSpec
-from data_prep.rows import write_splits
-from data_prep.script import run_script, share, whole
+from data_prep.script import read_options, run_script, share, task_parser, write_task
 from rollouts.envs.number_tools import TOOLS
 from rollouts.tools.functions import make_spec
 
@@ -138,19 +136,9 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.function_calls", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
-    parser.add_argument("--train", type=whole(0), default=400, help="questions for RL (default %(default)s)")
-    parser.add_argument("--eval", type=whole(0), default=200, help="held-out questions (default %(default)s)")
-    parser.add_argument("--sft", type=whole(0), default=0, help="conversations for SFT (default none)")
+    parser = task_parser("data_prep.function_calls", __doc__, train=400, held_out=200, rows="questions")
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with a wrong call")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    try:
-        splits = make(train=args.train, held_out=args.eval, sft=args.sft, wrong_share=args.wrong_share, seed=args.seed)
-    except ValueError as error:
-        parser.error(str(error))
-    write_splits(args.out, splits, jsonl=True, write=write_jsonl)
+    write_task(parser, make, jsonl=True, write=write_jsonl, **read_options(parser, argv))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
 from core.types.samples import Message
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
-from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
-from data_prep.script import run_script, whole
+from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
+from data_prep.script import conversion_parser, convert, run_script
 
 HUB_ID = "Anthropic/hh-rlhf"
 ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -25,7 +24,7 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 
 def make(records: list[Record], *, split: str) -> tuple[list[Row], InvalidRows]:
     """Convert records with two whole conversations, "chosen" and "rejected"."""
-    return filter_records([(f"hh_rlhf/{split}/{i}", record) for i, record in enumerate(records)], _row)
+    return filter_records(number_records(f"hh_rlhf/{split}", records), _row)
 
 
 def _row(row_id: str, record: Record) -> Row:
@@ -60,19 +59,17 @@ def _turns(record: Record, column: str) -> list[Message]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.hh_rlhf", description=__doc__.split("\n")[0])
+    parser = conversion_parser("data_prep.hh_rlhf", __doc__)
     parser.add_argument("--split", choices=["train", "test"], required=True)
     parser.add_argument("--subset", default="harmless-base", help="folder of the hub's data set (default %(default)s)")
-    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
     parser.add_argument("--from", type=Path, dest="source", help="local JSONL or JSONL.gz instead of the hub")
-    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
-        whole = read_records(args.source) if args.source else read_hub(HUB_ID, args.split, data_dir=args.subset)
-        return make(whole, split=args.split)
+        records = read_records(args.source) if args.source else read_hub(HUB_ID, args.split, data_dir=args.subset)
+        return make(records, split=args.split)
 
-    convert(parser, args.out, made, limit=args.limit)
+    convert(parser, args, made)
 
 
 if __name__ == "__main__":

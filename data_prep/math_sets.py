@@ -9,17 +9,15 @@ reward.function=math_verify. GSM8K has a separate script (data_prep/gsm8k.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError, first_line
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
-from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
-from data_prep.script import check_form, run_script, whole
+from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
+from data_prep.script import check_form, conversion_parser, convert, run_script
 
 PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
 
@@ -62,7 +60,7 @@ SETS = {
 
 def make(records: list[Record], name: str, *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], InvalidRows]:
     """Convert records of a benchmark, with the original columns."""
-    numbered = [(f"{name}/{i}", record) for i, record in enumerate(records)]
+    numbered = number_records(name, records)
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, SETS[name], prompt_form))
 
 
@@ -93,41 +91,18 @@ def _plain(value: Any) -> Any:
 def read(name: str, files: list[Path]) -> list[Record]:
     """Read records of local files (JSON, JSONL or Parquet), or else of the hub."""
     if files:
-        return [record for path in files for record in (read_parquet(path) if is_parquet(path) else read_records(path))]
+        return read_records(*files)
     of = SETS[name]
     return read_hub(of.hub, of.split, **({"name": of.config} if of.config else {}))
 
 
-def is_parquet(path: Path) -> bool:
-    return path.suffix == ".parquet"
-
-
-def read_parquet(path: Path) -> list[Record]:
-    """Read a Parquet file. Raises UserError if it is invalid."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"--from {path} cannot be read as Parquet: {first_line(error)}") from error
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.math_sets", description=__doc__.split("\n")[0])
+    parser = conversion_parser("data_prep.math_sets", __doc__, prompt_form=PROMPT_FORM)
     parser.add_argument("name", choices=SETS, metavar="NAME", help=", ".join(SETS))
-    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local files instead of the hub")
-    parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {problem} in it")
-    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
     check_form(parser, args.prompt_form, "problem")
-    convert(
-        parser,
-        args.out,
-        lambda: make(read(args.name, args.files), args.name, prompt_form=args.prompt_form),
-        limit=args.limit,
-    )
+    convert(parser, args, lambda: make(read(args.name, args.files), args.name, prompt_form=args.prompt_form))
 
 
 if __name__ == "__main__":

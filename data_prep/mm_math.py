@@ -10,7 +10,6 @@ year and knowledge are kept, so that an evaluation can be split by them.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from core.types.messages import Message
 from data_feeds.images.read_images import ImageReader
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_prep.images import ask_about, make_reader
-from data_prep.rows import Record, Row, convert, filter_records, read_records, rows_file
-from data_prep.script import check_form, run_script, whole
+from data_prep.math_sets import PROMPT_FORM
+from data_prep.rows import Record, Row, filter_records, number_records, read_records
+from data_prep.script import check_form, conversion_parser, convert, run_script
 from driver.evaluation.suites.answers import list_boxes
 
-PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
 CACHE = ("difficult", "year", "knowledge")
 
 
@@ -30,7 +29,7 @@ def make(
     records: list[Record], reader: ImageReader, *, prompt_form: str = PROMPT_FORM
 ) -> tuple[list[Row], InvalidRows]:
     """Convert records of the original."""
-    numbered = [(f"mm_math/{i}", record) for i, record in enumerate(records)]
+    numbered = number_records("mm_math", records)
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, reader, prompt_form))
 
 
@@ -52,21 +51,13 @@ def _row(row_id: str, record: Record, reader: ImageReader, prompt_form: str) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.mm_math", description="MM-Math, from its two files.")
-    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
+    parser = conversion_parser("data_prep.mm_math", __doc__, prompt_form=PROMPT_FORM)
     parser.add_argument("--from", type=Path, dest="source", required=True, help="MM_Math.jsonl, also .gz")
     parser.add_argument("--images", type=Path, required=True, help="folder of the unpacked Image.zip")
-    parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {problem} in it")
-    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
     check_form(parser, args.prompt_form, "problem")
     reader = make_reader(args.images)
-    convert(
-        parser,
-        args.out,
-        lambda: make(read_records(args.source), reader, prompt_form=args.prompt_form),
-        limit=args.limit,
-    )
+    convert(parser, args, lambda: make(read_records(args.source), reader, prompt_form=args.prompt_form))
 
 
 if __name__ == "__main__":

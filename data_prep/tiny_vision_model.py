@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_prep.script import run_script, whole
+from data_prep.script import read_options, run_script, whole
 from data_prep.tiny_model import make_tokenizer, save_model
 
 if TYPE_CHECKING:
@@ -137,22 +137,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-length", type=whole(1), default=256, help="positions (default %(default)s)")
     parser.add_argument("--action-tokens", type=whole(0), default=0, help="how many <act_i> (default none)")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    if args.hidden_size % HEAD:
-        parser.error(f"--hidden-size {args.hidden_size}: give a multiple of {HEAD}, the size of a head")
-    if args.side % (SCALE * args.patch):
-        parser.error(f"--side {args.side}: give a multiple of {SCALE} x --patch, which is {SCALE * args.patch}")
-    make(
-        args.out,
-        hidden_size=args.hidden_size,
-        layers=args.layers,
-        vision_layers=args.vision_layers,
-        side=args.side,
-        patch=args.patch,
-        max_length=args.max_length,
-        action_tokens=args.action_tokens,
-        seed=args.seed,
-    )
+    options = read_options(parser, argv)
+    if options["hidden_size"] % HEAD:
+        parser.error(f"--hidden-size {options['hidden_size']}: give a multiple of {HEAD}, the size of a head")
+    side, unit = options["side"], SCALE * options["patch"]
+    if side % unit:
+        parser.error(f"--side {side}: give a multiple of {SCALE} x --patch, which is {unit}")
+    make(**options)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ of a player who knows the best move, but moves at random in a share of turns (`-
 
 from __future__ import annotations
 
-import argparse
 import random
-from pathlib import Path
+from dataclasses import replace
 
-from data_prep.rows import Row, write_splits
-from data_prep.script import run_script, share, whole
+from data_prep.rows import Row
+from data_prep.script import read_options, run_script, share, task_parser, write_task
 from rollouts.envs.treasure import OPEN, TAKE, best_return
 
 COINS = (0, 9)
@@ -48,7 +47,7 @@ def play(row: Row, by_chance: float, rng: random.Random) -> Row:
     messages = [*row.messages, move(TAKE if best_return(coin) == coin else OPEN)]
     if messages[-1]["content"] == OPEN:
         messages += [{"role": "user", "content": row.answer}, move(row.answer)]
-    return Row(id=row.id, messages=messages, answer=row.answer)
+    return replace(row, messages=messages)
 
 
 def average_best(rows: list[Row]) -> float:
@@ -57,21 +56,14 @@ def average_best(rows: list[Row]) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.treasure", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
-    parser.add_argument("--train", type=whole(1), default=60, help="games for RL (default %(default)s)")
-    parser.add_argument("--eval", type=whole(1), default=60, help="held-out games (default %(default)s)")
-    parser.add_argument("--sft", type=whole(0), default=0, help="whole games of a player (default none)")
+    parser = task_parser("data_prep.treasure", __doc__, train=60, held_out=60, rows="games", least=1)
     parser.add_argument(
-        "--by-chance", type=share, default=0.6, help="share of his moves by chance (default %(default)s)"
+        "--by-chance", type=share, default=0.6, help="share of the player's moves by chance (default %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    splits = make(train=args.train, held_out=args.eval, sft=args.sft, by_chance=args.by_chance, seed=args.seed)
-    write_splits(args.out, splits, jsonl=True)
-    for split, rows in splits.items():
+    options = read_options(parser, argv)
+    for split, rows in write_task(parser, make, jsonl=True, **options).items():
         if rows:
-            print(f"{args.out / split}: the best policy earns {average_best(rows):.3f} per game")
+            print(f"{options['out'] / split}: the best policy earns {average_best(rows):.3f} per game")
 
 
 if __name__ == "__main__":

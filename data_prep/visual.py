@@ -21,12 +21,12 @@ import argparse
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
 
 from core.types.messages import Message
 from data_prep.drawings import TASKS, Drawing, draw, pick_other
-from data_prep.rows import Row, write_splits
-from data_prep.script import run_script, share, whole
+from data_prep.images import ask_about
+from data_prep.rows import Row
+from data_prep.script import read_options, run_script, share, task_parser, whole, write_task
 
 IMAGES = ("own", "shuffled", "none")
 TRIES = 100
@@ -92,9 +92,8 @@ def _exchange_images(drawings: list[Drawing], rng: random.Random) -> list[Drawin
 
 
 def _make_row(split: str, i: int, drawing: Drawing, *, with_image: bool) -> Row:
-    asked: Message = {"role": "user", "content": drawing.question}
-    if with_image:
-        asked["parts"] = [{"type": "image", "image": drawing.image}, {"type": "text", "text": drawing.question}]
+    text: Message = {"role": "user", "content": drawing.question}
+    asked = ask_about(drawing.image, drawing.question) if with_image else text
     extra = json.dumps({"task": drawing.task})
     return Row(id=f"visual/{split}/{i}", messages=[asked], answer=drawing.answer, extra=extra)
 
@@ -112,36 +111,16 @@ def _list_tasks(text: str) -> tuple[str, ...]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.visual", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train, sft and pairs files")
+    parser = task_parser("data_prep.visual", __doc__, train=1000, held_out=200, rows="rows")
     parser.add_argument("--jsonl", action="store_true", help="write JSONL, and images beside it, instead of Parquet")
     parser.add_argument(
         "--tasks", type=_list_tasks, default=("count",), help=f"some of {','.join(TASKS)} (default count)"
     )
-    parser.add_argument("--train", type=whole(0), default=1000, help="rows for RL (default %(default)s)")
-    parser.add_argument("--eval", type=whole(0), default=200, help="held-out rows (default %(default)s)")
-    parser.add_argument("--sft", type=whole(0), default=0, help="rows for SFT (default none)")
     parser.add_argument("--pairs", type=whole(0), default=0, help="rows for DPO (default none)")
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with a wrong answer")
     parser.add_argument("--images", choices=IMAGES, default="own", help="default %(default)s; others are controls")
     parser.add_argument("--side", type=whole(28), default=56, help="of an image, in pixels (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    try:
-        splits = make(
-            tasks=args.tasks,
-            train=args.train,
-            held_out=args.eval,
-            sft=args.sft,
-            pairs=args.pairs,
-            wrong_share=args.wrong_share,
-            images=args.images,
-            side=args.side,
-            seed=args.seed,
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    write_splits(args.out, splits, jsonl=args.jsonl)
+    write_task(parser, make, **read_options(parser, argv))
 
 
 if __name__ == "__main__":

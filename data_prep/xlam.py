@@ -10,7 +10,6 @@ optional") become a JSON schema. The hub requires acceptance of a form; otherwis
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from data_feeds.chat.tool_specs import check_tools, find_misfit
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows, Reason
 from data_feeds.rows.read_messages import name_call
 from data_feeds.rows.values import to_text
-from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
-from data_prep.script import run_script, whole
+from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
+from data_prep.script import conversion_parser, convert, run_script
 
 HUB_ID = "Salesforce/xlam-function-calling-60k"
 TYPES = {
@@ -39,7 +38,7 @@ def make(records: list[Record], *, sft: bool = False) -> tuple[list[Row], Invali
         own = record.get("id")
         return _make_row(numbered if own is None else f"xlam/{to_text(own, 'id', 'bad_id')}", record, sft=sft)
 
-    return filter_records([(f"xlam/{i}", record) for i, record in enumerate(records)], make_row)
+    return filter_records(number_records("xlam", records), make_row)
 
 
 def _make_row(row_id: str, record: Record, *, sft: bool) -> Row:
@@ -148,18 +147,16 @@ def _split_list(text: str) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.xlam", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
+    parser = conversion_parser("data_prep.xlam", __doc__)
     parser.add_argument("--from", type=Path, dest="source", help="local JSON or JSONL, also .gz, instead of the hub")
     parser.add_argument("--sft", action="store_true", help="with the calls as the last turn")
-    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
         records = read_records(args.source) if args.source else read_hub(HUB_ID, "train")
         return make(records, sft=args.sft)
 
-    convert(parser, args.out, made, limit=args.limit)
+    convert(parser, args, made)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ EXEMPT = {
     ("rollouts/tools/env.py", "vars(base)"): "environments: ours, and the user's that derive from them",
     ("rollouts/tools/functions.py", "_is_tool"): "our own mark on a function of the user's",
     ("rollouts/tools/functions.py", "setattr(function)"): "the same",
+    ("data_prep/script.py", "vars(parser.parse_args(argv))"): "argparse documents it",
     ("driver/records/trackers/wandb.py", "_netrc"): "the name of a file",
     ("tools/benchmarks/learning_matrix.py", "run.log ="): "a run of ours",
 }

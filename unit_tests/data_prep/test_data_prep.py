@@ -96,21 +96,22 @@ RECORD = {"question": "How many?", "answer": "2*600 = <<2*600=1200>>1200 eggs.\n
 
 
 def test_gsm8k_keeps_the_number_and_for_sft_the_solution() -> None:
-    [row] = gsm8k.make([RECORD], split="test", prompt_form="{question} Now.")
+    [row], _ = gsm8k.make([RECORD], split="test", prompt_form="{question} Now.")
     assert (row.id, row.answer) == ("gsm8k/test/0", "1200")
     assert row.messages == [{"role": "user", "content": "How many? Now."}]
-    [row] = gsm8k.make([RECORD], split="test", sft=True)
+    [row], _ = gsm8k.make([RECORD], split="test", sft=True)
     assert row.messages[1] == {"role": "assistant", "content": "2*600 = 1200 eggs.\n#### 1,200"}
 
 
-def test_gsm8k_reads_the_original_form_and_names_the_line_that_is_not(tmp_path: Path) -> None:
+def test_gsm8k_reads_the_original_form_and_counts_what_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "test.jsonl"
-    source.write_text(json.dumps(RECORD) + "\n")
+    source.write_text(json.dumps(RECORD) + '\n{"prompt": "?"}\n{"question": "?", "answer": "3"}\n')
     gsm8k.main(["--split", "test", "--from", str(source), "--out", str(tmp_path / "test.parquet")])
-    assert pq.read_table(tmp_path / "test.parquet").to_pylist()[0]["answer"] == "1200"
-    source.write_text(json.dumps(RECORD) + '\n{"prompt": "?"}\n')
-    with pytest.raises(UserError, match=r'line 2: expected an object with the texts "question" and "answer"'):
-        gsm8k.read_original(source)
+    assert [row["answer"] for row in pq.read_table(tmp_path / "test.parquet").to_pylist()] == ["1200"]
+    said = capsys.readouterr().out
+    assert "2 of 3 rows are invalid" in said and "1 missing_column" in said and "1 bad_answer" in said
 
 
 def test_deepscaler_keeps_real_problems_and_counts_those_without_an_answer(
