@@ -3,19 +3,24 @@
 Each walk is a real run of one step, in this process, with the smallest recipe that takes it. A walk has events:
 functions that a step calls in this order. A file is on the walk if it is on the call stack at one of them: control
 passes through it from the first event to the last. A file of more than 350 lines counts twice. `--all` lists the
-other files too in which a function ran meanwhile: types, timers, checks, and what the walk's files call.
+other files too in which a function ran meanwhile: types, timers, checks, and what the walk's files call. `--keys`
+measures the walk of a configuration key instead: the files of the product that mention its name.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import builtins
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +28,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from tools.docs import count_lines
-from tools.layers import LINES_OF_FILE, ROOT
+from tools.layers import LINES_OF_FILE, ROOT, layer_of, parse_file, product_files
 
 Event = tuple[str, str]
 """File and qualified name of a function."""
@@ -65,6 +70,10 @@ PAGE = ROOT / "docs" / "concepts" / "one_step.md"
 BEGIN, END = "<!-- walks: begin -->", "<!-- walks: end -->"
 ENDS = (("main_rl.py", "train"), ("driver/rl/setup.py", "prepare"))
 """Functions below which a stack is cut: the start of the program is no part of a walk."""
+NAMED = ("attr", "arg", "id")
+"""Where a node of a syntax tree has the name of an attribute, of an argument or keyword, of a variable."""
+FILES_OF_KEY = 4
+"""Most files that should mention a configuration key."""
 ARITHMETIC = (
     "data_prep.tiny_model --out model",
     "data_prep.arithmetic --out data --max 9 --train 30 --eval 10 --sft 15",
@@ -157,11 +166,15 @@ def main() -> None:
     parser.add_argument("walk", nargs="*", help=f"of {', '.join(WALKS)}; default: all")
     parser.add_argument("--write", action="store_true", help="write the tables of docs/concepts/one_step.md")
     parser.add_argument("--all", action="store_true", help="list every file in which a function ran meanwhile")
+    parser.add_argument("--keys", action="store_true", help="print the files that mention each configuration key")
     parser.add_argument("--traced", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.traced:
         [name] = args.walk
         Path(args.traced).write_text(json.dumps(trace(WALKS[name])))
+        return
+    if args.keys:
+        print(describe_keys(find_key_files()))
         return
     if args.write:
         page = PAGE.read_text(encoding="utf-8")
@@ -265,6 +278,36 @@ def describe(walk: Walk, files: list[str], others: list[str], *, everything: boo
     rows += [f"  {lines[file]:>4} {file}" for file in files]
     rows += [f"  and {len(others)} other files ran meanwhile, {sum(lines[f] for f in others):,} lines"]
     return "\n".join([*rows, *(f"       {lines[file]:>4} {file}" for file in others if everything)])
+
+
+def find_key_files() -> dict[str, list[str]]:
+    """Return the files, without analysis/, that mention each configuration key: attributes, arguments and variables.
+
+    Left out are names that mean more than the key: fields of several classes, Python's own names, those of two letters.
+    """
+    trees = {file: parse_file(ROOT / file) for file in product_files(ROOT) if layer_of(file) != "analysis"}
+    fields = [(file, name) for file, tree in trees.items() for name in list_fields(tree)]
+    times = Counter(name for _, name in fields)
+    keys = [name for file, name in fields if layer_of(file) == "configs" and times[name] == 1]
+    names = {file: {getattr(node, a, "") for node in ast.walk(tree) for a in NAMED} for file, tree in trees.items()}
+    own = [key for key in keys if len(key) > 2 and not hasattr(builtins, key)]
+    return {key: [file for file in trees if key in names[file]] for key in own}
+
+
+def list_fields(tree: ast.Module) -> list[str]:
+    """List the annotated fields of all classes of a file."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [ast.unparse(part.target) for one in classes for part in one.body if isinstance(part, ast.AnnAssign)]
+
+
+def describe_keys(files: dict[str, list[str]]) -> str:
+    """Return the median and the distribution of the files of a key, and the keys with more than FILES_OF_KEY."""
+    counts = Counter(map(len, files.values()))
+    rows = [f"{len(files)} keys; the median is mentioned in {statistics.median(map(len, files.values())):g} files"]
+    rows += [f"  {keys:>4} keys in {n} files" for n, keys in sorted(counts.items())]
+    longest_first = sorted(files.items(), key=lambda found: (-len(found[1]), found[0]))
+    rows += [f"  {len(f):>4} files mention {k}: {', '.join(f)}" for k, f in longest_first if len(f) > FILES_OF_KEY]
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
