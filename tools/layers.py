@@ -1,19 +1,19 @@
 """The layers of the code and the imports between them: python -m tools.layers
 
 Prints every layer with the layers that it imports, and what breaks the rules: an import that runs up, a circle of
-files, a file or a function that is too long, a heavy library outside its home; and how the functions are named and
-documented. Exit code 1 where a rule is broken. unit_tests/tools/test_layers.py runs the same checks.
+files, a file or a function that is too long, a heavy library outside its home. Exit code 1 where a rule is broken.
+unit_tests/tools/test_layers.py runs the same checks.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,30 +50,16 @@ KEPT = (
 PLUG_INS = ("rewards/code.py", "rewards/code_tests.py", "rollouts/envs/")
 """Files that are imported by their name in a recipe only, so they may need optional parts."""
 LINES_OF_FILE, LINES_OF_FUNCTION = 350, 60
-VERB_SHARE, ONE_WORD_SHARE = 0.95, 0.35
-NOT_VERBS = frozenset(
-    {
-        *("a", "all", "and", "any", "are", "as", "at", "both", "by", "do", "does", "each", "every", "for", "from"),
-        *("has", "have", "how", "if", "in", "is", "it", "its", "many", "more", "most", "no", "none", "not", "of"),
-        *("off", "on", "one", "only", "or", "other", "so", "some", "that", "the", "their", "them", "there", "these"),
-        *("they", "this", "those", "to", "too", "under", "up", "what", "when", "where", "which", "while", "who"),
-        *("whose", "why", "with"),
-    }
-)
-"""First words of a docstring that does not begin with a verb."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """Describe one function or method of the product."""
+    """Function or method of the product."""
 
     place: str
     """File and line."""
     name: str
     lines: int
-    docstring: str
-    counts: bool
-    """False for what Python or a protocol names: dunders, overrides of a library's methods, properties."""
 
 
 def main() -> None:
@@ -85,8 +71,6 @@ def main() -> None:
         print(f"{layer:<24} -> {', '.join(sorted(below, key=LAYERS.index)) or '(nothing)'}")
     functions = [function for file in files for function in functions_of(ROOT, file)]
     print(f"\n{sum(len(v) for v in graph.values())} imports between {len(files)} files")
-    print(f"docstrings of functions that begin with a verb: {verb_share(functions):.1%} (goal {VERB_SHARE:.0%})")
-    print(f"functions named with one word: {one_word_share(functions):.1%} (goal at most {ONE_WORD_SHARE:.0%})")
     broken = [
         *(f"an import runs up: {a} -> {b}" for a, b in arrows_up(graph)),
         *(f"a circle: {' -> '.join(circle)}" for circle in circles(graph)),
@@ -200,24 +184,20 @@ def reach(graph: dict[str, set[str]], begin: Sequence[str]) -> list[str]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """List circles of imports, each once: remove files without imports of the rest until nothing changes."""
-    left = {file: set(others) for file, others in graph.items()}
-    while leaves := [file for file, others in left.items() if not others & left.keys()]:
-        for file in leaves:
-            del left[file]
+    """List circles of imports that share no file, each once, closed by its first file."""
+    rest = {file: set(others) for file, others in graph.items()}
     found: list[list[str]] = []
-    while left:
-        path = [min(left)]
-        while (following := min(left[path[-1]] & left.keys())) not in path:
-            path.append(following)
-        circle = path[path.index(following) :]
-        found.append([*circle, following])
-        for file in circle:
-            del left[file]
-        while leaves := [file for file, others in left.items() if not others & left.keys()]:
-            for file in leaves:
-                del left[file]
-    return found
+    while True:
+        try:
+            TopologicalSorter(rest).prepare()
+        except CycleError as error:
+            # the sorter names one circle, as imported -> importing; the next try is made without its files
+            circle: list[str] = error.args[1][:0:-1]
+            first = circle.index(min(circle))
+            found.append([*circle[first:], *circle[:first], circle[first]])
+            rest = {file: others - {*circle} for file, others in rest.items() if file not in circle}
+        else:
+            return sorted(found)
 
 
 def long_files(root: Path) -> list[tuple[str, int]]:
@@ -240,41 +220,7 @@ def strangers(root: Path, files: list[str]) -> list[tuple[str, str]]:
 def functions_of(root: Path, file: str) -> Iterator[Function]:
     for node in ast.walk(parse_file(root / file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
-            decorators = {ast.unparse(d).split("(")[0] for d in node.decorator_list}
-            is_named_elsewhere = node.name.startswith("__") or bool(decorators & {"property", "override"})
-            yield Function(
-                place=f"{file}:{node.lineno}",
-                name=node.name,
-                lines=node.end_lineno - node.lineno + 1,
-                docstring=ast.get_docstring(node) or "",
-                counts=not is_named_elsewhere,
-            )
-
-
-def verb_share(functions: list[Function]) -> float:
-    """Share of the docstrings of functions (no properties) whose first word may be a verb."""
-    documented = [f for f in functions if f.docstring and f.counts and not f.docstring.startswith(">>>")]
-    return sum(begins_with_verb(f.docstring) for f in documented) / len(documented)
-
-
-def begins_with_verb(docstring: str) -> bool:
-    """Tell whether the first word looks like a verb in the imperative: capital, no closed-class word, no -s or -ing.
-
-    >>> begins_with_verb("Await the call."), begins_with_verb("What the call brings."), begins_with_verb("Returns x.")
-    (True, False, False)
-    """
-    word = re.split(r"\W+", docstring, maxsplit=1)[0]
-    if not word[:1].isupper() or word.lower() in NOT_VERBS or word.isupper():
-        return False
-    return not (word.endswith("ing") and word not in ("Bring", "String", "Ring")) and not (
-        word.endswith("s") and word not in ("Pass", "Process", "Compress", "Discuss", "Express", "Address", "Guess")
-    )
-
-
-def one_word_share(functions: list[Function]) -> float:
-    """Share of functions whose name is a single word."""
-    named = [f for f in functions if f.counts]
-    return sum("_" not in f.name.strip("_") for f in named) / len(named)
+            yield Function(place=f"{file}:{node.lineno}", name=node.name, lines=node.end_lineno - node.lineno + 1)
 
 
 if __name__ == "__main__":

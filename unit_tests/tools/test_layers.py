@@ -154,12 +154,6 @@ def test_an_algorithm_is_one_short_file():
         assert all(f.end_lineno - f.lineno < 40 for f in functions), path
 
 
-def test_docstrings_begin_with_a_verb_and_names_are_verb_and_object():
-    functions = [f for file in FILES for f in layers.functions_of(ROOT, file)]
-    assert layers.verb_share(functions) >= layers.VERB_SHARE
-    assert layers.one_word_share(functions) <= layers.ONE_WORD_SHARE
-
-
 def test_a_deadline_is_a_key_or_stands_in_the_table():
     """A number of seconds that is assigned to a name anywhere else decides a wait that no document shows."""
     elsewhere = [
