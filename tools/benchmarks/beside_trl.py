@@ -23,7 +23,8 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from tools.benchmarks.processes import ROOT, run_for_json
+
 SMOLLM2 = "models/smollm2"
 TRL = ["trl==1.16.0", "transformers==5.19.0"]
 TORCH_CPU = "torch==2.13.0+cpu"
@@ -37,8 +38,8 @@ class Benchmark:
 
     module: str
     """Our side, as `python -m` takes it, with --ours TASK."""
-    script: str
-    """TRL's side, beside this file."""
+    trl_side: str
+    """TRL's side: the first argument of trl_side.py."""
     goal: float
     """Times TRL's trained tokens per second."""
     settings: tuple[str, ...]
@@ -116,20 +117,27 @@ def _find_best_for_trl(
 
 
 def _run(benchmark: Benchmark, who: str, task: dict[str, Any], trl_python: Path, scratch: Path) -> Measured:
+    if who == "trl":
+        return Measured(**run_trl(benchmark.trl_side, task, trl_python, scratch))
     file = scratch / "task.json"
     file.write_text(json.dumps(task))
-    ours = [sys.executable, "-m", benchmark.module, "--ours", str(file)]
-    theirs = [str(trl_python.absolute()), str(Path(__file__).with_name(benchmark.script)), str(file)]
-    done = subprocess.run(
-        ours if who == "ours" else theirs,
-        cwd=ROOT if who == "ours" else scratch,  # nothing of ours is to be imported there
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"error: {who} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    return Measured(**run_for_json([sys.executable, "-m", benchmark.module, "--ours", str(file)]))
+
+
+def run_trl(kind: str, task: dict[str, Any], trl_python: Path, scratch: Path) -> dict[str, Any]:
+    """Run trl_side.py with the Python of another environment, and return what it prints."""
+    file = scratch / "task.json"
+    file.write_text(json.dumps(task))
+    script = ROOT / "tools" / "benchmarks" / "trl_side.py"
+    # in the scratch folder: nothing of ours is to be imported there
+    return run_for_json([str(trl_python.absolute()), str(script), kind, str(file)], cwd=scratch)
+
+
+def cut_updates(rows: list[Row], args: argparse.Namespace, length: Callable[[Row], int]) -> list[list[Row]]:
+    """Return the rows of every update, the longest first: in their order until all are used, then again."""
+    drawn = [rows[n % len(rows)] for n in range(args.rows * (1 + args.updates))]
+    cut = [drawn[n : n + args.rows] for n in range(0, len(drawn), args.rows)]
+    return [sorted(update, key=lambda row: -length(row)) for update in cut]
 
 
 def _run_ours(benchmark: Benchmark, task: dict[str, Any]) -> dict[str, Any]:

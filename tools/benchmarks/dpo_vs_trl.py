@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks.beside_trl import ROOT, Benchmark, Row, run_benchmark
+from tools.benchmarks.beside_trl import Benchmark, Row, cut_updates, run_benchmark
+from tools.benchmarks.processes import ROOT
 
 LONGEST = 512
 """Tokens of a conversation; longer pairs are left out."""
@@ -34,7 +35,7 @@ def main() -> int:
     parser.add_argument("--micro-batch-tokens", type=int, default=512, help="ours")
     benchmark = Benchmark(
         module="tools.benchmarks.dpo_vs_trl",
-        script="trl_dpo.py",
+        trl_side="dpo",
         goal=1.5,
         settings=(),
         count_trained=lambda row: len(row["chosen_ids"]) + len(row["rejected_ids"]),
@@ -73,14 +74,12 @@ def make_updates(args: argparse.Namespace) -> list[list[Row]]:
             }
         )
     random.Random(0).shuffle(fitting)
-    rows, updates = args.rows, 1 + args.updates
-    drawn = [fitting[n % len(fitting)] for n in range(rows * updates)]
-    cut = [drawn[n * rows : (n + 1) * rows] for n in range(updates)]
-    return [sorted(update, key=lambda r: -len(r["prompt_ids"]) - _longest_reply(r)) for update in cut]
+    return cut_updates(fitting, args, find_length)
 
 
-def _longest_reply(row: Row) -> int:
-    return max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+def find_length(row: Row) -> int:
+    """Return the length of a pair's longer conversation, in tokens."""
+    return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 
 def train(task: dict[str, Any]) -> Iterator[float]:

@@ -17,11 +17,9 @@ import pickle
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -34,9 +32,9 @@ from core.types.samples import Group, Prompt, Sample
 from data_feeds.packing.batches import plan_update
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_staleness
 from rollouts.scheduling.buffer import FinishedGroup
+from tools.benchmarks.processes import run_for_json
 from trainers.allocator import keep_freed_memory
 
-ROOT = Path(__file__).parent.parent.parent
 GOAL = 0.05
 """CPU seconds per million tokens."""
 SIZES = (50_000, 500_000, 2_000_000, 8_000_000, 32_000_000)
@@ -126,9 +124,7 @@ def measure(tokens: int) -> dict[str, float]:
 
 def measure_apart(tokens: int) -> dict[str, float]:
     """Return what `measure` does, from a process of its own."""
-    command = [sys.executable, "-m", "tools.benchmarks.driver_cost", "--one", str(tokens)]
-    out = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(out.splitlines()[-1])
+    return run_for_json([sys.executable, "-m", "tools.benchmarks.driver_cost", "--one", str(tokens)])
 
 
 def main(argv: list[str] | None = None) -> int:

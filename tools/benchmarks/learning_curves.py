@@ -14,7 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+from tools.benchmarks.processes import ROOT, read_metrics
+
+DOCS = ROOT / "docs"
 CURVES, IMAGE = DOCS / "learning_curves.json", DOCS / "learning_curves.svg"
 Runs = dict[str, list[float]]
 """Rewards of every step, by the name of the run."""
@@ -159,8 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smollm2", type=Path, metavar="RUN_FOLDER", help="draw this run on the right")
     args = parser.parse_args(argv)
     if args.smollm2:
-        rows = map(json.loads, (args.smollm2 / "metrics.jsonl").read_text().splitlines())
-        keep(CURVES, "smollm2", BOLD, [row["reward/mean"] for row in rows])
+        keep(CURVES, "smollm2", BOLD, [row["reward/mean"] for row in read_metrics(args.smollm2)])
     IMAGE.write_text(draw(json.loads(CURVES.read_text())))
 
 

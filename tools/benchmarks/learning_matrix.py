@@ -37,8 +37,8 @@ from driver.rl.setup import prepare, start
 from driver.sl.run import prepare as prepare_sl
 from driver.sl.run import start as start_sl
 from tools.benchmarks.learning_curves import keep
+from tools.benchmarks.processes import ROOT, read_metrics
 
-ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "algs" / "README.md"
 BEGIN, END = "<!-- learning matrix: begin -->\n", "<!-- learning matrix: end -->\n"
 GOAL = 0.9
@@ -173,7 +173,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
 
     quietly(work)
     [run] = run_dir.iterdir()
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(run)
     rewards = [m["reward/mean_drawn"] for m in metrics]
     reached = next((i + 1 for i, r in enumerate(rewards) if r >= GOAL), None)
     seconds = sum(m["time/step_s"] for m in metrics[:reached])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from pathlib import Path
 
 from core import metrics as names
 from core.timing.phases import Phase, time_metric
-from tools.benchmarks.overlap import ROOT, WARM_UP, measure
+from tools.benchmarks.overlap import WARM_UP, measure
+from tools.benchmarks.processes import ROOT, read_metrics
 
 GOAL = 0.01
 COUNTED = (Phase.LOG, Phase.CAPTURE)
@@ -37,7 +37,7 @@ def compute_shares(lines: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def read_shares(folder: Path) -> tuple[dict[str, float], float]:
     """Return the shares of a run without its first steps, and the mean seconds of a step."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder)
     lines = rows[WARM_UP:] if len(rows) > WARM_UP else rows
     return compute_shares(lines), sum(line[names.STEP_SECONDS] for line in lines) / len(lines)
 

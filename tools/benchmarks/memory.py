@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from tools.benchmarks.processes import run_for_json
+
 BODY = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -94,8 +94,7 @@ def compare(model: Path, args: argparse.Namespace) -> int:
 def run_alone(model: Path, dtype: str, tokens: int, mib: int) -> Measured:
     settings = ["--tokens", str(tokens), "--dtype", dtype, "--logits-mib", str(mib)]
     command = [sys.executable, "-m", "tools.benchmarks.memory", "--one", str(model), *settings]
-    out = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return Measured(**json.loads(out.splitlines()[-1]))
+    return Measured(**run_for_json(command))
 
 
 def measure_step(model: str, dtype: str, tokens: int, mib: int) -> Measured:

@@ -13,7 +13,6 @@ machine has: trainer and engine share its cores, so that little is to be gained 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -23,9 +22,9 @@ from pathlib import Path
 import yaml
 
 from data_prep import arithmetic, tiny_model
+from tools.benchmarks.processes import ROOT, read_metrics
 from tools.benchmarks.simulate import forecast, times_of
 
-ROOT = Path(__file__).parent.parent.parent
 GOAL, TOLERANCE = 1.8, 0.1
 WARM_UP = 2
 """Steps that are not timed."""
@@ -75,7 +74,7 @@ def measure(recipe: Path, run_dir: Path, *overrides: str) -> tuple[Path, float]:
     command = [sys.executable, "main_rl.py", "--config", str(recipe), f"run_dir={run_dir}", *overrides]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     [folder] = (file.parent for file in run_dir.glob("*/metrics.jsonl"))  # a tracker may keep its store there too
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    rows = read_metrics(folder)[WARM_UP:]
     return folder, sum(row["time/step_s"] for row in rows) / len(rows)
 
 

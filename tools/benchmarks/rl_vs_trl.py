@@ -20,10 +20,8 @@ length of both sides, which show that the work is the same. Exit code 1 where a 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -34,19 +32,10 @@ from typing import Any
 
 from core.metrics import REWARD_MEAN, ROLLOUT_TOKENS_MEAN
 from core.timing.phases import STEP, Phase, time_metric
-from tools.benchmarks.beside_trl import SMOLLM2, make_smollm2, say, trl_environment
+from tools.benchmarks.beside_trl import SMOLLM2, make_smollm2, run_trl, say, trl_environment
+from tools.benchmarks.processes import ROOT, read_metrics, run_for_json
 from tools.benchmarks.rl_ceiling import CEILINGS
-from tools.benchmarks.rl_work import (
-    LR,
-    ROOT,
-    WORKLOADS,
-    make_sums,
-    read_metrics,
-    read_phases,
-    read_steps,
-    run_ours,
-    write_prompts,
-)
+from tools.benchmarks.rl_work import LR, WORKLOADS, make_sums, read_phases, read_steps, run_ours, write_prompts
 
 
 @dataclass(slots=True)
@@ -120,24 +109,15 @@ def measure(args: argparse.Namespace, trl_python: Path, scratch: Path) -> tuple[
             "scratch": str(scratch),
         }
         batch = batch or fastest_batch(task, args.trl_batch, trl_python, scratch)
-        done = run_trl(task | {"trl_batch": batch}, trl_python, scratch)
+        done = run_trl("grpo", task | {"trl_batch": batch}, trl_python, scratch)
         sides["TRL"].seconds += done["seconds"][1:]
         sides["TRL"].rewards += done["rewards"][1:]
         sides["TRL"].lengths += done["lengths"][1:]
 
     def ceiling(what: str) -> None:
-        command = [sys.executable, "-m", "tools.benchmarks.rl_ceiling", what]
-        command += [
-            "--run",
-            str(runs[0]),
-            "--model",
-            str(ROOT / args.model),
-            "--dtype",
-            args.dtype,
-            "--work",
-            args.work,
-        ]
-        sides[what].seconds += run_for_json(command, ROOT)[1:]
+        command = [sys.executable, "-m", "tools.benchmarks.rl_ceiling", what, "--work", args.work]
+        command += ["--run", str(runs[0]), "--model", str(ROOT / args.model), "--dtype", args.dtype]
+        sides[what].seconds += run_for_json(command)[1:]
 
     # What is divided by each other runs next to each other: the machine's speed changes within minutes.
     parts: list[tuple[str, Callable[[], None]]] = [
@@ -161,7 +141,7 @@ def fastest_batch(task: dict[str, Any], batches: list[int], trl_python: Path, sc
     tried: dict[int, float] = {}
     for batch in batches:
         short = task | {"steps": task["steps"][:2], "trl_batch": batch}
-        tried[batch] = run_trl(short, trl_python, scratch)["seconds"][-1]
+        tried[batch] = run_trl("grpo", short, trl_python, scratch)["seconds"][-1]
         say(f"TRL with {batch} rows in a forward pass: {tried[batch]:.1f} s for a step")
     return min(tried, key=lambda b: tried[b])
 
@@ -170,20 +150,6 @@ def prompts_of(run: Path, samples: int) -> list[list[dict[str, Any]]]:
     """Return the prompts of our run with their answers, [step][prompt], in the columns that GRPOTrainer reads."""
     groups = [step[::samples] for step in read_steps(run)]
     return [[{"prompt": row["prompt"], "answer": row["answer"]} for row in step] for step in groups]
-
-
-def run_trl(task: dict[str, Any], trl_python: Path, scratch: Path) -> dict[str, Any]:
-    file = scratch / "task.json"
-    file.write_text(json.dumps(task))
-    return run_for_json([str(trl_python.absolute()), str(ROOT / "tools/benchmarks/trl_grpo.py"), str(file)], scratch)
-
-
-def run_for_json(command: list[str], cwd: Path) -> Any:
-    """Run a command; return the JSON of its last line."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"error: {' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def make_table(sides: dict[str, Measured], trl_batch: int) -> str:

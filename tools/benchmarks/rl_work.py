@@ -14,8 +14,8 @@ from typing import Any
 
 from core.timing.phases import REST, STEP, Phase, time_metric
 from data_prep import arithmetic
+from tools.benchmarks.processes import ROOT, read_metrics
 
-ROOT = Path(__file__).parent.parent.parent
 LR = 1e-6
 
 
@@ -91,10 +91,6 @@ def run_ours(model: str, data: Path, dtype: str, steps: int, work: Workload, sha
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     [run] = (scratch / "runs").iterdir()
     return run
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_phases(run: Path) -> dict[str, float]:

@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.benchmarks.beside_trl import ROOT, Benchmark, Row, run_benchmark
+from tools.benchmarks.beside_trl import Benchmark, Row, cut_updates, run_benchmark
+from tools.benchmarks.processes import ROOT
 
 
 def main() -> int:
@@ -38,7 +39,7 @@ def main() -> int:
     parser.add_argument("--micro-batch-tokens", type=int, default=512, help="ours")
     benchmark = Benchmark(
         module="tools.benchmarks.sft_vs_trl",
-        script="trl_sft.py",
+        trl_side="sft",
         goal=1.3,
         settings=("trl_padding_free",),
         count_trained=lambda row: sum(row["mask"]),
@@ -62,10 +63,8 @@ def make_updates(args: argparse.Namespace) -> list[list[Row]]:
         ids, mask = tokenizer.mask_turns(turns)
         return {"ids": ids, "mask": [False, *mask[1:]]}
 
-    rows, updates = args.rows, 1 + args.updates
-    chosen = [encoded(given[n % len(given)]) for n in range(rows * updates)]
-    cut = [chosen[n * rows : (n + 1) * rows] for n in range(updates)]
-    return [sorted(update, key=lambda r: -len(r["ids"])) for update in cut]
+    chosen = given[: args.rows * (1 + args.updates)]
+    return cut_updates([encoded(row) for row in chosen], args, lambda row: len(row["ids"]))
 
 
 def train(task: dict[str, Any]) -> Iterator[float]:

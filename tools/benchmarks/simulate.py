@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -35,6 +34,7 @@ from configs.schema import min_staleness
 from core.gc_control import collecting_seldom
 from rollouts.scheduling.buffer import Schedule
 from rollouts.worker import RolloutWorker
+from tools.benchmarks.processes import read_metrics
 from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 
 
@@ -106,7 +106,7 @@ def times_of(run_folder: Path) -> tuple[Times, Schedule]:
     """Return the averages of a run's metrics, without its first step, which is a warm-up."""
     import yaml
 
-    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][1:]
+    rows = read_metrics(run_folder)[1:]
     if not rows:
         raise SystemExit(f"error: {run_folder} has fewer than two steps in its metrics.jsonl: name a longer run")
     cfg = yaml.safe_load((run_folder / "config.yaml").read_text())
@@ -161,13 +161,8 @@ def main(argv: list[str] | None = None) -> int:
             replace(schedule, max_staleness=max_staleness), scaled, engines=engines, concurrent=args.concurrent
         )
         base = base or predicted.step_seconds
-        row = [
-            engines,
-            f"{trainers:g}",
-            max_staleness,
-            f"{predicted.step_seconds:.2f}",
-            f"{base / predicted.step_seconds:.2f}",
-        ]
+        row = [engines, f"{trainers:g}", max_staleness, f"{predicted.step_seconds:.2f}"]
+        row += [f"{base / predicted.step_seconds:.2f}"]
         row += [f"{predicted.waited:.0%}", f"{predicted.staleness_mean:.2f}", predicted.staleness_max]
         row += [f"{predicted.process_seconds:.2f}", f"{predicted.engine_seconds:.2f}", f"{predicted.driver_share:.1%}"]
         print("".join(f"{value:>14}" for value in row))

@@ -69,12 +69,8 @@ def make_toy(
     outside = allowed_tokens.find_outside(range(vocab))
     choices = [v for v in range(vocab) if v not in outside]
     prefixes = [p for n in range(longest) for p in product(choices, repeat=n) if not (ends and 0 in p)]
-    number = {p: n for n, p in enumerate(prefixes)}
-    completions = [(*p, v) for p in prefixes for v in choices if (*p, v) not in number]
-    takes = torch.zeros(len(completions), len(prefixes), vocab, dtype=torch.float64)
-    for c, completion in enumerate(completions):
-        for t, v in enumerate(completion):
-            takes[c, number[completion[:t]], v] = 1.0
+    completions = [(*p, v) for p in prefixes for v in choices if (*p, v) not in prefixes]
+    following, takes = list_moves(prefixes, completions, vocab)
 
     def near(logits: Tensor | float, far: float) -> Tensor:
         return logits + far * torch.randn(len(prefixes), vocab, generator=random, dtype=torch.float64)
@@ -83,7 +79,7 @@ def make_toy(
     pi[:, outside] += 5.0
     toy = Toy(
         completions=completions,
-        following=torch.tensor([[number.get((*p, v), 0) for v in range(vocab)] for p in prefixes]),
+        following=following,
         takes=takes,
         pi=pi,
         mu=near(pi, 0.5),
@@ -93,6 +89,18 @@ def make_toy(
         allowed_tokens=allowed_tokens,
     )
     return replace(toy, values=reach(toy, pi, toy.rewards) / reach(toy, pi))
+
+
+def list_moves(
+    prefixes: list[tuple[int, ...]], completions: list[tuple[int, ...]], vocab: int
+) -> tuple[Tensor, Tensor]:
+    """Return the fields `following` and `takes` of a Toy."""
+    number = {p: n for n, p in enumerate(prefixes)}
+    takes = torch.zeros(len(completions), len(prefixes), vocab, dtype=torch.float64)
+    for c, completion in enumerate(completions):
+        for t, v in enumerate(completion):
+            takes[c, number[completion[:t]], v] = 1.0
+    return torch.tensor([[number.get((*p, v), 0) for v in range(vocab)] for p in prefixes]), takes
 
 
 def logp_of(toy: Toy, logits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from algs.rloo import RLOO
 from algs.turns import number_turns
 from core.types.arrays import Floats
 from core.types.samples import Group
-from tools.benchmarks.toy_task import Source, Target, Toy, logp_of, slope
+from tools.benchmarks.toy_task import Source, Target, Toy, list_moves, logp_of, slope
 
 STOP, LEVELS = 0, 5
 
@@ -32,11 +32,7 @@ def make_game(vocab: int = 3) -> Toy:
     completions = [(a, b) for a, b in first if b == STOP]
     completions += [(a, b, c, d) for a, b in first if b != STOP for c, d in first]
     prefixes = sorted({c[:t] for c in completions for t in range(len(c))}, key=lambda p: (len(p), p))
-    number = {p: n for n, p in enumerate(prefixes)}
-    takes = torch.zeros(len(completions), len(prefixes), vocab, dtype=torch.float64)
-    for c, completion in enumerate(completions):
-        for t, v in enumerate(completion):
-            takes[c, number[completion[:t]], v] = 1.0
+    following, takes = list_moves(prefixes, completions, vocab)
 
     def draw_levels(of: list[tuple[int, ...]]) -> dict[tuple[int, ...], float]:
         drawn = torch.randint(LEVELS, (len(of),), generator=random) / (LEVELS - 1)
@@ -47,7 +43,7 @@ def make_game(vocab: int = 3) -> Toy:
     pi = torch.randn(len(prefixes), vocab, generator=random, dtype=torch.float64)
     game = Toy(
         completions=completions,
-        following=torch.tensor([[number.get((*p, v), 0) for v in range(vocab)] for p in prefixes]),
+        following=following,
         takes=takes,
         pi=pi,
         mu=pi,

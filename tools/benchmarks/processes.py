@@ -1,0 +1,23 @@
+"""Programs that a benchmark runs in processes of their own, and the metrics of runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run_for_json(command: list[str], *, cwd: Path = ROOT) -> Any:
+    """Run a command and return the JSON of its last line. Its failure ends this program."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of every step of a run folder."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

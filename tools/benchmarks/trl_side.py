@@ -1,0 +1,167 @@
+"""TRL's side of the benchmarks, for a Python that has trl and not us: python trl_side.py sft|dpo|grpo TASK.json
+
+Trains on the rows of the task in their order and prints one line of JSON. sft and dpo: see `Measured` in beside_trl.py.
+grpo: the seconds, the mean reward and the mean number of sampled tokens of each step. It imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from itertools import pairwise
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+
+class Watch(TrainerCallback):
+    """Clocks at the end of every step, as our side reads them."""
+
+    def __init__(self):
+        self.ends = []
+        """Seconds of the wall and of the processor."""
+
+    def on_train_begin(self, args, state, control, **_):
+        self.ends.append((time.perf_counter(), time.process_time()))
+
+    on_step_end = on_train_begin
+
+    def measure_steps(self):
+        """Return the seconds of each step, and its CPU seconds."""
+        spans = list(pairwise(self.ends))
+        return [after[0] - before[0] for before, after in spans], [after[1] - before[1] for before, after in spans]
+
+
+def make_settings(task, *, rows, steps):
+    """Return the settings of TRL that do not depend on the loss. rows: in an update, of which each step makes one."""
+    return {
+        "output_dir": task["scratch"],
+        "per_device_train_batch_size": task["trl_batch"],
+        "gradient_accumulation_steps": rows // task["trl_batch"],
+        "max_steps": steps,
+        "learning_rate": task["lr"],
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "bf16": False,  # no autocast: the weights have the dtype of the task already
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def load_model(task):
+    return AutoModelForCausalLM.from_pretrained(task["model"], dtype=getattr(torch, task.get("dtype", "float32")))
+
+
+def train_supervised(trainer, watch):
+    """Train, and return the fields of `Measured` of beside_trl.py."""
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    seconds, cpu_seconds = watch.measure_steps()
+    mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses, "peak_mib": mib}
+
+
+def train_sft(task, watch):
+    from trl import SFTConfig, SFTTrainer
+
+    updates = task["updates"]
+    rows = [row for update in updates for row in update]
+    labels = [[t if yes else -100 for t, yes in zip(r["ids"], r["mask"], strict=True)] for r in rows]
+    config = SFTConfig(
+        **make_settings(task, rows=len(updates[0]), steps=len(updates)),
+        train_sampling_strategy="sequential",  # the rows of an update lie sorted by length
+        padding_free=task["trl_padding_free"],
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    trainer = SFTTrainer(
+        model=load_model(task),
+        args=config,
+        train_dataset=Dataset.from_dict({"input_ids": [r["ids"] for r in rows], "labels": labels}),
+        processing_class=AutoTokenizer.from_pretrained(task["model"]),
+        callbacks=[watch],
+    )
+    return train_supervised(trainer, watch)
+
+
+def train_dpo(task, watch):
+    from trl import DPOConfig, DPOTrainer
+
+    class OnGivenTokens(DPOTrainer):
+        """DPOTrainer that takes token ids instead of text, so that both sides train on the same."""
+
+        def _prepare_dataset(self, dataset, *args, **kwargs):
+            return dataset
+
+    updates = task["updates"]
+    config = DPOConfig(
+        **make_settings(task, rows=len(updates[0]), steps=len(updates)),
+        train_sampling_strategy="sequential",  # the pairs of an update lie sorted by length
+        beta=0.1,
+        max_length=None,
+    )
+    trainer = OnGivenTokens(
+        model=load_model(task),
+        ref_model=load_model(task),
+        args=config,
+        train_dataset=Dataset.from_list([row for update in updates for row in update]),
+        processing_class=AutoTokenizer.from_pretrained(task["model"]),
+        callbacks=[watch],
+    )
+    return train_supervised(trainer, watch)
+
+
+def correct(completions, answer, **_):
+    return [float(c[-1]["content"].split() == a.split()) for c, a in zip(completions, answer, strict=True)]
+
+
+def train_grpo(task, watch):
+    from trl import GRPOConfig, GRPOTrainer
+
+    steps = task["steps"]
+    config = GRPOConfig(
+        # one generation, then one update, in each step
+        **make_settings(task, rows=len(steps[0]) * task["group_size"], steps=len(steps)),
+        num_generations=task["group_size"],
+        max_completion_length=task["new_tokens"],
+        shuffle_dataset=False,
+        temperature=1.0,
+        beta=0.0,
+    )
+    trainer = GRPOTrainer(
+        model=load_model(task),
+        reward_funcs=correct,
+        args=config,
+        train_dataset=Dataset.from_list([row for step in steps for row in step]),
+        processing_class=AutoTokenizer.from_pretrained(task["model"]),
+        callbacks=[watch],
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return {
+        "seconds": watch.measure_steps()[0],
+        "rewards": [entry["reward"] for entry in logged],
+        "lengths": [entry["completions/mean_length"] for entry in logged],
+    }
+
+
+def main():
+    kind, file = sys.argv[1:]
+    with open(file) as written:
+        task = json.load(written)
+    torch.set_num_threads(task["threads"])
+    train = {"sft": train_sft, "dpo": train_dpo, "grpo": train_grpo}[kind]
+    print(json.dumps(train(task, Watch())))
+
+
+if __name__ == "__main__":
+    main()
