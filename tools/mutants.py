@@ -97,13 +97,18 @@ def make_mutant(file: str, entry: dict[str, Any]) -> Mutant:
     return mutant
 
 
-def copy_repository(root: Path, home: Path) -> None:
-    """Copy what git knows or would add, and compile it so that a file whose text changes is compiled anew."""
+def copy_tracked(root: Path, home: Path) -> None:
+    """Copy what git knows or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     for name in subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0"):
         if name and (root / name).is_file():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, home / name)
+
+
+def copy_repository(root: Path, home: Path) -> None:
+    """Copy a repository, and compile it so that a file whose text changes is compiled anew."""
+    copy_tracked(root, home)
     compileall.compile_dir(home, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 

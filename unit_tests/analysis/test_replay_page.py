@@ -22,8 +22,7 @@ from core.errors import UserError
 from unit_tests.helpers.browser import MISSING, Browser, find_browser
 from unit_tests.helpers.captured_step import NO_MASK, WRONG_SIGN, Step, rewarded
 from unit_tests.helpers.examples import a_changed, some_groups
-from unit_tests.helpers.packed import unpack
-from unit_tests.helpers.pages import HOSTILE, Elements
+from unit_tests.helpers.pages import HOSTILE, Elements, unpack
 from unit_tests.helpers.runs import file_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

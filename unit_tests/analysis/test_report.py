@@ -22,8 +22,7 @@ from core.types.run_summary import GitState
 from driver.records.git_state import read_git_state
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.long_run import make_run
-from unit_tests.helpers.packed import unpack
-from unit_tests.helpers.pages import HOSTILE, Elements, rewrite_sample
+from unit_tests.helpers.pages import HOSTILE, Elements, rewrite_sample, unpack
 from unit_tests.helpers.runs import metrics_of
 
 ROOT = Path(__file__).parent.parent.parent

@@ -400,10 +400,9 @@ def passes(code: str, extra: str) -> bool:
     return True
 
 
-def test_more_tiny_functions_than_there_are_and_an_impossible_share_are_refused(capsys, tmp_path: Path) -> None:
-    for options, said in ((["--train", "577"], "there are 576; raise --steps"), (["--wrong-share", "2"], "a share")):
-        with pytest.raises(SystemExit):
-            code_tasks.main(["--out", str(tmp_path), "--eval", "0", *options])
-        assert said in capsys.readouterr().err
+def test_more_tiny_functions_than_there_are_are_refused(capsys, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        code_tasks.main(["--out", str(tmp_path), "--eval", "0", "--train", "577"])
+    assert "there are 576; raise --steps" in capsys.readouterr().err
     code_tasks.main(["--out", str(tmp_path), "--steps", "1", "--train", "2", "--eval", "2", "--sft", "2", "--jsonl"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "sft.jsonl", "train.jsonl"]

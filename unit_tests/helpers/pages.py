@@ -1,8 +1,11 @@
-"""Pages of reports as a browser sees them, and runs with hostile texts."""
+"""Pages of reports as a browser sees them and the data in them, and runs with hostile texts."""
 
+import base64
+import gzip
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 HOSTILE = (
     "<img src=x onerror=\"document.title='hacked'\">",
@@ -33,6 +36,11 @@ class Elements(HTMLParser):
     def handle_data(self, data):
         if self._inside:
             self.scripts[self._inside] += data
+
+
+def unpack(packed: str) -> Any:
+    """The data of a run page: gzipped JSON in base64."""
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 def rewrite_sample(run: Path, step: int, number: int, **changes: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +12,11 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from core.types.images import EncodedImage, PlacedImage, read_image
-from core.types.messages import Message, Part
 from core.types.samples import Prompt, Sample, make_sample
 from data_prep import tiny_vision_model
 from modeling.images.processor import ImageProcessor
 from rollouts.engines.base import Completion
+from unit_tests.helpers.image_models import to_bytes
 from unit_tests.helpers.seeing import END, START
 
 
@@ -47,18 +46,7 @@ def draw(seed: int, width: int = 56, height: int = 56) -> EncodedImage:
     image = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(
         (width, height), Image.Resampling.NEAREST
     )
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    return read_image(file.getvalue())
-
-
-def say(role: str, *parts: str | EncodedImage) -> Message:
-    """Return a turn of texts and images."""
-    listed: list[Part] = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    text = "".join(part for part in parts if isinstance(part, str))
-    return {"role": role, "content": text, "parts": listed}
+    return read_image(to_bytes(image))
 
 
 @torch.no_grad()

@@ -51,20 +51,17 @@ def file_of(path: Path, text: str) -> str:
 
 
 def descendants(pid: int) -> set[int]:
-    """Every living process below `pid`."""
-    rows = [line.split() for line in subprocess.check_output(["ps", "-eo", "pid,ppid"], text=True).splitlines()[1:]]
-    children = {int(p): int(pp) for p, pp in rows}
-    found, frontier = set(), {pid}
-    while frontier:
-        frontier = {p for p, pp in children.items() if pp in frontier}
-        found |= frontier
-    return found
+    """Every living process below `pid`; none below one that has ended."""
+    try:
+        return {process.pid for process in psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
 
 
 def numbers_of(folder: Path) -> list[dict[str, str]]:
     """Return the numbers of every step, as hexadecimal; without the seconds, and what is counted per second."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: float(v).hex() for k, v in row.items() if "time/" not in k and "per_s" not in k} for row in rows]
+    kept = [{k: v for k, v in row.items() if "time/" not in k and "per_s" not in k} for row in metrics_of(folder)]
+    return [{k: float(v).hex() for k, v in row.items()} for row in kept]
 
 
 def start(recipe: str, run_dir: Path, *overrides: str, program: str = "main_rl.py") -> subprocess.Popen:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -26,6 +26,7 @@ from core.types.samples import Group, Prompt, Sample, make_sample
 from modeling.head import use_scoring_head
 from modeling.images.processor import ImageProcessor
 from modeling.images.vision import VISION_FAMILIES
+from unit_tests.helpers.image_models import to_bytes
 
 FAMILIES = sorted(VISION_FAMILIES)
 FAST = ("idefics3", "qwen2_5_vl")
@@ -118,13 +119,8 @@ def save_model(folder: Path, family: str) -> str:
 
 def draw_image(seed: int, size: tuple[int, int] = (16, 16)) -> EncodedImage:
     """Noise, which no two images share."""
-    from PIL import Image
-
     rng = random.Random(seed)
-    image = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    return read_image(file.getvalue())
+    return read_image(to_bytes(Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))))
 
 
 @dataclass(frozen=True)

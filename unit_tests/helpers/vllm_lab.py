@@ -20,34 +20,19 @@ from modeling.lora import name_lora_targets
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_local import LocalVllmEngine
+from rollouts.engines.vllm_support.common import VllmBase
 from trainers.weight_sync.broadcast import WeightSender
 from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.examples import children_named
 
 T = TypeVar("T")
-
-
 BOUND = 1e-3
-
-
 TEMPERATURE = 0.7
-
-
 TIMEOUT_S = 60.0
-
-
 VOCABULARY = 300  # no multiple of vLLM's padding
-
-
 STOP = list(range(30))
-
-
 PROMPT = [(13 * i) % VOCABULARY for i in range(160)]  # longer than a block of the KV cache
-
-
 BUCKET_BYTES = 150_000  # a dozen buckets; no layer fits one
-
-
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -58,8 +43,6 @@ SHAPE = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.2,
 }
-
-
 FAMILIES = {
     "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3-untied": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
@@ -110,6 +93,15 @@ async def sample(
     engine: VllmEngine | LocalVllmEngine, seeds: range = range(6), max_new_tokens: int = 24
 ) -> list[Completion]:
     return await asyncio.gather(*[engine.generate(PROMPT, max_new_tokens=max_new_tokens, seed=seed) for seed in seeds])
+
+
+async def count_cached(engine: VllmBase, token_ids: list[int]) -> int:
+    """Return how many tokens of the prompt are served from the cache; a request, after which all of it is there."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    return (await engine._ask(token_ids, (), params)).num_cached_tokens
 
 
 async def in_thread(call: Any, *args: Any, **kwargs: Any) -> Any:

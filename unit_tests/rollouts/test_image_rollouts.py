@@ -44,6 +44,7 @@ from trainers.weight_sync.fingerprint import verify_sync
 from trainers.weight_sync.publisher import LocalWeightSync
 from unit_tests.helpers import seeing
 from unit_tests.helpers.engines import engine_config
+from unit_tests.helpers.image_models import say
 from unit_tests.helpers.plain_vision import (
     PARTS,
     as_sample,
@@ -52,7 +53,6 @@ from unit_tests.helpers.plain_vision import (
     load_plain,
     make_seeing,
     plain_logp,
-    say,
     write_ids,
 )
 from unit_tests.helpers.scripted_policy import Policy, check_exact, make_session

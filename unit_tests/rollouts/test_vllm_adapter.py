@@ -19,13 +19,13 @@ from modeling.lora import name_lora_targets, with_adapter
 from rollouts.engines.vllm_local import LocalVllmEngine
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
 from unit_tests.helpers.engines import engine_config
-from unit_tests.helpers.prefix_cache import count_cached
 from unit_tests.helpers.runs import check_engines_follow
 from unit_tests.helpers.vllm_lab import (
     BOUND,
     PROMPT,
     TEMPERATURE,
     Lab,
+    count_cached,
     gap,
     gap_of_samples,
     in_thread,

@@ -31,7 +31,6 @@ from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
 from trainers.weight_sync.chunks import ChunkWriter
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
 from unit_tests.helpers.engines import engine_config
-from unit_tests.helpers.prefix_cache import count_cached
 from unit_tests.helpers.vllm_lab import (
     BOUND,
     FAMILIES,
@@ -46,6 +45,7 @@ from unit_tests.helpers.vllm_lab import (
     Tamper,
     TamperingSender,
     buckets_of,
+    count_cached,
     gap,
     gap_of_samples,
     in_thread,

@@ -28,6 +28,7 @@ from trainers.weight_sync.broadcast import WeightSender
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
 from unit_tests.helpers import seeing
 from unit_tests.helpers.engines import engine_config
+from unit_tests.helpers.image_models import say
 from unit_tests.helpers.plain_vision import (
     PARTS,
     as_sample,
@@ -36,7 +37,6 @@ from unit_tests.helpers.plain_vision import (
     load_plain,
     make_seeing,
     plain_logp,
-    say,
     write_ids,
 )
 

@@ -15,6 +15,7 @@ import pytest
 
 import feynrl
 import main_rl
+from tools.mutants import copy_tracked
 from unit_tests.helpers.examples import run_here
 
 ROOT = Path(__file__).parent.parent.parent
@@ -99,16 +100,7 @@ def test_a_notebook_trains_and_evaluates(recipe, tmp_path, sums, one_thread):
 def linked(tmp_path_factory) -> Path:
     """A folder with a fresh clone, and an environment in which it is installed: env/ sees the packages of this one."""
     folder = tmp_path_factory.mktemp("linked")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    for name in filter(None, map(os.fsdecode, listed.stdout.split(b"\0"))):
-        if (ROOT / name).is_file():
-            (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "clone" / name).write_bytes((ROOT / name).read_bytes())
+    copy_tracked(ROOT, folder / "clone")
     venv.create(folder / "env", symlinks=True)
     [site] = (folder / "env").glob("lib/python*/site-packages")
     (site / "packages.pth").write_text(sysconfig.get_path("purelib"))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tools import layers
+from tools.mutants import copy_tracked
 
 ROOT = Path(__file__).parent.parent.parent
 RUN = """
@@ -110,12 +111,7 @@ CASES = [
 def copy(tmp_path_factory, tiny_path, sums) -> Path:
     """A copy of the clone, with the model and the data of configs/tiny.yaml."""
     folder = tmp_path_factory.mktemp("copy")
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    for file in listed:
-        if (ROOT / file).is_file() and not file.startswith(("docs/", "unit_tests/")):
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / file, folder / file)
+    copy_tracked(ROOT, folder)
     shutil.copytree(tiny_path, folder / "models/tiny")
     shutil.copytree(sums, folder / "data/tiny")
     (folder / "models/sees").mkdir()

@@ -40,7 +40,8 @@ from modeling.load import load_model, load_scalar_model
 from rewards import reward_model
 from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import a_changed, run_here
-from unit_tests.helpers.plain_vision import draw, load_plain, make_seeing, say
+from unit_tests.helpers.image_models import say
+from unit_tests.helpers.plain_vision import draw, load_plain, make_seeing
 from unit_tests.helpers.seeing import MARKED, make_model, plain_inputs, plain_logp, save_model, seeing_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
