@@ -41,6 +41,7 @@ def make(
         raise ValueError(f"{train + held_out + sft} tasks were asked for, there are {len(tasks)}; raise --steps")
     rng.shuffle(tasks)
     to_learn = [task for task in tasks[held_out + train : held_out + train + sft] for _ in range(copies)]
+    # the copies of a task would otherwise lie side by side in the file
     rng.shuffle(to_learn)
     splits = {"eval": tasks[:held_out], "train": tasks[held_out : held_out + train], "sft": to_learn}
     rows = {split: [_make_row(split, i, task) for i, task in enumerate(chosen)] for split, chosen in splits.items()}

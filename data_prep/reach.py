@@ -93,6 +93,7 @@ def play(arm: Arm, by_chance: float, rng: random.Random) -> list[Message]:
         if arm.is_there:
             break
         messages.append(arm.show())
+    # a game that ends without success has one image too many: nobody replies to it
     return messages if messages[-1]["role"] == "assistant" else messages[:-1]
 
 

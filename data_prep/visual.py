@@ -69,6 +69,7 @@ def make(
 def _draw_all(tasks: tuple[str, ...], count: int, side: int, rng: random.Random) -> list[Drawing]:
     drawn: dict[str, Drawing] = {}
     for i in range(count):
+        # a small task has few images: no two rows may share one, and a search without an end would hang
         for _ in range(TRIES):
             drawing = draw(tasks[i % len(tasks)], side, rng)
             if drawing.image.hash not in drawn:

@@ -52,10 +52,10 @@ def pages() -> dict[Path, str]:
 def recipes() -> str:
     """List the recipes, each with its first line."""
     parts = [
-        *("# Recipes", "", MADE, ""),
-        paragraph(
+        *begin_page(
+            "Recipes",
             "A recipe is a YAML file that states what differs from the defaults. "
-            "[Configuration](../docs/reference/configuration.md) lists every key."
+            "[Configuration](../docs/reference/configuration.md) lists every key.",
         ),
         *("", "| recipe | what it does |", "|---|---|"),
     ]
@@ -67,15 +67,13 @@ def recipes() -> str:
 
 def configuration() -> str:
     """List every key with its default and meaning."""
-    parts = [
-        *("# Configuration", "", MADE, ""),
-        paragraph(
-            "A recipe is a YAML file. It states what differs from the defaults below. `key=value` on the command line "
-            "overrides it (`trainer.lr=1e-5`). `base: other.yaml` builds on another recipe. An unknown key is "
-            "refused. `--explain` prints the resolved configuration and what follows from it, and starts nothing. The "
-            "recipes of this repository: [configs/README.md](../../configs/README.md)."
-        ),
-    ]
+    parts = begin_page(
+        "Configuration",
+        "A recipe is a YAML file. It states what differs from the defaults below. `key=value` on the command line "
+        "overrides it (`trainer.lr=1e-5`). `base: other.yaml` builds on another recipe. An unknown key is "
+        "refused. `--explain` prints the resolved configuration and what follows from it, and starts nothing. The "
+        "recipes of this repository: [configs/README.md](../../configs/README.md).",
+    )
     shared = set(RunConfig.model_fields)
     parts += section("Every run", "", RunConfig)
     parts += section("Reinforcement learning (main_rl.py)", "", RLConfig, leave_out=shared)
@@ -127,15 +125,13 @@ def algorithm_index() -> str:
 
 def algorithms() -> str:
     """Print every algorithm's docstring, and the keys that it declares itself."""
-    parts = [
-        *("# Algorithms", "", MADE, ""),
-        paragraph(
-            "A is the advantage. pi is the policy in training, pi_prox the same policy when the step began, "
-            "pi_rollout the engine's. sg[] stops the gradient. L_t is the loss of one trained token, L_b of one "
-            "sequence; `loss_norm` says how they are averaged. How to write your own: [Write an "
-            "algorithm](../how_to/algorithm.md)."
-        ),
-    ]
+    parts = begin_page(
+        "Algorithms",
+        "A is the advantage. pi is the policy in training, pi_prox the same policy when the step began, "
+        "pi_rollout the engine's. sg[] stops the gradient. L_t is the loss of one trained token, L_b of one "
+        "sequence; `loss_norm` says how they are averaged. How to write your own: [Write an "
+        "algorithm](../how_to/algorithm.md).",
+    )
     for name in list_algorithms():
         spec, cls = find_algorithm({"name": name})
         parts += ["", f"## {name}", "", "```text", (load_module(spec).__doc__ or "").strip(), "```"]
@@ -156,14 +152,12 @@ def algorithms() -> str:
 
 def metrics() -> str:
     """List every metric, by the part of its name before the first slash."""
-    parts = [
-        *("# Metrics", "", MADE, ""),
-        paragraph(
-            "Every line of `metrics.jsonl` is one step. These are all names that it may hold. `<part>` is a part of "
-            "the reward, `<source>` a source of a mixture, `<n>` a number. How to use them: [Read the "
-            "log](../how_to/reading_the_log.md)."
-        ),
-    ]
+    parts = begin_page(
+        "Metrics",
+        "Every line of `metrics.jsonl` is one step. These are all names that it may hold. `<part>` is a part of "
+        "the reward, `<source>` a source of a mixture, `<n>` a number. How to use them: [Read the "
+        "log](../how_to/reading_the_log.md).",
+    )
     for area in dict.fromkeys(metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name):
         parts += metric_rows(f"{area}/", [m for m in METRICS if m.name.startswith(f"{area}/")])
     parts += metric_rows("Without a prefix", [m for m in METRICS if "/" not in m.name])
@@ -180,11 +174,11 @@ def metric_rows(title: str, found: list[Any]) -> list[str]:
 def deadlines() -> str:
     """List every deadline with what happens after it."""
     parts = [
-        *("# Deadlines", "", MADE, ""),
-        paragraph(
+        *begin_page(
+            "Deadlines",
             "Nothing in a run waits without a limit. A length in code format is a key of the recipe; the others are "
             "constants in `core/timing/deadlines.py`. An outer wait is longer than the inner one, so that the process "
-            "that knows the reason reports."
+            "that knows the reason reports.",
         ),
         *("", "| what is waited for | how long | after it |", "|---|---|---|"),
     ]
@@ -213,8 +207,9 @@ def summarize(file: str) -> str:
     return escape(re.split(r"(?<=\w)\.(?:\s|$)", said, maxsplit=1)[0])
 
 
-def paragraph(text: str) -> str:
-    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
+def begin_page(title: str, text: str) -> list[str]:
+    """Return the first lines of a page: title, the remark that it is generated, and an introduction."""
+    return [f"# {title}", "", MADE, "", textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)]
 
 
 def section(title: str, prefix: str, cls: type[BaseModel], leave_out: set[str] = frozenset()) -> list[str]:

@@ -95,6 +95,7 @@ def find_all(root: Path) -> list[str]:
     """List the finds in product, tools and data_prep, as file:line: what."""
     files = [file for file in tracked(root) if file not in SKIPPED and not file.startswith("unit_tests/")]
     trees = {file: parse_file(root / file) for file in files}
+    # of all files: an attribute that one class of ours defines may be used through self by a class that derives from it
     defined = {name for tree in trees.values() for name in read_names(tree).defined}
     found = [(file, line, what) for file, tree in trees.items() for line, what in find_in(tree, defined)]
     return [f"{file}:{line}: {what}" for file, line, what in found if (file, what) not in EXEMPT]

@@ -54,15 +54,22 @@ class CallsATool(HfEngine):
 """Engine of a policy that calls a tool: a random model writes no calls."""
 
 
+ARITHMETIC = (
+    "data_prep.tiny_model --out model",
+    "data_prep.arithmetic --out data --max 9 --train 30 --eval 10 --sft 15",
+)
+HERE = ("model.path=model", "run_dir=runs", "steps=1", "display=quiet", "trainer={lr: 1.0e-3}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
     """One way through the code."""
 
     title: str
     events: tuple[Event, ...]
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    prepare: tuple[str, ...] = ()
+    recipe: str = "configs/tiny.yaml"
+    overrides: tuple[str, ...] = (*HERE, "data.train=data/train.parquet")
+    prepare: tuple[str, ...] = ARITHMETIC
     """Commands that make model and data, as arguments of python -m."""
 
 
@@ -74,11 +81,6 @@ NAMED = ("attr", "arg", "id")
 """Where a node of a syntax tree has the name of an attribute, of an argument or keyword, of a variable."""
 FILES_OF_KEY = 4
 """Most files that should mention a configuration key."""
-ARITHMETIC = (
-    "data_prep.tiny_model --out model",
-    "data_prep.arithmetic --out data --max 9 --train 30 --eval 10 --sft 15",
-)
-HERE = ("model.path=model", "run_dir=runs", "steps=1", "display=quiet", "trainer={lr: 1.0e-3}")
 WALKS = {
     "reward": Walk(
         title="rewards of a step to the optimizer's update",
@@ -90,9 +92,6 @@ WALKS = {
             ("algs/grpo.py", "GRPO.loss"),
             ("trainers/local.py", "TorchLearner.update"),
         ),
-        recipe="configs/tiny.yaml",
-        overrides=(*HERE, "data.train=data/train.parquet"),
-        prepare=ARITHMETIC,
     ),
     "weights": Walk(
         title="weights from the trainer to the engine",
@@ -101,9 +100,6 @@ WALKS = {
             ("rollouts/engines/hf.py", "HfEngine.load_weights"),
             ("trainers/weight_sync/fingerprint.py", "verify_sync"),
         ),
-        recipe="configs/tiny.yaml",
-        overrides=(*HERE, "data.train=data/train.parquet"),
-        prepare=ARITHMETIC,
     ),
     "sample": Walk(
         title="a prompt to a rewarded sample",
@@ -113,9 +109,6 @@ WALKS = {
             ("rollouts/transcript.py", "Transcript.make_sample"),
             ("rewards/pool.py", "RewardPool.compute_reward"),
         ),
-        recipe="configs/tiny.yaml",
-        overrides=(*HERE, "data.train=data/train.parquet"),
-        prepare=ARITHMETIC,
     ),
     "tools": Walk(
         title="a tool episode to trained tokens",

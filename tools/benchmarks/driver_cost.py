@@ -138,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     rounds: list[list[dict[str, float]]] = []
     for number in range(args.rounds):
+        # every second round backwards, so that a machine that slows down meanwhile slows all sizes alike
         sizes = args.tokens[::-1] if number % 2 else args.tokens
         got = [measure_apart(tokens) for tokens in sizes]
         rounds.append(got[::-1] if number % 2 else got)

@@ -89,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         recipe = ROOT / "configs" / "quickstart.yaml" if args.real else sleepy(folder, args.seconds, args.steps)
+        # evaluations would stand between the steps that are timed
         always = [f"steps={args.steps}", *(["data.eval=null"] if args.real else [])]
         synchronous, base = measure(recipe, folder / "lag_0", *always)
         times, schedule = times_of(synchronous)

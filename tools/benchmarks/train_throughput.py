@@ -183,6 +183,7 @@ def measure_matmul(device: str, dtype: torch.dtype, size: int) -> float:
     """Return the operations per second of the fastest of ten products of square matrices."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     taken: list[float] = []
+    # one more than is counted: the first compiles or loads the kernel
     for _ in range(11):
         synchronize()
         start = time.perf_counter()
