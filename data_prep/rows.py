@@ -135,7 +135,7 @@ def filter_records(
 
 def read_hub(name: str, split: str, /, **more: Any) -> list[Record]:
     """Read a split of a data set on the Hugging Face hub. `more`: arguments of datasets.load_dataset."""
-    # before datasets is imported: it reads the hub's settings once, at import
+    # before datasets is imported: it reads once, at import, whether the hub is to be asked
     prepare_hub(name)
     from datasets import load_dataset
 
