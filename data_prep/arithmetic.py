@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from data_prep.rows import Row
-from data_prep.script import check_form, read_options, run_script, share, task_parser, whole, write_task
+from data_prep.script import form_of, read_options, run_script, share, task_parser, whole, write_task
 
 COMMUTATIVE = "+*"
 
@@ -102,15 +102,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ops", default="+", help="some of +-* (default %(default)s)")
     parser.add_argument("--max", type=whole(0), default=99, help="largest operand (default %(default)s)")
     parser.add_argument("--padded", action="store_true", help="leading zeros, all numbers equally long")
-    parser.add_argument("--prompt-form", default="{a}{op}{b}=", help="default %(default)s")
+    parser.add_argument(
+        "--prompt-form", type=form_of("a", "op", "b"), default="{a}{op}{b}=", help="default %(default)s"
+    )
     parser.add_argument("--copies", type=whole(1), default=1, help="SFT rows per problem (default %(default)s)")
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with one wrong digit")
     options = read_options(parser, argv)
-    ops, form = options.pop("ops"), options.pop("prompt_form")
+    ops = options.pop("ops")
     if not ops or set(ops) - set("+-*"):
         parser.error(f"--ops {ops!r}: give some of + - *")
-    check_form(parser, form, "a", "op", "b")
-    task = Task(ops=ops, largest=options.pop("max"), padded=options.pop("padded"), prompt_form=form)
+    form, padded = options.pop("prompt_form"), options.pop("padded")
+    task = Task(ops=ops, largest=options.pop("max"), padded=padded, prompt_form=form)
     write_task(parser, partial(make, task), **options)
 
 

@@ -19,7 +19,7 @@ from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
 from data_prep.images import ask_about, make_reader
 from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
-from data_prep.script import check_form, conversion_parser, convert, run_script
+from data_prep.script import conversion_parser, convert, run_script
 
 HUB_ID = "HuggingFaceM4/ChartQA"
 PROMPT_FORM = "{question}\nAnswer with a number or a few words."
@@ -61,12 +61,11 @@ def _find_answer(given: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = conversion_parser("data_prep.chartqa", __doc__, prompt_form=PROMPT_FORM)
+    parser = conversion_parser("data_prep.chartqa", __doc__, prompt_form=PROMPT_FORM, place="question")
     parser.add_argument("--split", default="train", choices=("train", "val", "test"), help="default %(default)s")
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local files instead of the hub")
     parser.add_argument("--sft", action="store_true", help="with the answer as the last turn")
     args = parser.parse_args(argv)
-    check_form(parser, args.prompt_form, "question")
 
     def made() -> tuple[list[Row], InvalidRows]:
         records = read_records(*args.files) or read_hub(HUB_ID, args.split)

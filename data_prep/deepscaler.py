@@ -15,7 +15,7 @@ from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
 from data_prep.math_sets import PROMPT_FORM
 from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
-from data_prep.script import check_form, conversion_parser, convert, run_script
+from data_prep.script import conversion_parser, convert, run_script
 
 HUB_ID = "agentica-org/DeepScaleR-Preview-Dataset"
 
@@ -48,7 +48,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = conversion_parser("data_prep.deepscaler", __doc__, prompt_form=PROMPT_FORM)
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local JSON instead of the hub")
     args = parser.parse_args(argv)
-    check_form(parser, args.prompt_form, "problem")
     convert(parser, args, lambda: make(read(args.files), prompt_form=args.prompt_form))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
-from data_prep.script import check_form, conversion_parser, convert, run_script
+from data_prep.script import conversion_parser, convert, run_script
 
 HUB_ID = "openai/gsm8k"
 PROMPT_FORM = '{question}\nThink step by step, then give the final number after "####".'
@@ -42,12 +42,11 @@ def _row(row_id: str, record: Record, prompt_form: str, sft: bool) -> Row:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = conversion_parser("data_prep.gsm8k", __doc__, prompt_form=PROMPT_FORM)
+    parser = conversion_parser("data_prep.gsm8k", __doc__, prompt_form=PROMPT_FORM, place="question")
     parser.add_argument("--split", choices=["train", "test"], required=True)
     parser.add_argument("--from", type=Path, dest="source", help="local JSONL instead of the hub")
     parser.add_argument("--sft", action="store_true", help="end each row in the worked solution")
     args = parser.parse_args(argv)
-    check_form(parser, args.prompt_form, "question")
 
     def made() -> tuple[list[Row], InvalidRows]:
         records = read_records(args.source) if args.source else read_hub(HUB_ID, args.split, name="main")

@@ -17,7 +17,7 @@ from typing import Any
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
 from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
-from data_prep.script import check_form, conversion_parser, convert, run_script
+from data_prep.script import conversion_parser, convert, run_script
 
 PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
 
@@ -101,7 +101,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("name", choices=SETS, metavar="NAME", help=", ".join(SETS))
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local files instead of the hub")
     args = parser.parse_args(argv)
-    check_form(parser, args.prompt_form, "problem")
     convert(parser, args, lambda: make(read(args.name, args.files), args.name, prompt_form=args.prompt_form))
 
 

@@ -19,7 +19,7 @@ from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_prep.images import ask_about, make_reader
 from data_prep.math_sets import PROMPT_FORM
 from data_prep.rows import Record, Row, filter_records, number_records, read_records
-from data_prep.script import check_form, conversion_parser, convert, run_script
+from data_prep.script import conversion_parser, convert, run_script
 from driver.evaluation.suites.answers import list_boxes
 
 CACHE = ("difficult", "year", "knowledge")
@@ -55,7 +55,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--from", type=Path, dest="source", required=True, help="MM_Math.jsonl, also .gz")
     parser.add_argument("--images", type=Path, required=True, help="folder of the unpacked Image.zip")
     args = parser.parse_args(argv)
-    check_form(parser, args.prompt_form, "problem")
     reader = make_reader(args.images)
     convert(parser, args, lambda: make(read_records(args.source), reader, prompt_form=args.prompt_form))
 

@@ -27,17 +27,19 @@ def run_script(main: Callable[[], None]) -> NoReturn:
     sys.exit(run_guarded(run))
 
 
-def conversion_parser(module: str, doc: str | None, *, prompt_form: str | None = None) -> argparse.ArgumentParser:
+def conversion_parser(
+    module: str, doc: str | None, *, prompt_form: str = "", place: str = "problem"
+) -> argparse.ArgumentParser:
     """Return the parser of a script that converts a data set, with the options that `convert` reads.
 
-    doc: the module's docstring, whose first line describes the script. prompt_form: default of --prompt-form; None
-    leaves the option out.
+    doc: the module's docstring, whose first line describes the script. prompt_form: default of --prompt-form, with a
+    place for the question; without it there is no such option.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").split("\n")[0])
     parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
     parser.add_argument("--limit", type=whole(1), help="only so many rows")
-    if prompt_form is not None:
-        parser.add_argument("--prompt-form", default=prompt_form, help="text around a question, with places in braces")
+    if prompt_form:
+        parser.add_argument("--prompt-form", type=form_of(place), default=prompt_form, help=f"with {{{place}}} in it")
     return parser
 
 
@@ -137,15 +139,20 @@ def share(text: str) -> float:
     return value
 
 
-def check_form(parser: argparse.ArgumentParser, form: str, *places: str) -> None:
-    """End the program if --prompt-form has other placeholders than these."""
-    try:
-        # filled once with plain text: this finds unknown names, attribute access and broken braces alike
-        filled = form.format(**dict.fromkeys(places, "x"))
-    except (KeyError, IndexError, ValueError, AttributeError):
-        parser.error(f"--prompt-form {form!r}: the places to fill are {_list(places)}")
-    if filled == form:
-        parser.error(f"--prompt-form {form!r} has no place to fill: write {{{places[0]}}} into it")
+def form_of(*places: str) -> Callable[[str], str]:
+    """Return a parser of --prompt-form: a text that has these places, in braces, and no others."""
+
+    def parse(form: str) -> str:
+        try:
+            # filled once with plain text: this finds unknown names, attribute access and broken braces alike
+            filled = form.format(**dict.fromkeys(places, "x"))
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise argparse.ArgumentTypeError(f"the places to fill are {_list(places)}, found {form!r}") from error
+        if filled == form:
+            raise argparse.ArgumentTypeError(f"{form!r} has no place to fill: write {{{places[0]}}} into it")
+        return form
+
+    return parse
 
 
 def _list(places: tuple[str, ...]) -> str:

@@ -66,7 +66,8 @@ class Outcome:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.one:
-        run_one(args.one, Path(args.folder), small=args.small)
+        outcome = run_check(args.one, Path(args.folder), small=args.small)
+        Path(args.folder, f"{args.one}.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
         return 0
     print(describe_machine(), flush=True)
     began = time.monotonic()
@@ -164,12 +165,6 @@ def run_alone(name: str, folder: Path, *, small: bool, limit_s: float) -> Outcom
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     seconds = time.monotonic() - began
     return Outcome(name=name, state="FAILED", found=why, seconds=seconds, log="\n".join(lines[-LOG_LINES:]))
-
-
-def run_one(name: str, folder: Path, *, small: bool) -> None:
-    """Run a check in this process, and write its outcome into the folder."""
-    outcome = run_check(name, folder, small=small)
-    (folder / f"{name}.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
 
 
 def run_check(name: str, folder: Path, *, small: bool) -> Outcome:
