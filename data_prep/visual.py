@@ -83,7 +83,8 @@ def _draw_all(tasks: tuple[str, ...], count: int, side: int, rng: random.Random)
 def _exchange_images(drawings: list[Drawing], rng: random.Random) -> list[Drawing]:
     """Give every drawing the image of another drawing of the same task, if there is one."""
     exchanged = list(drawings)
-    for task in {d.task for d in drawings}:
+    # in the order of the drawings: that of a set would differ from process to process
+    for task in dict.fromkeys(d.task for d in drawings):
         places = [i for i, d in enumerate(drawings) if d.task == task]
         rng.shuffle(places)
         # a rotation of the shuffled places: nobody keeps the own image, which a plain shuffle would allow

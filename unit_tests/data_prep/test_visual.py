@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from data_prep import drawings, tiny_vision_model, visual
 from data_prep.drawings import COLOURS, COLUMNS, ROWS, TASKS
 
 ALL = tuple(TASKS)
+ROOT = Path(__file__).parents[2]
 
 
 def rows_of(tasks=ALL, **sizes):
@@ -109,6 +113,15 @@ def test_shuffled_images_belong_to_other_rows():
     assert {image_of(r).hash for r in own["eval"]} == {image_of(r).hash for r in shuffled["eval"]}
     texts = rows_of(held_out=50, images="none")["eval"]
     assert [r.answer for r in texts] == [r.answer for r in own["eval"]] and not find_images(texts[0].messages)
+
+
+def test_shuffled_images_depend_on_the_seed_alone(tmp_path: Path):
+    """And not on the order of a set of texts, which Python draws anew in every process."""
+    command = [sys.executable, "-m", "data_prep.visual", "--jsonl", "--images", "shuffled", "--tasks", ",".join(ALL)]
+    for seed in ("1", "2"):
+        out = ["--out", str(tmp_path / seed), "--train", "20", "--eval", "0"]
+        subprocess.run([*command, *out], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, check=True)
+    assert (tmp_path / "1/train.jsonl").read_bytes() == (tmp_path / "2/train.jsonl").read_bytes()
 
 
 def test_a_careless_teacher_and_what_is_rejected():
