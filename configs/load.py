@@ -12,7 +12,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from core.errors import UserError, first_line, quote
+from core.errors import UserError, first_line, quote, suggest_name
 from core.text.text_files import read_text
 
 
@@ -61,9 +61,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     file = Path(path)
     if not os.path.isfile(path):  # unlike file.is_file, False for a name that is too long
         recipes = [p.name for p in file.parent.glob("*.yaml")] if os.path.isdir(file.parent) else []
-        near = difflib.get_close_matches(file.name, recipes, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise UserError(f"--config {quote(path)}: there is no such file{hint}")
+        raise UserError(f"--config {quote(path)}: there is no such file{suggest_name(file.name, recipes)}")
     text = read_text(file, f"--config {path}")
     try:
         raw = yaml.load(text, StrictLoader)

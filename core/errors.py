@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -113,3 +114,13 @@ def name_error(error: BaseException) -> str:
     """Return an error's type and the first line of its message."""
     kind, said = type(error).__name__, first_line(error)
     return kind if said == kind else f"{kind}: {said}"
+
+
+def suggest_name(name: str, names: Collection[str]) -> str:
+    """Return the known name closest to a misspelt one, as a clause in brackets; "" if none is close.
+
+    >>> suggest_name("grop", ["grpo", "ppo"])
+    " (did you mean 'grpo'?)"
+    """
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -16,7 +16,6 @@ does, in `needs_part`.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -24,7 +23,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -32,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from core.errors import UserError, name_error, quote
+from core.errors import UserError, name_error, quote, suggest_name
 from core.text.text_files import read_bytes
 from core.timing.deadlines import IMPORT_TIMEOUT_S
 from core.timing.import_guard import ImportTooSlow, limit_import
@@ -78,7 +77,7 @@ def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], b
         names = list_plugins(package, offers)
         raise UserError(
             f"{_key_prefix(key)}there is no {name_or_path!r:.200} in {package.replace('.', '/')}/"
-            f"{_suggest_name(name_or_path, names)}; it has {', '.join(names) or 'none'}, and a file of your own is "
+            f"{suggest_name(name_or_path, names)}; it has {', '.join(names) or 'none'}, and a file of your own is "
             "named by its path (my_file.py)"
         )
     return spec
@@ -210,7 +209,7 @@ def _resolve_file(name: str, key: str) -> FileSpec:
     path = Path(name).expanduser().absolute()
     if not os.path.isfile(path):  # unlike path.is_file, False for a name that is too long
         siblings = [p.name for p in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
-        raise UserError(f"{_key_prefix(key)}there is no file {quote(path)}{_suggest_name(path.name, siblings)}")
+        raise UserError(f"{_key_prefix(key)}there is no file {quote(path)}{suggest_name(path.name, siblings)}")
     if path.suffix != ".py":
         raise UserError(f"{_key_prefix(key)}{quote(path)} is not a Python file; its name must end in .py")
     digest = hash_file(path)
@@ -262,8 +261,3 @@ def _locate_error(error: BaseException, path: Path) -> str:
 
 def _key_prefix(key: str) -> str:
     return f"{key}: " if key else ""
-
-
-def _suggest_name(name: str, names: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
