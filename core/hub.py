@@ -6,24 +6,14 @@ Libraries that read the hub retry for over a minute before they use the cache or
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from core.patches import forget_hub
 from core.timing.deadlines import HUB_TIMEOUT_S
-from core.timing.probe_with_timeout import probe_with_timeout
 from core.timing.progress import say
+from core.timing.timeouts import probe_with_timeout
 
-
-@dataclass
-class _State:
-    """Result of this process's check of the hub."""
-
-    is_checked: bool = False
-    unreachable: str = ""
-    """Reason why the hub cannot be reached; "" if it responds or was not checked."""
-
-
-_state = _State()
+_failures: list[str] = []
+"""Reason why the hub cannot be reached, or "" if it responds; empty before this process's check."""
 
 
 def prepare_hub(wanted: str) -> None:
@@ -35,13 +25,13 @@ def prepare_hub(wanted: str) -> None:
 
     if constants.is_offline_mode():
         return
-    if not _state.is_checked:
+    if not _failures:
         say(f"{wanted}: asking the hub, {constants.ENDPOINT}")
         # Once per process: every further attempt would wait for the timeout again.
-        _state.is_checked, _state.unreachable = True, find_hub_failure()
-    if _state.unreachable:
+        _failures.append(find_hub_failure())
+    if any(_failures):
         say(
-            f"{wanted}: {constants.ENDPOINT} does not answer ({_state.unreachable}): going on with what is cached in "
+            f"{wanted}: {constants.ENDPOINT} does not answer ({_failures[0]}): going on with what is cached in "
             f"{constants.HF_HUB_CACHE}"
         )
         _go_offline()
@@ -64,8 +54,8 @@ def describe_hub() -> str:
     from huggingface_hub import constants
 
     fix = "name a local folder or file, or fill the cache where there is a network and set HF_HUB_OFFLINE=1"
-    if _state.unreachable:
-        tried = f"{constants.ENDPOINT} did not answer ({_state.unreachable}), and the cache {constants.HF_HUB_CACHE}"
+    if any(_failures):
+        tried = f"{constants.ENDPOINT} did not answer ({_failures[0]}), and the cache {constants.HF_HUB_CACHE}"
         return f"{tried} does not hold it: {fix}"
     if constants.is_offline_mode():
         return f"HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} does not hold it: {fix}"

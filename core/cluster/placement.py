@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, TypeVar
 
 from core.cluster.capacity import SLOT, Machine, Role, choose_bundle, choose_resource, describe_missing, name_host
@@ -100,14 +99,11 @@ class Reservation:
     def __init__(self, roles: Sequence[Role]) -> None:
         """Request the largest bundles first, because they fit on the fewest machines."""
         totals = [machine.total for machine in list_machines(SLOT)]
-        self.roles, self.has_slots = roles, any(totals)
-        bundles = [(role, choose_bundle(role.resources, has_slots=self.has_slots)) for role in roles]
+        self.roles, has_slots = roles, any(totals)
+        self.resource = choose_resource(roles, has_slots=has_slots)
+        bundles = [(role, choose_bundle(role.resources, has_slots=has_slots)) for role in roles]
         bundles.sort(key=lambda pair: -sum(pair[1].values()))
         self.slots = {role.name: WorkerSlots(role, bundle) for role, bundle in bundles}
-
-    @cached_property
-    def resource(self) -> str:
-        return choose_resource(self.roles, has_slots=self.has_slots)
 
     async def wait(self, *, timeout_s: float, say: Callable[[str], None]) -> dict[str, WorkerSlots]:
         """Wait until every role has its slots. Raises UserError with the missing resources."""

@@ -20,7 +20,7 @@ from core.cluster.scratch import restore_environment
 from core.errors import UserError, first_line, shorten
 from core.patches import connect_to_ray_head, forget_ray_token, loopback_ray, quiet_ray
 from core.timing.deadlines import ADDRESS_CHECK_TIMEOUT_S
-from core.timing.probe_with_timeout import probe_with_timeout
+from core.timing.timeouts import probe_with_timeout
 
 TOKEN = "if it was started with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 SETTINGS = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}

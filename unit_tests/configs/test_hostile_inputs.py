@@ -281,7 +281,7 @@ def asks_hub(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(hub, "_state", type(hub._state)())
+    monkeypatch.setattr(hub, "_failures", [])
     monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.5)
     import datasets.config
 
