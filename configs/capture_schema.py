@@ -18,8 +18,7 @@ class CaptureConfig(StrictModel):
 
     every: int = Field(0, ge=0)
     """Steps between two step snapshots, starting at step 0; 0: none by number. A step snapshot allows the step to be
-    recomputed
-    (python -m analysis.capture.replay): samples, numbers per token, and the state of the weights."""
+    recomputed (python -m analysis.capture.replay): samples, numbers per token, and the state of the weights."""
     on: list[Trigger] = Field([])
     """Events that trigger a step snapshot. kl: the divergence between policy and engine, or the policy's change in a
     step, exceeds `kl_above`. grad_norm: the gradient norm exceeds `grad_norm_times` the usual. non_finite: an update

@@ -108,11 +108,10 @@ class RewardConfig(StrictModel):
 
     def settings_of(self, name: str) -> dict[str, Any]:
         """Return the arguments of a function of `functions` or `by_source`, by log name."""
-        return (
-            {}
-            if self.function is not None
-            else next((s for n, s in self.settings.items() if name_function(n) == name), {})
-        )
+        # With `function`, the settings are its arguments themselves and not per function.
+        if self.function is not None:
+            return {}
+        return next((s for n, s in self.settings.items() if name_function(n) == name), {})
 
     def check_sources(self, sources: Collection[str]) -> None:
         """Raise ValueError if `by_source` names an unknown source, or a source has no function."""
@@ -265,10 +264,9 @@ class WeightSyncConfig(StrictModel):
     continue from the tokens already sampled. Every token records the version that sampled it."""
     transport: Literal["auto", "nccl", "gloo", "direct", "disk"] = "auto"
     """Transport of the weights. nccl, gloo: broadcast from trainer rank 0, between GPUs or over TCP. direct: buckets
-    through
-    Ray's object store. disk: files in the run folder, which all machines must share. auto: nccl for vLLM on GPUs (with
-    placement: colocate, memory handles on the same GPU), otherwise gloo. In synchronous runs, a failed transport is
-    replaced by direct, then by disk, for the rest of the run."""
+    through Ray's object store. disk: files in the run folder, which all machines must share. auto: nccl for vLLM on
+    GPUs (with placement: colocate, memory handles on the same GPU), otherwise gloo. In synchronous runs, a failed
+    transport is replaced by direct, then by disk, for the rest of the run."""
     bucket_mib: int = Field(64, ge=1)
     """Size of a bucket in MiB. Weights are gathered and sent in buckets; a larger tensor is a bucket by itself."""
     timeout_s: Seconds = 300.0

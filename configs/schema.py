@@ -237,9 +237,8 @@ class RLConfig(RunConfig):
             raise ValueError(f"placement is colocate, {refused}, or placement to separate")
         if refused := self._refuse_adapter_sync():
             raise ValueError(f"weight_sync.lora is adapter, {refused}, or weight_sync.lora to merged")
-        # A sample is never split over micro-batches. Checked for the longest possible sample, since a run would fail
-        # only
-        # when it draws it.
+        # A sample is never split over micro-batches. The longest possible one counts, or a run would fail when it
+        # draws one, after hours.
         if self.longest_sample > self.trainer.micro_batch_tokens:
             raise ValueError(
                 f"one sample may reach {self.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), "
