@@ -49,11 +49,8 @@ BROKEN = {
     "unknown key": ({"trainer.lerning_rate": 1}, ["trainer.lerning_rate", "known keys", "lr"]),
     "near miss": ({"rollout.temprature": 1}, ["rollout.temprature", "did you mean 'temperature'"]),
     "unknown hyper-parameter": ({"alg.clip_hgih": 0.3}, ["alg.clip_hgih", "did you mean 'clip_high'"]),
-    "hyper-parameter out of range": ({"alg.clip_low": -1}, ["alg.clip_low=-1", "greater than 0"]),
-    "knob of another algorithm": ({"alg.gamma": 1.0}, ["alg.gamma is not a known key"]),
     "wrong type": ({"steps": "many"}, ["steps='many'", "integer"]),
     "missing key": ({"groups_per_step": None}, ["groups_per_step is missing"]),
-    "top-p": ({"rollout.top_p": 0.9}, ["rollout.top_p"]),
     "unknown algorithm": ({"alg.name": "grop"}, ["alg.name", "did you mean 'grpo'"]),
     "algorithm of the other program": ({"alg": {"name": "sft"}}, ["main_sl.py"]),
     "k1 in the loss": ({"alg.kl": {"coef": 0.1, "estimator": "k1"}}, ["alg.kl", "expected gradient of zero"]),
@@ -68,7 +65,6 @@ BROKEN = {
         ["data.train[0]=/nowhere/a.jsonl", "no such file"],
     ),
     "a key that a source has not": ({"data.train": [{"path": "a", "ratoi": 2}]}, ["data.train.0.ratoi", "'ratio'"]),
-    "a ratio of nothing": ({"data.train": [{"path": "a", "ratio": 0}]}, ["data.train.0.ratio=0", "greater than 0"]),
     "sources of one name": ({"data.train": [{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]}, ["are called x"]),
     "a source called like a reward": ({"data.train": [{"path": "correct.jsonl"}]}, ["called correct", "set its name"]),
     "held-out rows of a wrong form": ({"data.eval": {"path": "a", "columns": {"x": "y"}}}, ["data.eval.columns", "x"]),
@@ -175,7 +171,6 @@ def test_broken_command_lines(recipe, tmp_path):
         (["--config", good, "steps"], "not of the form key=value"),
         (["--config", good, "." * 5000 + "=1"], "a key has at most 32 sections above it, found 5000"),
         (["--config", good, "name.x=1"], "name is not a section"),
-        (["--config", good, "trainer.lr=-1"], "trainer.lr=-1"),
     ]
     for argv, words in cases:
         code, err = run_here(main_rl, *argv)

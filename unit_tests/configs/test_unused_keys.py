@@ -31,7 +31,19 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.deepspeed": ({"prescale": True}, {}),
     "trainer.offload": (True, {"trainer.strategy": "fsdp2"}),
 }
+TERMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "alg.kl.place": ("reward", {"alg.kl.coef": 0.1}),
+    "alg.kl.estimator": ("k2", {"alg.kl.coef": 0.1}),
+    "alg.overlong.max_tokens": (8, {"alg.overlong.mode": "penalty", "alg.overlong.buffer": 4}),
+    "alg.overlong.buffer": (4, {"alg.overlong.mode": "penalty"}),
+    "alg.overlong.coef": (0.5, {"alg.overlong.mode": "penalty", "alg.overlong.buffer": 4}),
+    "alg.correction.mode": ("mask", {}),
+    "alg.correction.high": (3.0, {}),
+    "alg.correction.low": (0.1, {"alg.correction.mode": "clip"}),
+    "alg.correction.token_high": (3.0, {"alg.correction.level": "geometric", "alg.correction.mode": "mask"}),
+}
 DEAD = {
+    **{f"alg.correction.{key}": {"alg.correction.level": "none"} for key in ("mode", "high")},
     **{key: {"trainer.optimizer": "sgd"} for key in ("trainer.betas", "trainer.eps")},
     **{key: {"trainer.strategy": "fsdp2"} for key in ("trainer.zero_stage", "trainer.deepspeed")},
     "trainer.share_prefixes": {"trainer.layout": "padded"},
@@ -42,11 +54,12 @@ DEAD = {
 
 def test_every_rule_has_an_example():
     assert sorted(UNUSED) == sorted(key for rule in RULES for key in rule.keys)
+    assert sorted(TERMS) == sorted(key for rule in TERM_RULES for key in rule.keys)
 
 
-@pytest.mark.parametrize("key", UNUSED)
+@pytest.mark.parametrize("key", [*UNUSED, *TERMS])
 def test_a_key_of_no_use_is_refused_and_loads_where_it_is_of_use(key, recipe):
-    value, useful = UNUSED[key]
+    value, useful = (UNUSED | TERMS)[key]
     with pytest.raises(UserError, match=f"^{key} is set and would not be read, because .*: leave it out$"):
         load_recipe(RLConfig, recipe(DEAD.get(key, {}) | {key: value}), [])
     load_recipe(RLConfig, recipe(useful | {key: value}), [])
@@ -70,29 +83,3 @@ def test_keys_of_rows_and_sources(words, recipe):
 def test_given_keys():
     given = frozenset(["a.b", "c"])
     assert is_given("a", given) and is_given("a.b", given) and not is_given("a.bc", given)
-
-
-TERMS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "alg.kl.place": ("reward", {"alg.kl.coef": 0.1}),
-    "alg.kl.estimator": ("k2", {"alg.kl.coef": 0.1}),
-    "alg.overlong.max_tokens": (8, {"alg.overlong.mode": "penalty", "alg.overlong.buffer": 4}),
-    "alg.overlong.buffer": (4, {"alg.overlong.mode": "penalty"}),
-    "alg.overlong.coef": (0.5, {"alg.overlong.mode": "penalty", "alg.overlong.buffer": 4}),
-    "alg.correction.mode": ("mask", {}),
-    "alg.correction.high": (3.0, {}),
-    "alg.correction.low": (0.1, {"alg.correction.mode": "clip"}),
-    "alg.correction.token_high": (3.0, {"alg.correction.level": "geometric", "alg.correction.mode": "mask"}),
-}
-NO_CORRECTION = {f"alg.correction.{key}": {"alg.correction.level": "none"} for key in ("mode", "high")}
-
-
-def test_every_rule_of_the_terms_has_an_example():
-    assert sorted(TERMS) == sorted(key for rule in TERM_RULES for key in rule.keys)
-
-
-@pytest.mark.parametrize("key", TERMS)
-def test_a_key_of_a_term_that_is_off_is_refused_and_loads_where_it_is_on(key, recipe):
-    value, useful = TERMS[key]
-    with pytest.raises(UserError, match=f"^{key} is set and would not be read, because .*: leave it out$"):
-        load_recipe(RLConfig, recipe(NO_CORRECTION.get(key, {}) | {key: value}), [])
-    load_recipe(RLConfig, recipe(useful | {key: value}), [])

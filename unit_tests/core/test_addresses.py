@@ -31,9 +31,7 @@ def test_examples():
 @pytest.mark.parametrize(
     ("address", "name"),
     [
-        ("10.0.0.7", "eth0"),
         ("192.168.3.7", "ib0"),
-        ("fd00::7", "ib0"),
         ("fd00:0::0007", "ib0"),
         ("fe80::1", "eth0"),
         ("127.0.0.1", "lo"),
@@ -44,10 +42,6 @@ def test_examples():
 )
 def test_the_interface_is_the_one_that_holds_the_address(address, name):
     assert find_interface(address, DEBIAN) == name
-
-
-def test_this_machine_has_a_loopback_interface():
-    assert find_interface("127.0.0.1", list_interfaces())
 
 
 def test_on_loopback_every_library_stays_there(no_settings):

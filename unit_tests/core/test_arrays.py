@@ -27,10 +27,9 @@ from data_feeds.packing.batches import micro_batches
 from data_feeds.packing.bin_packing import _fill_evenly, estimate_cost
 from driver.records import sample_files
 from driver.records.sample_files import MAX_WAITING, SampleFiles, make_sample_record
-from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
 from tools.benchmarks import driver_cost
 from unit_tests.helpers import image_models
-from unit_tests.helpers.examples import a_changed, a_sample, some_groups, with_values
+from unit_tests.helpers.examples import a_changed, a_sample, some_groups, through_checkpoint, with_values
 
 COLUMNS = ("token_ids", "action_mask", "rollout_logp", "versions", "advantage")
 
@@ -117,12 +116,8 @@ def test_a_batch_crosses_the_border_as_it_is_and_its_memory_is_its_own():
 def test_a_buffer_in_a_checkpoint_is_as_large_as_its_arrays_and_comes_back():
     group = [replace(s, completion="7") for s in some_groups(1, 3)[0]]
     group[0] = a_changed(group[0], columns={"values": [0.1] * len(group[0].token_ids)})
-    buffer = ReplayBuffer(Schedule(steps=2, per_step=2))
-    buffer.started = {0, 1}
-    buffer.add_group(FinishedGroup(ticket=0, group=group, accepted=True, seconds=1.0))
-    text = json.dumps(buffer.get_state(), indent=1)
+    buffer, text, again = through_checkpoint(group)
     assert text.count("\n") < 150, "not a line for each token"
-    again = ReplayBuffer.from_state(json.loads(text), buffer.schedule, lambda _: group[0].prompt, step=0)
     assert again.waiting == buffer.waiting and again.waiting[0].group[0].completion == "7"
 
 
@@ -149,13 +144,9 @@ def test_images_in_a_checkpoint_are_there_once_and_come_back():
                 ],
             )
         )
-    buffer = ReplayBuffer(Schedule(steps=2, per_step=2))
-    buffer.started = {0, 1}
-    buffer.add_group(FinishedGroup(ticket=0, group=group, accepted=True, seconds=1.0))
-    text = json.dumps(buffer.get_state())
+    buffer, text, again = through_checkpoint(group)
     for image in (first, second):
         assert text.count(base64.b64encode(image.data).decode()) == 1
-    again = ReplayBuffer.from_state(json.loads(text), buffer.schedule, lambda _: prompt, step=0)
     assert again.waiting == buffer.waiting
     assert [s.images for s in again.waiting[0].group] == [s.images for s in group]
     assert again.waiting[0].group[0].transcript == group[0].transcript

@@ -1,6 +1,5 @@
 """An episode of several samples counts as one; and each of its turns can have its own credit."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,8 @@ from core.types.samples import Group, MissingColumn, Prompt, Sample, make_sample
 from data_feeds.packing.batches import micro_batches, plan_update, token_weights
 from driver.evaluation.suites.generations import describe_group
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_passes
-from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
-from unit_tests.helpers.examples import some_groups
+from rollouts.scheduling.buffer import FinishedGroup
+from unit_tests.helpers.examples import some_groups, through_checkpoint
 from unit_tests.helpers.local_trainers import change
 
 NORMS = ("token", "sequence", "sequence_sum", "constant", "prompt")
@@ -104,14 +103,7 @@ def test_what_a_sample_says_of_its_episode_survives_a_checkpoint_and_a_snapshot(
         )
         for s in group
     ]
-    schedule = Schedule(steps=2, per_step=2)
-    buffer = ReplayBuffer(schedule)
-    buffer.started = {0}
-    buffer.ticket = 1
-    buffer.add_group(FinishedGroup(ticket=0, group=single, accepted=True, seconds=1.0))
-    state = json.loads(json.dumps(buffer.get_state()))
-    again = ReplayBuffer.from_state(state, schedule, lambda ticket: single[0].prompt, step=0)
-    assert again.ready[0].group == single
+    assert through_checkpoint(single)[2].waiting[0].group == single
     write_batch(Path(tmp_path), [single])
     assert read_batch(Path(tmp_path)) == [single]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import sys
 from contextlib import redirect_stderr, suppress
@@ -19,6 +20,7 @@ from core.cli import run_guarded
 from core.types.arrays import Floats
 from core.types.samples import Batch, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 from data_feeds.packing.batches import Plan
+from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
 from trainers.trainer import Trainer
 
 
@@ -75,6 +77,15 @@ def columns_of(trainer: Trainer, micro: list[Batch], *columns: ScoredColumn) -> 
 def some_groups(n: int = 4, size: int = 3, *, seed: int = 0, longest: int = 24) -> list[Group]:
     rng = random.Random(seed)
     return [[a_sample(rng, group=g, longest=longest) for _ in range(size)] for g in range(n)]
+
+
+def through_checkpoint(group: Group) -> tuple[ReplayBuffer, str, ReplayBuffer]:
+    """Return a buffer with one waiting group, the JSON text of its checkpoint, and the buffer read from that."""
+    buffer = ReplayBuffer(Schedule(steps=2, per_step=2))
+    buffer.started = {0, 1}
+    buffer.add_group(FinishedGroup(ticket=0, group=group, accepted=True, seconds=1.0))
+    text = json.dumps(buffer.get_state(), indent=1)
+    return buffer, text, ReplayBuffer.from_state(json.loads(text), buffer.schedule, lambda _: group[0].prompt, step=0)
 
 
 def run_here(program: ModuleType, *argv: str) -> tuple[int, str]:
