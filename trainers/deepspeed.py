@@ -22,8 +22,7 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
 from core.gc_control import without_gc
 from core.patches import find_hpzero_group, reduce_with_gloo
-from core.types.buckets import split_into_buckets
-from core.types.weights import Bucket, ExportScope
+from core.types.weights import Bucket, ExportScope, split_into_buckets
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
 from trainers.checkpoint.state import reading

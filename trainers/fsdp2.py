@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.types.buckets import split_into_buckets
-from core.types.weights import Bucket, ExportScope
+from core.types.weights import Bucket, ExportScope, split_into_buckets
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
 from trainers.checkpoint.fsdp2_state import WEIGHTS, list_saved, read_state, write_state

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.types.buckets import split_into_buckets
-from core.types.weights import Bucket, ExportScope
+from core.types.weights import Bucket, ExportScope, split_into_buckets
 from modeling.export import exported_tensors, gather_tensors, save_exported
 from trainers.checkpoint.state import reading
 from trainers.learner import Learner, TrainerSettings

@@ -24,8 +24,8 @@ from core.timing.clock import ActivityTimer
 from core.timing.phases import TRAINER_ACTIVITIES, Activity
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Floats
+from core.types.batch import RowLayout
 from core.types.images import PlacedImage
-from core.types.row_layout import RowLayout
 from core.types.samples import Batch, Policy, ScoredColumn
 from core.types.weights import Bucket, ExportScope
 from data_feeds.packing.batches import pack

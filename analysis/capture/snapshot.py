@@ -23,7 +23,7 @@ from core.errors import UserError, first_line, writing
 from core.loading import FileSpec, hash_file
 from core.text.atomic_write import flush_folder, flush_path, measure_sizes, write_whole
 from core.types.allowed_tokens import AllowedTokens
-from core.types.row_layout import RowLayout
+from core.types.batch import RowLayout
 from core.types.samples import Group
 from data_feeds.packing.batches import Plan
 

@@ -143,3 +143,13 @@ class Policy:
     entropy: Tensor | None = None
     """[M] entropy, in nats, of the distribution that the token was drawn from; None if the algorithm does not need it.
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """Row layout that all models of a trainer support."""
+
+    padded: bool
+    """Whether rows are padded to the longest of the micro-batch."""
+    shares_prefixes: bool
+    """Whether samples of a group share common prefixes; never with padded rows."""

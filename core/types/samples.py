@@ -38,7 +38,7 @@ from core.types.images import PlacedImage, check_places
 from core.types.messages import ROLES as ROLES
 from core.types.messages import Message as Message
 from core.types.messages import ToolSpec as ToolSpec
-from core.types.turns import Spans, check_colocation, find_runs
+from core.types.turns import Spans, check_turns, find_runs
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
@@ -142,7 +142,7 @@ class Sample:
         if self.images:
             check_places(self.images, n)
         if self.turns or self.turn_rewards or self.turn_numbers:
-            check_colocation(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
+            check_turns(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):

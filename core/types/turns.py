@@ -28,14 +28,14 @@ def find_runs(mask: Mask) -> Spans:
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
-def check_colocation(turns: Spans, rewards: Sequence[float], numbers: Sequence[int], action_mask: Mask) -> None:
+def check_turns(turns: Spans, rewards: Sequence[float], numbers: Sequence[int], action_mask: Mask) -> None:
     """Raise UserError unless ordered turns cover exactly the sampled tokens, with one reward and number each."""
     end = 0
     for begin, after in turns:
         if not end <= begin < after <= len(action_mask):
             raise UserError(
                 f"turns of a Sample must be spans [begin, end) in order, none empty, within its {len(action_mask)} "
-                f"tokens; found {_show(turns)}"
+                f"tokens; found {[*turns]!r:.80}"
             )
         if not action_mask[begin:after].all():
             raise UserError(
@@ -59,7 +59,3 @@ def check_colocation(turns: Spans, rewards: Sequence[float], numbers: Sequence[i
         raise UserError(f"turn_rewards of a Sample must be finite, found {[*rewards]}")
     if [*numbers] != sorted({*numbers}):
         raise UserError(f"turn_numbers of a Sample must rise from turn to turn, found {[*numbers]}")
-
-
-def _show(turns: Spans) -> str:
-    return f"{[*turns]!r:.80}"

@@ -15,7 +15,7 @@ from configs.schema import RLConfig
 from core import metrics as names
 from core.cluster.workers import Workers, copy_to_groups
 from core.types.allowed_tokens import AllowedTokens
-from core.types.row_layout import RowLayout
+from core.types.batch import RowLayout
 from core.types.samples import Batch, Group
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import Plan

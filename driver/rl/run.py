@@ -15,7 +15,7 @@ from core.cluster.workers import Workers
 from core.errors import ProcessDied, RunStopped
 from core.tasks import start_task
 from core.timing.phases import Phase
-from core.types.row_layout import RowLayout
+from core.types.batch import RowLayout
 from core.types.samples import Group, Prompt, ScoredColumn
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed

@@ -18,7 +18,7 @@ from core.tasks import gather_fail_fast
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S, MEMBERSHIP_POLL_S
 from core.timing.phases import Phase
 from core.types.allowed_tokens import AllowedTokens
-from core.types.row_layout import RowLayout
+from core.types.batch import RowLayout
 from core.types.samples import Prompt
 from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer

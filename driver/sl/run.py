@@ -13,7 +13,7 @@ from core.cluster.workers import Workers, copy_to_groups
 from core.errors import UserError
 from core.timing.phases import Phase
 from core.types.arrays import Floats
-from core.types.row_layout import RowLayout
+from core.types.batch import RowLayout
 from core.types.samples import Group
 from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from configs.rollout_schema import PauseMode
 from configs.trainer_schema import LoraConfig
-from core.types.buckets import split_into_buckets
-from core.types.weights import Bucket
+from core.types.weights import Bucket, split_into_buckets
 from modeling.lora import name_lora_targets
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from core.errors import RunStopped, UserError
 from core.types.allowed_tokens import AllowedTokens
-from core.types.buckets import split_into_buckets
 from core.types.images import PlacedImage, list_written
-from core.types.weights import Bucket
+from core.types.weights import Bucket, split_into_buckets
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.images.processor import ImageProcessor
 from modeling.images.vision import VISION_FAMILIES

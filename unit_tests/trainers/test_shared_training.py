@@ -22,7 +22,7 @@ from algs.sft import SFT
 from algs.terms import KL
 from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.cluster.workers import Local
-from core.types.row_layout import RowLayout
+from core.types.batch import RowLayout
 from core.types.samples import Group
 from data_feeds.packing.batches import plan_update
 from driver.rl.scoring import compute_columns

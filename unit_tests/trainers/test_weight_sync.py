@@ -16,8 +16,7 @@ from torch import Tensor
 from configs.schema import RLConfig
 from core.cluster.ray_workers import Remote
 from core.errors import RunStopped, TransportFailed, UserError
-from core.types.buckets import split_into_buckets
-from core.types.weights import Bucket
+from core.types.weights import Bucket, split_into_buckets
 from driver.load_recipe import load_recipe
 from driver.start.devices import check_devices
 from driver.start.rollouts import plan_rollouts
