@@ -136,7 +136,7 @@ WALKS = {
         events=(
             ("data_feeds/images/read_images.py", "ImageReader.read"),
             ("modeling/images/processor.py", "ImageProcessor.expand"),
-            ("data_feeds/images/image_tokens.py", "ImageWriter.place_images"),
+            ("modeling/images/processor.py", "ImageProcessor.place_images"),
             ("trainers/trainer.py", "Trainer.step"),
             ("modeling/media.py", "MediaLoader.load"),
             ("modeling/forward.py", "forward"),

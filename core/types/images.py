@@ -25,7 +25,7 @@ LARGEST_SIDE = 8192
 
 
 class ImageRefused(ValueError):
-    """Reason why bytes are not usable as an image: a clause to follow the name of the row or file."""
+    """Reason why an image is not usable, or not by this model: a clause to follow the name of the row or file."""
 
 
 @dataclass(frozen=True, slots=True)

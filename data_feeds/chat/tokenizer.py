@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,16 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
 from core.loading import needs_part
-from core.types.images import EncodedImage, PlacedImage
+from core.types.images import EncodedImage, ImageRefused, PlacedImage
 from core.types.messages import ROLES, Message, ToolSpec, find_images
-from data_feeds.chat.template_append import STAND_IN, TemplateRefuses, write_answers
+from data_feeds.chat.template_append import STAND_IN, ImagesDoNotFit, TemplateRefuses, write_answers
 from data_feeds.chat.template_messages import count_characters, to_template_messages
 from data_feeds.chat.turns import Piece, TrainOn, split_turns
 from modeling.hf_config import needs_images
 from modeling.pretrained import load_pretrained, refuse_own_code
 
 if TYPE_CHECKING:
-    from data_feeds.images.image_tokens import ImageWriter
     from modeling.images.processor import ImageProcessor
 
 CHARS_PER_TOKEN = 8
@@ -63,7 +63,6 @@ class ChatTokenizer:
         self.who, self.template, self.template_args = f"{key}={path}", template, dict(template_args or {})
         self.images: ImageProcessor | None = None
         """Processor of a vision model, or None for a language model."""
-        self._writer: ImageWriter | None = None
         if _sees_images(path, key, trust_remote_code):
             self._load_images(path, key, trust_remote_code)
         if template == "chat" and not self.hf.chat_template:
@@ -79,11 +78,9 @@ class ChatTokenizer:
     def _load_images(self, path: str, key: str, trust_remote_code: bool) -> None:
         """Load the image processor. Its chat template replaces the tokenizer's."""
         with needs_part(f"{key}={path}", otherwise="take a text model"):
-            from data_feeds.images.image_tokens import ImageWriter
             from modeling.images.processor import ImageProcessor
 
         self.images = ImageProcessor(path, key=key, trust_remote_code=trust_remote_code, tokenizer=self.hf)
-        self._writer = ImageWriter(self.images)
         self.hf.chat_template = self.images.chat_template or self.hf.chat_template
 
     @property
@@ -133,8 +130,11 @@ class ChatTokenizer:
         longest token, is therefore conclusive. None: the text may fit.
         """
         images = find_images(messages)
-        if self._writer is not None and (seen := self._writer.count_tokens(images)) > limit:
-            return seen
+        if self.images is not None:
+            with _refused_images():
+                seen = sum(len(self.images.expand(image).ids) for image in images)
+            if seen > limit:
+                return seen
         surely = 2 * limit + 4 * self._longest_token
         size = CHARS_PER_TOKEN * surely
         if count_characters(messages, tools) + CHARS_PER_TOKEN * len(messages) <= size:
@@ -213,21 +213,23 @@ class ChatTokenizer:
 
         Raises ImagesDoNotFit if the ids contain more or fewer images.
         """
-        if self._writer is None:
+        if self.images is None:
             if images:
                 raise self._refuse_images()
             return ()
-        return self._writer.place_images(ids, images, begin)
+        with _refused_images():
+            return self.images.place_images(ids, images, begin)
 
     def _check_images(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[EncodedImage]:
         """Return the images of a conversation. Raises UserError if the model or template cannot process them."""
         images = find_images(messages)
-        if self._writer is None and images:
+        if self.images is None and images:
             raise self._refuse_images()
-        if self._writer is not None:
+        if self.images is not None:
             if images and self.template == "plain":
                 raise UserError("data.template=plain writes no images: set data.template=chat")
-            self._writer.check_texts(messages, tools)
+            with _refused_images():
+                self.images.check_texts(messages, tools)
         return images
 
     def _refuse_images(self) -> UserError:
@@ -263,7 +265,10 @@ class ChatTokenizer:
         if self.template == "plain":
             return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
         text = self._apply_template(messages, self._roles_in_parts, reply_next=reply_next, tools=tools)
-        return text if self._writer is None else self._writer.insert_tokens(text, images)
+        if self.images is None:
+            return text
+        with _refused_images():
+            return self.images.insert_tokens(text, images)
 
     def _apply_template(
         self, messages: list[Message], in_parts: Collection[str], *, reply_next: bool, tools: Sequence[ToolSpec]
@@ -281,6 +286,15 @@ class ChatTokenizer:
             )
         except TemplateError as error:
             raise TemplateRefuses(first_line(error)) from error
+
+
+@contextmanager
+def _refused_images() -> Generator[None]:
+    """Raise ImagesDoNotFit in place of ImageRefused: here the image or its template is wrong, and not its file."""
+    try:
+        yield
+    except ImageRefused as refusal:
+        raise ImagesDoNotFit(str(refusal)) from refusal
 
 
 def join_encoded(parts: list[Encoded]) -> Encoded:

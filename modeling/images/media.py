@@ -54,20 +54,20 @@ class ImageMedia:
 def add_blank(batch: Batch, processor: ImageProcessor) -> Batch:
     """Append a sequence of a blank image to the batch, without trained tokens."""
     blank = make_blank()
-    done = processor.process(blank)
-    n = len(done.ids)
+    expansion = processor.expand(blank)
+    n = len(expansion.ids)
 
     def append(old: Tensor, new: Tensor) -> Tensor:
         return torch.cat([old, new.to(old.dtype)])
 
     # Text has the same position on all three axes, so position_ids serve for the samples.
     rope: Tensor | None = None
-    if done.grid is not None:
-        own = find_rope_ids(n, [PlacedImage(image=blank, begin=0, end=n, grid=done.grid)])
+    if expansion.grid is not None:
+        own = find_rope_ids(n, [PlacedImage(image=blank, begin=0, end=n, grid=expansion.grid)])
         rope = torch.cat([batch.position_ids.expand(3, -1), torch.from_numpy(own)], dim=1)
     return replace(
         batch,
-        input_ids=append(batch.input_ids, torch.tensor(done.ids)),
+        input_ids=append(batch.input_ids, torch.tensor(expansion.ids)),
         position_ids=append(batch.position_ids, torch.arange(n)),
         segment_ids=append(batch.segment_ids, torch.full((n,), len(batch.parents))),
         parents=append(batch.parents, torch.tensor([-1])),

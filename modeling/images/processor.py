@@ -1,8 +1,13 @@
-"""Image processor of a vision-language model: tokens of an image, and tensors for the vision tower."""
+"""Image processor of a vision-language model: tokens of an image, and tensors for the vision tower.
+
+A template writes one placeholder per image. It is expanded in the text, before encoding. So all code that splits,
+compares and encodes texts works on the tokens of the model.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from core.errors import RunStopped, UserError, name_error, quote
 from core.hub import describe_hub
-from core.types.images import EncodedImage, ImageRefused
+from core.types.images import EncodedImage, ImageRefused, PlacedImage
+from core.types.messages import Message, ToolSpec
 from modeling.hf_config import read_config
 from modeling.images.cache import CACHE, CachedImage
 from modeling.images.families import Grid, ImageFamily
@@ -35,18 +42,6 @@ class Expansion:
     """Text that replaces the placeholder."""
     ids: tuple[int, ...]
     grid: Grid | None
-    """Rows and columns of the tokens, for families with three position axes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Processed:
-    """Image in the form that the model reads."""
-
-    ids: list[int]
-    """Tokens that replace a placeholder."""
-    tensors: dict[str, Tensor]
-    """Inputs of the vision tower for this image alone."""
-    grid: tuple[int, int] | None = None
     """Rows and columns of the tokens, for families with three position axes."""
 
 
@@ -109,8 +104,59 @@ class ImageProcessor:
             raise UserError(f"{self.who}: its tokenizer lacks tokens of images: it reads {text[:60]!r} as text")
         return Expansion(text, ids, self.family.find_grid(cut))
 
-    def process(self, image: EncodedImage) -> Processed:
-        """Return an image in the form that the model reads, cached. Raises ImageRefused."""
+    def check_texts(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+        """Raise ImageRefused for a text that contains a reserved image token."""
+        tokens = re.compile("|".join(map(re.escape, self.reserved)))
+        for message in messages:
+            texts = [message["content"], message.get("reasoning", ""), str(message.get("tool_calls", ""))]
+            if found := tokens.search("\n".join(texts)):
+                raise ImageRefused(
+                    f"a text holds {found.group()!r}, which stands for an image in this model: write an image as a "
+                    "part {type: image}"
+                )
+        if tools and (found := tokens.search(str(tools))):
+            raise ImageRefused(f"a tool holds {found.group()!r}, which stands for an image in this model")
+
+    def insert_tokens(self, text: str, images: Sequence[EncodedImage]) -> str:
+        """Replace each placeholder in a rendered text by the tokens of its image. Raises ImageRefused."""
+        pieces = text.split(self.placeholder)
+        if len(pieces) - 1 != len(images):
+            raise ImageRefused(
+                f"the chat template writes {len(pieces) - 1} times {self.placeholder!r} for {len(images)} "
+                "images: use a model or a template that writes every image once"
+            )
+        whole = pieces[0]
+        for image, after in zip(images, pieces[1:], strict=True):
+            whole += self.expand(image).text + after
+        return whole
+
+    def place_images(self, ids: Sequence[int], images: Sequence[EncodedImage], begin: int) -> tuple[PlacedImage, ...]:
+        """Return the token spans of images in ids, from `begin` on. Raises ImageRefused if they do not match."""
+        stands_for_some = np.isin(np.asarray(ids[begin:], dtype=np.int64), list(self.placeholder_ids))
+        waiting = np.flatnonzero(stands_for_some) + begin
+        places: list[PlacedImage] = []
+        for image in images:
+            if not len(waiting):
+                raise ImageRefused(f"there are tokens of {len(places)} images, and {len(images)} images")
+            expansion = self.expand(image)
+            first = int(waiting[0])
+            end = first + len(expansion.ids)
+            # the tokens depend on the size of the image, so a mismatch means another image or other settings
+            if tuple(ids[first:end]) != expansion.ids:
+                raise ImageRefused(
+                    f"the tokens from {first} on are not those of image {len(places) + 1} of {len(images)}, which has "
+                    f"{image.width} x {image.height} pixels"
+                )
+            places.append(PlacedImage(image, first, end, expansion.grid))
+            waiting = waiting[waiting >= end]
+        if len(waiting):
+            raise ImageRefused(
+                f"token {int(waiting[0])} stands for an image, and there are only {len(images)} images before it"
+            )
+        return tuple(places)
+
+    def process(self, image: EncodedImage) -> dict[str, Tensor]:
+        """Return the vision tower's inputs for one image, cached. Raises ImageRefused."""
         expansion = self.expand(image)
         made = CACHE.find(self._settings, image.hash)
         if made is None:
@@ -123,7 +169,7 @@ class ImageProcessor:
                 f"{self.family.count(image.width, image.height)} was expected: install the version of transformers "
                 "that constraints.txt names"
             )
-        return Processed(list(expansion.ids), made.tensors, expansion.grid)
+        return made.tensors
 
     def _process_anew(self, image: EncodedImage) -> CachedImage:
         try:
@@ -134,7 +180,7 @@ class ImageProcessor:
 
     def collate(self, images: Sequence[EncodedImage]) -> dict[str, Tensor]:
         """Return the vision tower's inputs for the images of a row, in token order."""
-        return self.family.collate([self.process(image).tensors for image in images]) if images else {}
+        return self.family.collate([self.process(image) for image in images]) if images else {}
 
     def save(self, folder: Path) -> None:
         """Copy the processor's files, so that a saved model is complete."""

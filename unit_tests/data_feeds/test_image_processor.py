@@ -96,7 +96,7 @@ def test_images_that_follow_one_another_without_a_mark_are_told_apart(qwen):
     chat = ChatTokenizer(qwen, "chat")
     pad = chat.hf.convert_tokens_to_ids("<|image_pad|>")
     seen = [draw(60, 60), draw(120, 60), draw(60, 60, seed=1)]
-    sizes = [len(chat.images.process(p).ids) for p in seen]
+    sizes = [len(chat.images.expand(p).ids) for p in seen]
     assert [(p.begin, p.end) for p in chat.place([5, *[pad] * sum(sizes), 6], seen)] == [
         (1, 1 + sizes[0]),
         (1 + sizes[0], 1 + sizes[0] + sizes[1]),
@@ -138,7 +138,7 @@ def test_a_image_is_processed_once_in_a_process_and_the_oldest_is_forgotten(idef
     engine, trainer, other = ImageProcessor(idefics), ImageProcessor(idefics), ImageProcessor(splitting)
     calls = count_calls(monkeypatch, engine, trainer, other)
     seen = [draw(seed=i) for i in range(3)]
-    one = sum(t.numel() * t.element_size() for t in engine.process(seen[0]).tensors.values())
+    one = sum(t.numel() * t.element_size() for t in engine.process(seen[0]).values())
     monkeypatch.setattr(images, "CACHE", ImageCache(4 * one))
     calls.clear()
     for processor in (engine, trainer):
@@ -163,9 +163,9 @@ def test_a_copy_in_another_process_computes_the_same(splitting, monkeypatch):
     there = pickle.loads(pickle.dumps(processor))
     monkeypatch.setattr(images, "CACHE", ImageCache(0))
     again = there.process(image)
-    assert again.ids == here.ids
-    for name, tensor in here.tensors.items():
-        assert torch.equal(tensor, again.tensors[name]) and tensor is not again.tensors[name]
+    assert there.expand(image) == processor.expand(image)
+    for name, tensor in here.items():
+        assert torch.equal(tensor, again[name]) and tensor is not again[name]
 
 
 def test_a_processor_that_cuts_in_another_way_than_expected_stops_the_run(splitting, monkeypatch):
@@ -212,7 +212,7 @@ def test_turns_with_images_are_cut_and_written_as_whole_conversations_are(splitt
         ids = chat.mask_turns([turn, last], ("user",))[0]
         spoken = [i for i, m in zip(ids, mask, strict=True) if m]
         assert learnt is None or spoken == chat.encode(learnt)
-    assert chat.bound_tokens([asked], limit=5) == len(chat.images.process(one).ids) > 5
+    assert chat.bound_tokens([asked], limit=5) == len(chat.images.expand(one).ids) > 5
     assert chat.bound_tokens([asked], limit=50) is None
 
 

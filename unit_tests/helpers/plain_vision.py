@@ -111,7 +111,7 @@ def write_ids(processor: ImageProcessor, *parts: str | EncodedImage) -> tuple[li
         if isinstance(part, str):
             ids += processor.tokenizer.encode(part, add_special_tokens=False)
             continue
-        made = processor.process(part)
+        made = processor.expand(part)
         ids.append(START)
         places.append(PlacedImage(part, len(ids), len(ids) + len(made.ids), made.grid))
         ids += [*made.ids, END]
