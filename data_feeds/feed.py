@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
-from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
-from configs.eval_schema import EvalDataConfig
+from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from core.gc_control import without_gc
 from core.metrics import DATA_EPOCH, DATA_ROWS
 from core.timing.progress import Progress
 from core.types.messages import ToolSpec
 from core.types.samples import Group, Prompt, Rows
-from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.chat.turns import TrainOn
-from data_feeds.rows.encode_requests import ROWS_AT_ONCE, encode_requests
-from data_feeds.rows.invalid_rows import InvalidRows, filter_rows
+from data_feeds.chat.tokenizer import ChatTokenizer, Encoded
+from data_feeds.chat.turns import Piece, TrainOn
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter, RowType
-from data_feeds.rows.sources import read_records
+from data_feeds.rows.sources import Record, read_records
 
 Item = TypeVar("Item", Prompt, Group)
 Which = Literal["train", "eval"]
+ROWS_AT_ONCE = 256
+"""Rows whose texts are encoded in one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +98,11 @@ def load_prompts(
 
     env_tools: tools of the environment. Their tokens count towards the length of every prompt.
     """
-    row_type = ROW_TYPES["prompts"]
     return _load_feed(
         data,
         which,
         tokenizer,
-        row_type,
+        ROW_TYPES["prompts"],
         seed=seed,
         max_tokens=data.max_prompt_tokens,
         max_tokens_key="data.max_prompt_tokens",
@@ -172,18 +172,21 @@ def _load_feed(
     sources: list[Source[Any]] = []
     for i, config in enumerate(configs):
         key = f"data.{which}={config.path}" if not mixed else f"data.{which}[{i}]={config.path}"
-        reader = RowConverter(
+        converter = RowConverter(
+            row_type=row_type,
             tokenizer=tokenizer,
-            source=config.log_name,
+            source=config,
+            key=key,
             prefix=f"{config.log_name}/" if mixed else "",
             max_tokens=max_tokens,
             max_tokens_key=max_tokens_key,
+            max_image_pixels=data.max_image_pixels,
             train_on=train_on,
             system_prompt=data.system_prompt,
             env_tools=env_tools,
         )
         limit = data.eval_rows if which == "eval" else None
-        items, invalid = read_source(config, key, row_type, reader, data=data, limit=limit)
+        items, invalid = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=limit)
         # Seeded by name, not by position. Sources of a mixture are shuffled independently, and reordering them in the
         # recipe does not change their rows.
         stream = f"{seed}/{config.log_name}" if mixed else str(seed)
@@ -203,42 +206,67 @@ def _check_system_prompt_is_used(given: str, items: list[Any]) -> None:
 
 
 def read_source(
-    config: SourceConfig,
-    key: str,
-    row_type: RowType,
-    reader: RowConverter,
-    *,
-    data: DataConfig | EvalDataConfig,
-    limit: int | None,
+    converter: RowConverter, *, max_invalid_fraction: float, limit: int | None
 ) -> tuple[list[Any], InvalidRows]:
     """Load the valid rows of a source, at most `limit`. Raises UserError if too few are valid."""
-    records = read_records(
-        config,
-        key=key,
-        needed=row_type.needed,
-        known=row_type.known,
-        max_image_pixels=data.max_image_pixels,
-    )
-    # With a limit of a few rows, encoding a full batch would be wasted work.
-    outcomes = encode_requests(
-        (row_type.draft(reader, record) for record in records),
-        reader.tokenizer.encode_pieces,
-        at_once=min(limit or ROWS_AT_ONCE, ROWS_AT_ONCE),
-    )
+    key, row_type = converter.key, converter.row_type
+    records = read_records(converter.source, key=key, needed=row_type.needed, known=row_type.known)
     # many new objects and no garbage: the collector would scan all of them again and again
     with without_gc():
-        items, invalid = filter_rows(
-            ((record.id, outcome) for record, outcome in zip(records, outcomes, strict=True)),
-            lambda outcome: outcome(),
-            limit=limit,
-            progress=Progress(key, len(records)),
-        )
+        items, invalid = _convert_rows(records, converter, limit)
     if not items:
         raise UserError(f"{key}: none of {invalid.looked_at} rows is valid: {invalid}")
     # a few bad rows are normal; many mean a wrong column or template
-    if invalid.share > data.max_invalid_fraction:
+    if invalid.share > max_invalid_fraction:
         raise UserError(
             f"{key}: {invalid.rows} of {invalid.looked_at} rows are invalid, a larger fraction than "
-            f"data.max_invalid_fraction={data.max_invalid_fraction:g}: {invalid}; repair them, or raise that"
+            f"data.max_invalid_fraction={max_invalid_fraction:g}: {invalid}; repair them, or raise that"
         )
     return items, invalid
+
+
+def _convert_rows(records: list[Record], converter: RowConverter, limit: int | None) -> tuple[list[Any], InvalidRows]:
+    """Convert records until `limit` rows are valid. Count the invalid rows."""
+    items: list[Any] = []
+    invalid = InvalidRows()
+    progress = Progress(converter.key, len(records))
+    # With a limit of a few rows, encoding a full batch would be wasted work.
+    at_once = min(limit or ROWS_AT_ONCE, ROWS_AT_ONCE)
+    for first in range(0, len(records), at_once):
+        batch = records[first : first + at_once]
+        for record, outcome in zip(batch, _convert_batch(batch, converter), strict=True):
+            invalid.looked_at += 1
+            if isinstance(outcome, InvalidRow):
+                invalid.add(record.id, outcome)
+            elif isinstance(outcome, UserError):
+                raise outcome
+            else:
+                items.append(outcome)
+            progress.show(invalid.looked_at)
+            if len(items) == limit:
+                return items, invalid
+    return items, invalid
+
+
+def _convert_batch(records: list[Record], converter: RowConverter) -> list[Any]:
+    """Convert records side by side, so that the tokenizer encodes the texts of all of them over all cores.
+
+    Returns for each its Prompt or Group, or the InvalidRow or UserError that it raised. The caller raises them in the
+    order of the rows, so the error names the first wrong row, and a row after the last needed one raises nothing.
+    """
+    drafts = [converter.convert(record) for record in records]
+    outcomes: list[Any] = [None] * len(drafts)
+    answers: dict[int, list[Encoded] | None] = dict.fromkeys(range(len(drafts)))
+    # A pair yields texts twice, so there are rounds: each encodes the waiting texts of all rows.
+    while answers:
+        asked: dict[int, list[Piece]] = {}
+        for i, answer in answers.items():
+            try:
+                asked[i] = next(drafts[i]) if answer is None else drafts[i].send(answer)
+            except StopIteration as end:
+                outcomes[i] = end.value
+            except (InvalidRow, UserError) as error:
+                outcomes[i] = error
+        encoded = iter(converter.tokenizer.encode_pieces([piece for pieces in asked.values() for piece in pieces]))
+        answers = {i: list(islice(encoded, len(pieces))) for i, pieces in asked.items()}
+    return outcomes

@@ -14,7 +14,7 @@ from core.errors import UserError, first_line
 from core.hub import describe_hub, prepare_hub
 from core.text.text_files import decode_text, parse_json, read_bytes
 from core.types.messages import Message, find_images
-from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows, filter_rows
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import holds_lone_surrogate
 from data_prep.written_turns import embed_image, save_beside, turn_type, write_turn
 
@@ -124,13 +124,16 @@ def filter_records(
     numbered: list[tuple[str, Record]], make: Callable[[str, Record], Row]
 ) -> tuple[list[Row], InvalidRows]:
     """Convert (id, record) pairs with `make`. Count refused records, and those with invalid text."""
-
-    def make_row(one: tuple[str, Record]) -> Row:
-        if holds_lone_surrogate(one[1]):
-            raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
-        return make(*one)
-
-    return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], make_row)
+    rows: list[Row] = []
+    invalid = InvalidRows(looked_at=len(numbered))
+    for row_id, record in numbered:
+        try:
+            if holds_lone_surrogate(record):
+                raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
+            rows.append(make(row_id, record))
+        except InvalidRow as error:
+            invalid.add(row_id, error)
+    return rows, invalid
 
 
 def read_hub(name: str, split: str, /, **more: Any) -> list[Record]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from urllib.parse import unquote
 
 from core.errors import quote
 from core.types.images import EncodedImage, ImageRefused, read_data_uri, read_image
-from core.types.messages import ImagePart
+from core.types.messages import Message, Part
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.values import SOURCES, is_absent
 
 MOST_BYTES = 2**27
 """Maximum size of an image file, in bytes."""
@@ -33,15 +32,32 @@ class ImageReader:
     kept: dict[str, EncodedImage] = field(default_factory=dict[str, EncodedImage])
     """Images by hash."""
 
-    def read_all(self, given: Any, column: str) -> list[EncodedImage]:
-        """Load the images of a column: one image, or a list. Raises InvalidRow for other values."""
-        if is_absent(given):
-            return []
-        return [self.read(one, column) for one in (given if isinstance(given, list) else [given])]
+    def load(self, messages: list[Message], column: str, images: Sequence[Any], *, is_reply: bool) -> list[Message]:
+        """Return parsed messages with their images loaded.
 
-    def make_places(self, given: Any, column: str) -> Placeholders:
-        """Return the images of a row's column, for message parts without an image."""
-        return Placeholders(self, self.read_all(given, column), column)
+        images: those of the row's column, which parts without an image of their own take in order. is_reply: the
+        messages may be a reply, and leave all of the column's images to its prompt. Raises InvalidRow for an image that
+        cannot be used, and for more or fewer images than places.
+        """
+        places = sum(part == {"type": "image"} for m in messages for part in m.get("parts", []))
+        if places > len(images):
+            raise InvalidRow("bad_image", f"its messages have more places for images than {column} has ({len(images)})")
+        if places < len(images) and not (is_reply and not places):
+            raise InvalidRow(
+                "bad_image",
+                f"{column} has {len(images)} images, and its messages have {places} places for them: write a part "
+                "{type: image} for each",
+            )
+        waiting = iter(images)
+
+        def load_part(part: Part) -> Part:
+            if part["type"] != "image":
+                return part
+            has_own = "image" in part
+            image = self.read(part["image"], "a part of a message") if has_own else self.read(next(waiting), column)
+            return {"type": "image", "image": image}
+
+        return [{**m, "parts": [load_part(part) for part in m["parts"]]} if "parts" in m else m for m in messages]
 
     def read(self, given: Any, what: str) -> EncodedImage:
         """Load an image. Raises InvalidRow, beginning with `what`, if it is invalid."""
@@ -106,40 +122,3 @@ def _find_bytes(given: Any) -> bytes:
     if isinstance(given, str) and given.startswith("data:"):
         return read_data_uri(given)
     raise ImageRefused(f"an image must be bytes, a path, a data URI or {{bytes, path}}, found {given!r:.60}")
-
-
-class Placeholders:
-    """Images of a row's column, assigned in order to message parts without an image."""
-
-    def __init__(self, reader: ImageReader, images: Sequence[EncodedImage], column: str):
-        self.reader, self.column = reader, column
-        self.all = list(images)
-        self._left: Iterator[EncodedImage] = iter(self.all)
-        self.taken = 0
-
-    def read_part(self, part: dict[str, Any]) -> ImagePart:
-        """Return a message part with its image."""
-        given = {name: value for name, value in part.items() if name in SOURCES and not is_absent(value)}
-        if len(given) > 1:
-            raise InvalidRow("bad_image", f"a part has several images: {', '.join(sorted(given))}")
-        if given:
-            [source] = given.values()
-            if isinstance(source, dict) and "url" in source:  # OpenAI's form
-                source = source["url"]
-            return {"type": "image", "image": self.reader.read(source, "a part of a message")}
-        self.taken += 1
-        image = next(self._left, None)
-        if image is None:
-            raise InvalidRow(
-                "bad_image", f"its messages have more places for images than {self.column} has ({len(self.all)})"
-            )
-        return {"type": "image", "image": image}
-
-    def check_all_taken(self, *, is_reply: bool) -> None:
-        """Raise InvalidRow for unused images. A reply may leave all of them to the prompt."""
-        if self.taken < len(self.all) and not (is_reply and not self.taken):
-            raise InvalidRow(
-                "bad_image",
-                f"{self.column} has {len(self.all)} images, and its messages have {self.taken} places for them: "
-                "write a part {type: image} for each",
-            )

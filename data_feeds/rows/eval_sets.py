@@ -33,18 +33,18 @@ def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[Too
     """
     sets: list[PromptSet] = []
     for i, one in enumerate(cfg.data.sets):
-        reader = RowConverter(
+        converter = RowConverter(
+            row_type=ROW_TYPES["prompts"],
             tokenizer=tokenizer,
-            source=one.source.log_name,
-            prefix="",
+            source=one.source,
+            key=f"data.sets[{i}]={one.path}",
             max_tokens=cfg.data.max_prompt_tokens,
             max_tokens_key="data.max_prompt_tokens",
-            train_on=(),
+            max_image_pixels=cfg.data.max_image_pixels,
             system_prompt=cfg.data.system_prompt,
             env_tools=env_tools,
         )
-        key = f"data.sets[{i}]={one.path}"
-        prompts, invalid = read_source(one.source, key, ROW_TYPES["prompts"], reader, data=cfg.data, limit=one.rows)
+        prompts, invalid = read_source(converter, max_invalid_fraction=cfg.data.max_invalid_fraction, limit=one.rows)
         sets.append(
             PromptSet(name=one.source.log_name, prompts=prompts, samples=cfg.count_samples(one), invalid=invalid)
         )

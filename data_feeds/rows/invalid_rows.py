@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
-
-from core.timing.progress import Progress
+from typing import Any, Literal
 
 Reason = Literal[
     "missing_column",
@@ -24,8 +21,6 @@ Reason = Literal[
     "bad_label",
     "too_long",
 ]
-Raw = TypeVar("Raw")
-Fitting = TypeVar("Fitting")
 
 
 class InvalidRow(Exception):
@@ -48,7 +43,7 @@ class Case:
     """Problem of the example row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class InvalidRows:
     """Counts of invalid rows, by reason."""
 
@@ -72,34 +67,14 @@ class InvalidRows:
             f"{case.rows} {reason} (such as row {case.example}: {case.why})" for reason, case in self.cases.items()
         )
 
+    def add(self, row_id: str, error: InvalidRow) -> None:
+        """Count a row that cannot be used."""
+        # the first row of a reason stays the example
+        first = self.cases.get(error.reason, Case(0, row_id, error.why))
+        self.cases[error.reason] = replace(first, rows=first.rows + 1)
+
     def as_facts(self) -> dict[str, dict[str, Any]]:
         """Return the counts for summary.json."""
         return {
             reason: {"rows": case.rows, "example": case.example, "why": case.why} for reason, case in self.cases.items()
         }
-
-
-def filter_rows(
-    rows: Iterable[tuple[str, Raw]],
-    make: Callable[[Raw], Fitting],
-    *,
-    limit: int | None = None,
-    progress: Progress | None = None,
-) -> tuple[list[Fitting], InvalidRows]:
-    """Convert (id, row) pairs with `make`. Count rows that raise InvalidRow. Stop after `limit` valid rows."""
-    fitting: list[Fitting] = []
-    cases: dict[Reason, Case] = {}
-    looked_at = 0
-    for row_id, row in rows:
-        if limit is not None and len(fitting) >= limit:
-            break
-        looked_at += 1
-        try:
-            fitting.append(make(row))
-        except InvalidRow as unfit:
-            # the first row of a reason stays the example
-            first = cases.get(unfit.reason, Case(0, row_id, unfit.why))
-            cases[unfit.reason] = replace(first, rows=first.rows + 1)
-        if progress is not None:
-            progress.show(looked_at)
-    return fitting, InvalidRows(looked_at=looked_at, cases=cases)

@@ -1,44 +1,30 @@
-"""Parse the messages of a row into our form (core/types/messages.py)."""
+"""Parse the messages of a row into our form (core/types/messages.py), with images that are not loaded yet.
+
+In place of an image, a part holds what the row has there: bytes, a path or a data URI. It has no image if it takes the
+next one of the row's column. data_feeds/images/read_images.py loads them.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from core.errors import UserError, quote
-from core.types.messages import ROLES, Message, Part, ToolCall
+from core.types.messages import ROLES, ImagePart, Message, Part, ToolCall
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.values import IMAGE_TYPES, SOURCES, is_absent
-
-if TYPE_CHECKING:
-    from data_feeds.images.read_images import Placeholders
 
 REASONING = ("reasoning", "reasoning_content")
 """Keys under which data sets store the reasoning of an assistant turn."""
 FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING}
 
 
-def read_messages(
-    given: Any,
-    column: str,
-    where: str,
-    *,
-    text_is: str,
-    fills_gaps: bool,
-    places: Placeholders | None,
-    is_reply: bool = False,
-) -> list[Message]:
-    """Parse the messages of a column. Plain text is one turn of the role `text_is`.
+def read_messages(given: Any, column: str, where: str, *, fills_gaps: bool) -> list[Message]:
+    """Parse the messages of a column.
 
-    fills_gaps: the file format writes null for keys that another row's object has. places: images of the row, or None
-    without images. A user's plain text follows all of them. is_reply: the column may be a reply to other messages that
-    contain the images. Raises InvalidRow for an invalid list of messages, and UserError for content that would be lost.
+    fills_gaps: the file format writes null for keys that another row's object has. Raises InvalidRow for an invalid
+    list of messages, and UserError for content that would be lost.
     """
-    if isinstance(given, str):
-        given = [{"role": text_is, "content": given}]
-        if text_is == "user" and places is not None and places.all:
-            text = {"type": "text", "text": given[0]["content"]}
-            given[0]["content"] = [*({"type": "image"} for _ in places.all), text]
     if not isinstance(given, list) or not given or not all(map(_is_message, given)):
         raise InvalidRow(
             "bad_messages", f"{column} must be text or a list of {{role, content}} texts, found {given!r:.60}"
@@ -59,23 +45,9 @@ def read_messages(
     for turn in given:
         # ids of calls without one are numbered over the whole conversation, so that they are unique
         made = sum(len(m.get("tool_calls", [])) for m in messages)
-        messages.append(_read_message(turn, where, places, made=made, fills_gaps=fills_gaps))
+        messages.append(_read_message(turn, where, made=made, fills_gaps=fills_gaps))
     _check_results(messages)
-    if places is not None:
-        places.check_all_taken(is_reply=is_reply)
     return messages
-
-
-def holds_image_parts(given: Any) -> bool:
-    """Return whether a column of messages contains an image part.
-
-    >>> holds_image_parts([{"role": "user", "content": [{"type": "image"}]}]), holds_image_parts("Look!")
-    (True, False)
-    """
-    turns = [turn for turn in given if isinstance(turn, dict)] if isinstance(given, list) else []
-    contents = [turn.get("content") for turn in turns]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return any(part.get("type") in IMAGE_TYPES for part in parts)
 
 
 def _is_message(turn: Any) -> bool:
@@ -85,11 +57,9 @@ def _is_message(turn: Any) -> bool:
     return isinstance(content, str | list) or (content is None and bool(turn.get("tool_calls")))
 
 
-def _read_message(
-    turn: dict[str, Any], where: str, places: Placeholders | None, *, made: int, fills_gaps: bool
-) -> Message:
+def _read_message(turn: dict[str, Any], where: str, *, made: int, fills_gaps: bool) -> Message:
     """Parse a message. `made` is the number of earlier calls in the conversation."""
-    parts = _read_content(turn.get("content"), where, places)
+    parts = _read_content(turn.get("content"), where)
     message: Message = {"role": turn["role"], "content": "".join(p["text"] for p in parts if p["type"] == "text")}
     if any(part["type"] == "image" for part in parts):
         message["parts"] = parts
@@ -124,16 +94,16 @@ def _read_name(turn: dict[str, Any], field: str) -> str | None:
     return given
 
 
-def _read_content(content: Any, where: str, places: Placeholders | None) -> list[Part]:
+def _read_content(content: Any, where: str) -> list[Part]:
     """Parse content: text, a list of parts, or None beside tool calls."""
     if content is None:
         return []
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    return [_read_part(part, where, places) for part in content]
+    return [_read_part(part, where) for part in content]
 
 
-def _read_part(part: Any, where: str, places: Placeholders | None) -> Part:
+def _read_part(part: Any, where: str) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", *IMAGE_TYPES) and isinstance(kind, str):
         raise UserError(
@@ -146,12 +116,23 @@ def _read_part(part: Any, where: str, places: Placeholders | None) -> Part:
             raise UserError(f"{where}: an image holds {min(lost)!r}, which is not read: remove it")
         if part.get("text") is not None:
             raise InvalidRow("bad_messages", f"a part of a content must be text or an image, found {part!r:.60}")
-        assert places is not None, "holds_image_parts() has found none"
-        return places.read_part(part)
+        return cast(ImagePart, {"type": "image", **_find_image(part)})
     # Columnar files give every part all keys, most of them null.
     if kind != "text" or not isinstance(part.get("text"), str) or any(not is_absent(part.get(key)) for key in SOURCES):
         raise InvalidRow("bad_messages", f"a part of a content must be {{type: text, text}}, found {part!r:.60}")
     return {"type": "text", "text": part["text"]}
+
+
+def _find_image(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the image of a part under the key image, or {} if it takes the next image of the row's column."""
+    given = [name for name in sorted(SOURCES) if not is_absent(part.get(name))]
+    if len(given) > 1:
+        raise InvalidRow("bad_image", f"a part has several images: {', '.join(given)}")
+    if not given:
+        return {}
+    source = part[given[0]]
+    # OpenAI's form is {image_url: {url}}
+    return {"image": source["url"] if isinstance(source, dict) and "url" in source else source}
 
 
 def _read_call(call: Any, n: int, fills_gaps: bool) -> ToolCall:

@@ -1,44 +1,54 @@
 """Convert rows to Prompts, or to Samples for training. Unusable rows raise InvalidRow.
 
-The methods of RowConverter are encode requests (data_feeds/rows/encode_requests.py): generators that yield texts and
-receive ids.
+The methods of RowConverter are generators: they yield texts and are sent their ids, so that the texts of many rows can
+be encoded in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
+from configs.data_schema import SourceConfig
 from core.errors import UserError
+from core.loading import needs_part
 from core.types.messages import Message, ToolSpec, find_images, name_of_tool
 from core.types.samples import Group, Prompt, Rows, Sample
 from data_feeds.chat.template_append import ImagesDoNotFit, TemplateRefuses, TemplateRewrites
 from data_feeds.chat.template_coverage import TemplateCoverage
-from data_feeds.chat.tokenizer import ChatTokenizer, join_encoded
-from data_feeds.chat.turns import TrainOn, count_written
-from data_feeds.rows.encode_requests import EncodeRequest
+from data_feeds.chat.tokenizer import ChatTokenizer, Encoded, join_encoded
+from data_feeds.chat.turns import Piece, TrainOn, count_written
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.sources import IMAGES, Record
+from data_feeds.rows.sources import IMAGES, Record, find_folder
 
+if TYPE_CHECKING:
+    from data_feeds.images.read_images import ImageReader
+
+Made = TypeVar("Made")
 Written = TypeVar("Written")
+EncodeRequest = Generator[list[Piece], list[Encoded], Made]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowConverter:
     """Converter of the records of one source."""
 
+    row_type: RowType
     tokenizer: ChatTokenizer
-    source: str
-    prefix: str
+    source: SourceConfig
+    key: str
+    """Recipe key and path of the source, for error messages."""
+    prefix: str = ""
     """Prefix of every id, so that ids are unique in a mixture."""
     max_tokens: int
     max_tokens_key: str
     """Recipe key of max_tokens, for error messages."""
-    train_on: TrainOn
+    max_image_pixels: int
+    train_on: TrainOn = ()
     system_prompt: str | None = None
     """System turn for rows that have none."""
     env_tools: Sequence[ToolSpec] = ()
@@ -49,9 +59,28 @@ class RowConverter:
         """Check for dropped fields, shared by all rows of the source."""
         return TemplateCoverage(self.tokenizer)
 
+    @cached_property
+    def images(self) -> ImageReader:
+        """Image loader, shared by all rows of the source."""
+        # imported here, since rows of text work without data_feeds/images
+        with needs_part(f"{self.key}, which holds images,", otherwise="leave its images out"):
+            from data_feeds.images.read_images import ImageReader
+
+        return ImageReader(
+            folder=find_folder(self.source.path),
+            max_pixels=self.max_image_pixels,
+            max_pixels_key="data.max_image_pixels",
+        )
+
+    def convert(self, record: Record) -> EncodeRequest[Any]:
+        """Convert a record to a Prompt or Group. The first step raises InvalidRow if the record has a flaw."""
+        if record.flaw is not None:
+            raise record.flaw
+        return (yield from self.row_type.make(self, record))
+
     def make_prompt(self, record: Record) -> EncodeRequest[Prompt]:
         """Convert a row to a prompt for sampling."""
-        messages = record.get_messages("messages", text_is="user")
+        messages = self._read_messages(record, "messages")
         if messages[-1]["role"] == "assistant":
             raise InvalidRow(
                 "ends_in_reply",
@@ -75,7 +104,7 @@ class RowConverter:
 
     def make_conversation(self, record: Record) -> EncodeRequest[Group]:
         """Convert a row to a Group of one Sample, trained on the turns that `train_on` names."""
-        messages = self._with_system(_check_replies(record.get_messages("messages", text_is="user")))
+        messages = self._with_system(_check_replies(self._read_messages(record, "messages")))
         prompt = self._build_prompt(record, messages)
         sample = yield from self._build_sample(record, prompt, messages, self.train_on)
         if not sample.n_trained:
@@ -85,8 +114,8 @@ class RowConverter:
 
     def make_pair(self, record: Record) -> EncodeRequest[Group]:
         """Convert a pair to [chosen, rejected] with rewards 1 and 0, trained on the last replies."""
-        asked = record.get_messages("messages", text_is="user") if "messages" in record.columns else None
-        chosen, rejected = (self._with_system(_join_reply(record, c, asked)) for c in ("chosen", "rejected"))
+        asked = self._read_messages(record, "messages") if "messages" in record.columns else None
+        chosen, rejected = (self._with_system(self._join_reply(record, c, asked)) for c in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1]:
             raise InvalidRow("not_one_prompt", "chosen and rejected differ before their last reply")
         if _strip(chosen[-1]) == _strip(rejected[-1]):
@@ -107,12 +136,40 @@ class RowConverter:
 
     def make_unpaired(self, record: Record) -> EncodeRequest[Group]:
         """Convert a row to a Group of one Sample with reward 1 or 0, trained on the last reply."""
-        messages = self._with_system(_check_ends_in_reply(record.get_messages("messages", text_is="user"), "messages"))
+        messages = self._with_system(_check_ends_in_reply(self._read_messages(record, "messages"), "messages"))
         label = record.get_column("label")
         if not isinstance(label, bool | int | float) or label not in (0, 1):
             raise InvalidRow("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
         prompt = self._build_prompt(record, messages[:-1])
         return [(yield from self._build_sample(record, prompt, messages, "last_reply", float(label)))]
+
+    def _read_messages(
+        self, record: Record, column: str, *, text_is: str = "user", is_reply: bool = False
+    ) -> list[Message]:
+        """Return the messages of a column, with their images. is_reply: see ImageReader.load."""
+        messages = record.get_messages(column, text_is=text_is)
+        images_column, images = record.list_images()
+        if not images and not any("parts" in message for message in messages):
+            return messages
+        return self.images.load(messages, images_column, images, is_reply=is_reply)
+
+    def _join_reply(self, record: Record, column: str, asked: list[Message] | None) -> list[Message]:
+        """Return the conversation that ends in the chosen or rejected reply.
+
+        The column contains the reply as text, the turns after `asked`, or all turns, beginning with `asked`.
+        """
+        turns = self._read_messages(record, column, text_is="assistant", is_reply=asked is not None)
+        begins_with_asked = asked is None or (len(turns) > len(asked) and turns[: len(asked)] == asked)
+        if not begins_with_asked and turns[0]["role"] != "assistant":
+            raise InvalidRow(
+                "not_one_prompt", f"{column} is neither the reply to messages nor a conversation that begins with them"
+            )
+        whole = _check_ends_in_reply(turns if begins_with_asked else [*(asked or []), *turns], column)
+        if len(whole) < 2:
+            raise InvalidRow("missing_column", f"it has no messages, and {column} is a reply alone")
+        if whole[-2]["role"] == "assistant":
+            raise InvalidRow("ends_in_reply", f"the reply of {column} follows another assistant turn")
+        return whole
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         """Prepend the recipe's system turn, unless the row has one."""
@@ -126,7 +183,7 @@ class RowConverter:
             messages=messages,
             answer=record.get_answer(),
             extra=record.extra,
-            source=self.source,
+            source=self.source.log_name,
             tools=record.get_tools(),
         )
 
@@ -187,25 +244,6 @@ class RowConverter:
             raise InvalidRow("too_long", f"{tokens} tokens, more than {self.max_tokens_key}={self.max_tokens}")
 
 
-def _join_reply(record: Record, column: str, asked: list[Message] | None) -> list[Message]:
-    """Return the conversation that ends in the chosen or rejected reply.
-
-    The column contains the reply as text, the turns after `asked`, or all turns, beginning with `asked`.
-    """
-    turns = record.get_messages(column, text_is="assistant", is_reply=asked is not None)
-    begins_with_asked = asked is None or (len(turns) > len(asked) and turns[: len(asked)] == asked)
-    if not begins_with_asked and turns[0]["role"] != "assistant":
-        raise InvalidRow(
-            "not_one_prompt", f"{column} is neither the reply to messages nor a conversation that begins with them"
-        )
-    whole = _check_ends_in_reply(turns if begins_with_asked else [*(asked or []), *turns], column)
-    if len(whole) < 2:
-        raise InvalidRow("missing_column", f"it has no messages, and {column} is a reply alone")
-    if whole[-2]["role"] == "assistant":
-        raise InvalidRow("ends_in_reply", f"the reply of {column} follows another assistant turn")
-    return whole
-
-
 def _check_ends_in_reply(messages: list[Message], column: str) -> list[Message]:
     if messages[-1]["role"] != "assistant":
         raise InvalidRow("no_reply", f"{column} must end in an assistant turn, found a turn of {messages[-1]['role']}")
@@ -234,10 +272,6 @@ class RowType:
     """Columns that at least one row must have."""
     make: Callable[[RowConverter, Record], EncodeRequest[Any]]
     """Method that converts a row to a Prompt, or to a Group for training."""
-
-    def draft(self, reader: RowConverter, record: Record) -> EncodeRequest[Any]:
-        """Convert a record. The first step raises InvalidRow if the record has a flaw."""
-        return (yield from self.make(reader, record.check()))
 
     @property
     def known(self) -> tuple[str, ...]:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from configs.data_schema import SourceConfig
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
-from core.loading import needs_part
 from core.text.text_files import describe_format, parse_json, read_packed_text, read_text
 from core.types.messages import Message, ToolSpec
 from data_feeds.chat.tool_specs import read_tools
 from data_feeds.rows.csv_rows import read_csv
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.read_messages import holds_image_parts, read_messages
-from data_feeds.rows.values import holds_lone_surrogate, to_text
-
-if TYPE_CHECKING:
-    from data_feeds.images.read_images import ImageReader, Placeholders
+from data_feeds.rows.read_messages import read_messages
+from data_feeds.rows.values import holds_lone_surrogate, is_absent, to_text
 
 HUB = "hub:"
 IMAGES = ("image", "images")
@@ -43,16 +38,8 @@ class Record:
     """All other columns, under their original names."""
     flaw: InvalidRow | None = None
     """Reason why the row cannot be used for any purpose."""
-    open_reader: Callable[[], ImageReader]
-    """Opens the image loader shared by the rows of a source. Called only for rows with images."""
     fills_gaps: bool = False
     """True for columnar files, which write null for keys that another row's object has."""
-
-    def check(self) -> Record:
-        """Return the record itself. Raises InvalidRow if it has a flaw."""
-        if self.flaw is not None:
-            raise self.flaw
-        return self
 
     def get_answer(self) -> str:
         """Return the answer as text, or "" if there is none. Raises InvalidRow for other types."""
@@ -64,41 +51,33 @@ class Record:
             raise InvalidRow("missing_column", f"it has no {column}")
         return self.columns[column]
 
-    def get_messages(self, column: str, *, text_is: str, is_reply: bool = False) -> list[Message]:
-        """Parse the messages in a column. Plain text is one turn of the role `text_is`.
+    def get_messages(self, column: str, *, text_is: str) -> list[Message]:
+        """Parse the messages in a column. Plain text is one turn of the role `text_is`; a user's follows the images.
 
-        is_reply: the column may be a reply to other messages that contain the images. Raises InvalidRow for an invalid
-        list of messages, and UserError for content that would silently be lost.
+        Images are references, not loaded yet (read_messages.py). Raises InvalidRow for an invalid list of messages, and
+        UserError for content that would silently be lost.
         """
         given = self.get_column(column)
-        return read_messages(
-            given,
-            column,
-            self.where,
-            text_is=text_is,
-            fills_gaps=self.fills_gaps,
-            places=self._get_places(given),
-            is_reply=is_reply,
-        )
+        if isinstance(given, str):
+            holes = [{"type": "image"} for _ in self.list_images()[1]] if text_is == "user" else []
+            given = [{"role": text_is, "content": [*holes, {"type": "text", "text": given}] if holes else given}]
+        return read_messages(given, column, self.where, fills_gaps=self.fills_gaps)
 
-    def _get_places(self, messages: Any) -> Placeholders | None:
-        """Return the images in the row's columns, or None if the row has no image."""
+    def list_images(self) -> tuple[str, list[Any]]:
+        """Return the column with the images of the row, and the images in it, not loaded. Raises InvalidRow."""
         there = [name for name in IMAGES if name in self.columns]
-        if not there and not holds_image_parts(messages):
-            return None
         if len(there) > 1:
             raise InvalidRow("bad_image", f"it has {' and '.join(there)}: keep one of them")
         column = there[0] if there else IMAGES[-1]
-        return self.open_reader().make_places(self.columns.get(column), column)
+        given = self.columns.get(column)
+        return column, [] if is_absent(given) else given if isinstance(given, list) else [given]
 
     def get_tools(self) -> list[ToolSpec]:
         """Return the tools of the row. Raises InvalidRow for an invalid list."""
         return read_tools(self.columns.get("tools"), fills_gaps=self.fills_gaps)
 
 
-def read_records(
-    source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str], max_image_pixels: int = 2**24
-) -> list[Record]:
+def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str]) -> list[Record]:
     """Read all rows of a source. Raises UserError, beginning with `key`, for a problem of the whole source.
 
     needed: columns that at least one row must have. known: all columns read under our names.
@@ -120,36 +99,20 @@ def read_records(
             )
     # only JSONL and CSV distinguish a missing key from null
     fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".csv"))
-
-    @cache
-    def open_reader() -> ImageReader:
-        with needs_part(f"{key}, which holds images,", otherwise="leave its images out"):
-            from data_feeds.images.read_images import ImageReader
-
-        folder = _find_folder(source.path)
-        return ImageReader(folder=folder, max_pixels=max_image_pixels, max_pixels_key="data.max_image_pixels")
-
-    records = [_make_record(row, i, names, f"{key}, row {i}", open_reader, fills_gaps) for i, row in enumerate(rows)]
+    records = [_make_record(row, i, names, f"{key}, row {i}", fills_gaps) for i, row in enumerate(rows)]
     if len({record.id for record in records}) < len(records):
         raise UserError(f"{key}: ids must be unique, and some are not: give every row an id of its own")
     return records
 
 
-def _find_folder(path: str) -> Path | None:
+def find_folder(path: str) -> Path | None:
     """Return the base folder of relative image paths, or None for a hub data set."""
     if path.startswith(HUB):
         return None
     return Path(path) if os.path.isdir(path) else Path(path).parent
 
 
-def _make_record(
-    row: dict[str, Any],
-    i: int,
-    names: dict[str, str],
-    where: str,
-    open_reader: Callable[[], ImageReader],
-    fills_gaps: bool,
-) -> Record:
+def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str, fills_gaps: bool) -> Record:
     columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
     # A column extra is unpacked: the scripts in data_prep/ write it, since Parquet columns need one type.
     extra = {k: v for k, v in row.items() if k not in names.values() and k != "extra"}
@@ -166,15 +129,7 @@ def _make_record(
             raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
     except InvalidRow as found:
         row_id, flaw = str(i), found
-    return Record(
-        id=row_id,
-        where=where,
-        columns=columns,
-        extra=extra,
-        open_reader=open_reader,
-        flaw=flaw,
-        fills_gaps=fills_gaps,
-    )
+    return Record(id=row_id, where=where, columns=columns, extra=extra, flaw=flaw, fills_gaps=fills_gaps)
 
 
 def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from core.errors import UserError
 from data_feeds import feed
 from data_feeds.chat import tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.rows.encode_requests import encode_requests
 
 ASKS = [{"role": "user", "content": "1+1="}]
 REPLIES = [{"role": "assistant", "content": "2"}]
@@ -68,17 +67,13 @@ def test_pieces_of_a_conversation_have_the_ids_of_their_texts(chat):
     assert chat.mask_turns(TALK)[0] == [i for text, _ in pieces for i in chat.encode(text)]
 
 
-def test_the_first_wrong_row_is_named_though_a_later_one_fails_earlier():
-    def draft(name: str, rounds: int):
-        for _ in range(rounds):
-            yield [("1", False)]
-        raise UserError(name)
-
-    drafts = [draft("first", 3), draft("second", 0)]
-    outcomes = encode_requests(drafts, lambda pieces: [([1], [False])] * len(pieces))
-    for name in ("first", "second"):
-        with pytest.raises(UserError, match=name):
-            next(outcomes)()
+def test_the_first_wrong_row_is_named_though_a_later_one_fails_earlier(chat, tmp_path):
+    """A pair is encoded reply by reply: its rejected reply fails after the texts of all rows were encoded once."""
+    thought = [{"role": "assistant", "content": "3", "reasoning": "a field that the template does not write"}]
+    robot = [{"role": "robot", "content": "1"}]
+    file = write(tmp_path / "rows.jsonl", "pairs", [("1+1=", "2", thought), (robot, "2", "3")])
+    with pytest.raises(UserError, match="row 0: the chat template leaves out reasoning"):
+        load(file, "pairs", chat)
 
 
 def test_a_wrong_row_after_the_last_one_that_is_needed_is_not_looked_at(chat, tmp_path):
