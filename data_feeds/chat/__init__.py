@@ -1,4 +1,4 @@
 """Chat templates, tokenizer and tool-call parsing: messages become token ids, and replies become messages.
 
-Imports core, configs and data_feeds.images. Begin with tokenizer.py.
+Imports core, configs and modeling. Begin with tokenizer.py.
 """

@@ -1,4 +1,1 @@
-"""Images of rows: loaded, validated, and mapped to tokens.
-
-Imports core and modeling.images. Begin with read_images.py.
-"""
+"""Images of rows: loaded and validated. Imports core and data_feeds.rows. Begin with read_images.py."""

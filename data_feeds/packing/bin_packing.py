@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush, heapreplace
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import RunStopped
+from data_feeds.packing.prefix_tree import gather_families
 
 COST_IS_SQUARE_AT = 12_288
 """Sequence length at which attention costs as much as everything else; see estimate_cost."""
@@ -43,14 +43,11 @@ def pack_units(
     lengths: Sequence[int], units: Sequence[int], max_tokens: int, *, ranks: int, padded: bool
 ) -> list[list[int]]:
     """Pack samples of these lengths into micro-batches, each unit whole. Return their indices."""
-    members: dict[int, list[int]] = {}
-    for i, unit in enumerate(units):
-        members.setdefault(unit, []).append(i)
-    in_order = list(members.values())
-    of_units = [[lengths[i] for i in unit] for unit in in_order]
+    members = gather_families(range(len(lengths)), units)
+    of_units = [[lengths[i] for i in unit] for unit in members]
     sizes = [len(u) * max(u) if padded else sum(u) for u in of_units]
     packed = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
-    return [[i for unit in b for i in in_order[unit]] for b in packed]
+    return [[i for unit in b for i in members[unit]] for b in packed]
 
 
 def pack_into_bins(
@@ -127,28 +124,16 @@ def _pack_mixed_lengths(
 def _fill_evenly(
     sizes: list[int], costs: list[float], longest_first: list[int], max_tokens: int, n: int
 ) -> list[list[int]] | None:
-    """Put each unit, longest first, into the cheapest bin with room. Return None if no bin has room.
-
-    A bin without room waits until units are short enough. It then keeps the room until it receives a unit, so it waits
-    at most once per unit. The work grows as n log n.
-    """
+    """Put each unit, longest first, into the cheapest bin with room. Return None if no bin has room."""
     filled: list[list[int]] = [[] for _ in range(n)]
-    spent = [(0.0, b) for b in range(n)]  # a heap: the cheapest bin first; among equals, the lowest number
-    waiting: list[tuple[int, float, int]] = []  # a heap: the bin with the most room first
-    room = [max_tokens] * n
+    spent, room = np.zeros(n), np.full(n, max_tokens)
     for i in longest_first:
-        while waiting and -waiting[0][0] >= sizes[i]:
-            _, cost, b = heappop(waiting)
-            heappush(spent, (cost, b))
-        while spent and room[spent[0][1]] < sizes[i]:
-            cost, b = heappop(spent)
-            heappush(waiting, (-room[b], cost, b))
-        if not spent:
+        b = int(np.where(room >= sizes[i], spent, np.inf).argmin())  # among equals, the lowest number
+        if room[b] < sizes[i]:
             return None
-        cost, b = spent[0]
         filled[b].append(i)
         room[b] -= sizes[i]
-        heapreplace(spent, (cost + costs[i], b))
+        spent[b] += costs[i]
     return filled
 
 

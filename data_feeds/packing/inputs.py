@@ -1,50 +1,80 @@
 """Inputs of a forward pass: the tokens of a sample to compute, and the keys for prefix sharing.
 
-For text, token ids decide both. Samples with images follow data_feeds/images/row_images.py.
+For text, token ids decide both. Images of equal size have equal token ids, but different features. So in keys the
+tokens of each image are replaced by unique numbers, and token ids alone never decide which prefixes samples share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from core.types.arrays import Ids
-from core.types.images import EncodedImage
+from core.types.images import EncodedImage, PlacedImage
 from core.types.samples import Sample
 from data_feeds.packing.prefix_tree import Row
 
 
 def count_inputs(sample: Sample) -> int:
-    """Return the number of input tokens of a sample. For text, all but the last token, which predicts nothing."""
-    if not sample.images:
-        return len(sample.token_ids) - 1
-    # imported here, since training on text works without data_feeds/images
-    from data_feeds.images import row_images
+    """Return the number of input tokens of a sample: all but the last token, which predicts nothing.
 
-    return row_images.count_inputs(sample)
+    If the last token is an image's, the whole image is excluded, since it cannot be computed in part.
+    """
+    n = len(sample.token_ids) - 1
+    return sample.images[-1].begin if sample.images and sample.images[-1].end > n else n
+
+
+def list_inputs(sample: Sample) -> list[PlacedImage]:
+    """Return the images of the input tokens."""
+    n = count_inputs(sample)
+    return [place for place in sample.images if place.begin < n]
 
 
 def make_keys(samples: Sequence[Sample]) -> list[Ids]:
-    """Return each sample's input tokens as keys. Samples may share tokens as far as their keys agree."""
-    if not hold_images(samples):
-        return [sample.token_ids[: count_inputs(sample)] for sample in samples]
-    from data_feeds.images import row_images
+    """Return each sample's input tokens, with unique negative numbers in place of image tokens.
 
-    return row_images.make_keys(samples)
+    Samples may share tokens as far as their keys agree. The same position of the same image has the same number in all
+    of these samples, and no other position has it.
+    """
+    first: dict[tuple[str, int, tuple[int, int] | None], int] = {}
+    used = 0
+    keys: list[Ids] = []
+    for sample in samples:
+        key = sample.token_ids[: count_inputs(sample)]
+        keys.append(key.copy() if sample.images else key)
+        for place in list_inputs(sample):
+            n = place.end - place.begin
+            name = place.image.hash, n, place.grid
+            if name not in first:
+                first[name], used = used, used + n
+            keys[-1][place.begin : place.end] = -1 - first[name] - np.arange(n)
+    return keys
 
 
 def fill_row(samples: Sequence[Sample], row: Row) -> tuple[Tensor, Tensor | None, tuple[EncodedImage, ...]]:
-    """Return token ids [T], M-RoPE positions [3, T] and images of a row laid out by keys.
+    """Return token ids [T], M-RoPE positions [3, T] and images in token order of a row laid out by keys.
 
-    Positions are None if no image has a grid; the row's positions are then sufficient.
+    Positions are None if no image has a grid; the row's positions are then sufficient. A shared image occurs once.
     """
-    if not hold_images(samples):
+    images = [list_inputs(sample) for sample in samples]
+    if not any(images):
         return torch.from_numpy(row.input_ids), None, ()  # the keys are the ids
-    from data_feeds.images import row_images
+    # imported here, since training on text works without modeling/images
+    from modeling.images.rope_positions import find_rope_ids
 
-    return *row_images.fill_row(samples, row), row_images.order_images(samples, row.places)
+    has_grids = any(place.grid is not None for places in images for place in places)
+    ids, rope = np.empty_like(row.input_ids), np.empty((3, len(row.input_ids)), dtype=np.int64)
+    placed: dict[int, EncodedImage] = {}
+    for sample, own, where in zip(samples, images, row.places, strict=True):
+        ids[where] = sample.token_ids[: len(where)]
+        placed |= {int(where[place.begin]): place.image for place in own}
+        if has_grids:
+            rope[:, where] = find_rope_ids(len(where), own)
+    in_order = tuple(placed[begin] for begin in sorted(placed))
+    return torch.from_numpy(ids), torch.from_numpy(rope) if has_grids else None, in_order
 
 
 def check_untrained(samples: Sequence[Sample]) -> None:
@@ -53,7 +83,3 @@ def check_untrained(samples: Sequence[Sample]) -> None:
         for place in sample.images:
             if sample.loss_mask[place.begin : place.end].any():
                 raise ValueError(f"the sample of {sample.prompt.id!r} trains on the tokens of an image")
-
-
-def hold_images(samples: Sequence[Sample]) -> bool:
-    return any(sample.images for sample in samples)

@@ -8,7 +8,7 @@ sequences is one segment:
     prompt + reply B                 -> [reply B]       10 + 4 + 5 tokens instead of 14 + 15
 
 Only token ids decide, exactly; the end of a prompt plays no role. (Tokens of images have unique numbers here, see
-row_images.py.) A sequence may be a prefix or a copy of another. So one position of the row can belong to several
+inputs.py.) A sequence may be a prefix or a copy of another. So one position of the row can belong to several
 sequences, and predict a different token in each. Above, the last prompt token predicts the first token of both replies.
 """
 

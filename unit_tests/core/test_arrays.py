@@ -24,7 +24,6 @@ from core.types.arrays import DOUBLE, from_json, to_json
 from core.types.images import PlacedImage
 from core.types.samples import Batch, Prompt, Sample, make_sample
 from data_feeds.packing.batches import micro_batches
-from data_feeds.packing.bin_packing import _fill_evenly, estimate_cost
 from driver.records import sample_files
 from driver.records.sample_files import MAX_WAITING, SampleFiles, make_sample_record
 from tools.benchmarks import driver_cost
@@ -176,30 +175,6 @@ def test_whitening_does_not_depend_on_the_order_of_the_samples():
     rows = [draw.normal(size=n) for n in (1, 50, 3, 0, 700)]
     forwards, backwards = whiten(rows), whiten(rows[::-1])[::-1]
     assert all(np.array_equal(a, b) for a, b in zip(forwards, backwards, strict=True))
-
-
-def fill_plainly(sizes: list[int], order: list[int], max_tokens: int, n: int) -> list[list[int]] | None:
-    """The rule itself: the cheapest bin that has room, of equal ones the first."""
-    filled: list[list[int]] = [[] for _ in range(n)]
-    for i in order:
-        open_ = [b for b in range(n) if sum(sizes[j] for j in filled[b]) + sizes[i] <= max_tokens]
-        if not open_:
-            return None
-        min((filled[b] for b in open_), key=lambda held: sum(estimate_cost(sizes[j]) for j in held)).append(i)
-    return filled
-
-
-def test_bins_are_filled_by_the_rule_though_full_ones_are_set_aside():
-    rng = random.Random(0)
-    outcomes = set()
-    for _ in range(300):
-        sizes = [rng.randint(1, rng.choice([5, 50, 4000])) for _ in range(rng.randint(1, 25))]
-        order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-        max_tokens, n = max(sizes) * rng.randint(1, 4), rng.randint(1, 8)
-        got = _fill_evenly(sizes, [estimate_cost(size) for size in sizes], order, max_tokens, n)
-        assert got == fill_plainly(sizes, order, max_tokens, n)
-        outcomes.add(got is None)
-    assert outcomes == {True, False}
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from algs.kto import KTO
 from core.types.images import EncodedImage, PlacedImage
 from core.types.samples import Batch, Sample
-from data_feeds.images.row_images import count_inputs
 from data_feeds.packing.batches import micro_batches, pack, plan_update
+from data_feeds.packing.inputs import count_inputs
 from driver.rl.scoring import hash_sample
 from modeling.images.rope_positions import find_rope_ids
 from unit_tests.helpers.examples import sample_of, shared_of

@@ -192,7 +192,7 @@ def seeing_groups(processor: ImageProcessor, *, seed: int = 0) -> list[Group]:
 
 def plain_inputs(model: nn.Module, processor: ImageProcessor, sample: Sample) -> dict[str, Any]:
     """What transformers itself takes for one sequence, without its last token where that is an image's."""
-    from data_feeds.images.row_images import count_inputs, list_inputs
+    from data_feeds.packing.inputs import count_inputs, list_inputs
 
     ids = torch.tensor(sample.token_ids[: count_inputs(sample)].astype("int64"))[None]
     hf: Any = model
