@@ -105,7 +105,6 @@ def load_prompts(
         ROW_TYPES["prompts"],
         seed=seed,
         max_tokens=data.max_prompt_tokens,
-        max_tokens_key="data.max_prompt_tokens",
         env_tools=env_tools,
     )
 
@@ -130,7 +129,6 @@ def load_groups(
         ROW_TYPES[rows],
         seed=seed,
         max_tokens=data.max_tokens,
-        max_tokens_key="data.max_tokens",
         train_on=data.train_on,
     )
     if rows == "unpaired" and which == "train":
@@ -162,7 +160,6 @@ def _load_feed(
     *,
     seed: int,
     max_tokens: int,
-    max_tokens_key: str,
     train_on: TrainOn = (),
     env_tools: Sequence[ToolSpec] = (),
 ) -> Feed[Any]:
@@ -179,7 +176,6 @@ def _load_feed(
             key=key,
             prefix=f"{config.log_name}/" if mixed else "",
             max_tokens=max_tokens,
-            max_tokens_key=max_tokens_key,
             max_image_pixels=data.max_image_pixels,
             train_on=train_on,
             system_prompt=data.system_prompt,

@@ -64,12 +64,12 @@ def vision_family(config: Any, *, who: str = "model.path") -> VisionFamily | Non
     return VISION_FAMILIES.get(config.model_type)
 
 
-def find_vision(config: Any, *, path: str, key: str = "model.path") -> VisionFamily | None:
-    """Return a vision-language model's parts; None for a text model.
+def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
+    """Tell whether a model supports images. Raises UserError for a vision-language model of an unknown family."""
+    return _sees(read_config(path, key=key, trust_remote_code=trust_remote_code), f"{key}={quote(path)}")
 
-    Raises UserError for a vision-language model of an unknown family.
-    """
-    who = f"{key}={quote(path)}"
+
+def _sees(config: Any, who: str) -> bool:
     known = vision_family(config, who=who)
     if known is None and getattr(config, "vision_config", None) is not None:
         from modeling.images.vision import VISION_FAMILIES
@@ -78,20 +78,14 @@ def find_vision(config: Any, *, path: str, key: str = "model.path") -> VisionFam
             f"{who} is a {config.model_type} model, which reads images, and of such models these are known here: "
             f"{', '.join(sorted(VISION_FAMILIES))}: take one of them, or a text model"
         )
-    return known
-
-
-def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
-    """Tell whether a model supports images. Raises UserError for an unknown vision-language family."""
-    config = read_config(path, key=key, trust_remote_code=trust_remote_code)
-    return find_vision(config, path=path, key=key) is not None
+    return known is not None
 
 
 def choose_class(config: Any, *, path: str, key: str = "model.path") -> Any:
     """Return the transformers class that loads a model with a language-model head."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM if find_vision(config, path=path, key=key) is None else AutoModelForImageTextToText
+    return AutoModelForImageTextToText if _sees(config, f"{key}={quote(path)}") else AutoModelForCausalLM
 
 
 def meta_model(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> nn.Module:

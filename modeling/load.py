@@ -12,7 +12,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import UserError, first_line
 from modeling.attention import attend_by_sequence_if_able
 from modeling.head import use_scoring_head
-from modeling.hf_config import choose_class, find_vision, read_config, vision_family
+from modeling.hf_config import choose_class, needs_images, read_config, vision_family
 from modeling.pretrained import Place, load_placed, load_pretrained, refuse_own_code
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -73,7 +73,7 @@ def load_scalar_model(
 
     is_new = not _is_scalar(path, trust_remote_code=trust_remote_code)
     kind: dict[str, Any] = {"key": key, "trust_remote_code": trust_remote_code}
-    if is_new and find_vision(read_config(path, **kind), path=path, key=key) is not None:
+    if is_new and needs_images(path, **kind):
         from modeling.images.vision_scalar import with_scalar_head
 
         whole = load_model(
@@ -149,8 +149,7 @@ def _load_pretrained(
     **settings: Any,
 ) -> nn.Module:
     if attention != "auto":
-        trusts = settings["trust_remote_code"]
-        sees = find_vision(read_config(path, key=key, trust_remote_code=trusts), path=path, key=key) is not None
+        sees = needs_images(path, key=key, trust_remote_code=settings["trust_remote_code"])
         # flash attention takes the borders of a packed row, which are not those of the images' patches
         split = sees and attention == "flash_attention_2"
         settings["attn_implementation"] = {"text_config": attention, "vision_config": "sdpa"} if split else attention

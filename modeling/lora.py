@@ -92,18 +92,15 @@ def check_lora_targets(model: ModelConfig) -> None:
 
 def _check_rank(model: nn.Module, lora: LoraConfig) -> None:
     targets = linear_names(model, lora) if lora.targets == "all-linear" else lora.targets
+    endings = tuple(f".{target}" for target in targets)
     reach = modules_in_reach(model, lora)
-    adapted: list[Any] = [m for name, m in reach if _may_adapt(model, m) and f".{name}".endswith(_dotted(targets))]
+    adapted: list[Any] = [m for name, m in reach if _may_adapt(model, m) and f".{name}".endswith(endings)]
     width = min(min(m.weight.shape) for m in adapted)
     if lora.r > width:
         raise UserError(
             f"model.lora.r={lora.r} is above {width}, the width of the narrowest layer that gets an adapter: a rank "
             f"above it adds nothing, so lower it to {width} or less"
         )
-
-
-def _dotted(targets: list[str]) -> tuple[str, ...]:
-    return tuple(f".{target}" for target in targets)
 
 
 def name_lora_targets(lora: LoraConfig, path: str, *, trust_remote_code: bool = False) -> LoraConfig:

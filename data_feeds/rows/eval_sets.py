@@ -39,7 +39,6 @@ def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[Too
             source=one.source,
             key=f"data.sets[{i}]={one.path}",
             max_tokens=cfg.data.max_prompt_tokens,
-            max_tokens_key="data.max_prompt_tokens",
             max_image_pixels=cfg.data.max_image_pixels,
             system_prompt=cfg.data.system_prompt,
             env_tools=env_tools,

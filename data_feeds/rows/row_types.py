@@ -45,8 +45,6 @@ class RowConverter:
     prefix: str = ""
     """Prefix of every id, so that ids are unique in a mixture."""
     max_tokens: int
-    max_tokens_key: str
-    """Recipe key of max_tokens, for error messages."""
     max_image_pixels: int
     train_on: TrainOn = ()
     system_prompt: str | None = None
@@ -237,11 +235,13 @@ class RowConverter:
             record, lambda: self.tokenizer.bound_tokens(messages, limit=self.max_tokens, tools=tools)
         )
         if at_least is not None:
-            raise InvalidRow("too_long", f"{at_least} tokens and more, over {self.max_tokens_key}={self.max_tokens}")
+            raise InvalidRow(
+                "too_long", f"{at_least} tokens and more, over {self.row_type.max_tokens_key}={self.max_tokens}"
+            )
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.max_tokens:
-            raise InvalidRow("too_long", f"{tokens} tokens, more than {self.max_tokens_key}={self.max_tokens}")
+            raise InvalidRow("too_long", f"{tokens} tokens, more than {self.row_type.max_tokens_key}={self.max_tokens}")
 
 
 def _check_ends_in_reply(messages: list[Message], column: str) -> list[Message]:
@@ -272,6 +272,8 @@ class RowType:
     """Columns that at least one row must have."""
     make: Callable[[RowConverter, Record], EncodeRequest[Any]]
     """Method that converts a row to a Prompt, or to a Group for training."""
+    max_tokens_key: str = "data.max_tokens"
+    """Recipe key of the maximum length, for error messages."""
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -280,7 +282,7 @@ class RowType:
 
 
 ROW_TYPES: dict[Rows | Literal["prompts"], RowType] = {
-    "prompts": RowType(needed=("messages",), make=RowConverter.make_prompt),
+    "prompts": RowType(needed=("messages",), make=RowConverter.make_prompt, max_tokens_key="data.max_prompt_tokens"),
     "conversations": RowType(needed=("messages",), make=RowConverter.make_conversation),
     "pairs": RowType(needed=("chosen", "rejected"), make=RowConverter.make_pair),
     "unpaired": RowType(needed=("messages", "label"), make=RowConverter.make_unpaired),

@@ -1,10 +1,13 @@
-"""Image families: how a model family writes an image as tokens, and joins tensors of several images."""
+"""Image families: how a model family writes an image as tokens, and joins tensors of several images.
+
+The classes have the same attributes and methods; Tiles documents them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,37 +21,6 @@ Tensors = dict[str, Tensor]
 Grid = tuple[int, int]
 
 
-class ImageFamily(Protocol):
-    """Interface of the differences between families."""
-
-    placeholder: str
-    """Text of the token that the chat template writes for an image."""
-    reserved: tuple[str, ...]
-    """Tokens that represent only images; a tokenizer need not have all of them."""
-    settings: Mapping[str, Any]
-    """Arguments of the image processor."""
-
-    def count(self, width: int, height: int) -> Grid:
-        """Return the rows and columns into which an image of this size is cut. Raises ImageRefused."""
-        ...
-
-    def write(self, cut: Grid) -> str:
-        """Return the text that replaces the placeholder."""
-        ...
-
-    def find_grid(self, cut: Grid) -> Grid | None:
-        """Return rows and columns of the tokens, for families with three position axes."""
-        ...
-
-    def read(self, found: Mapping[str, Any]) -> tuple[Tensors, Grid]:
-        """Return an image's tensors, and the processor's rows and columns."""
-        ...
-
-    def collate(self, each: Sequence[Tensors]) -> Tensors:
-        """Join the tensors of a row's images."""
-        ...
-
-
 class Tiles:
     """Idefics3 and SmolVLM: square tiles in sequence, followed by the whole image.
 
@@ -56,15 +28,18 @@ class Tiles:
     """
 
     settings: Mapping[str, Any] = {"return_row_col_info": True}
+    """Arguments of the image processor."""
 
     def __init__(self, images: Any, tokenizer: Any, config: Any, processor: Mapping[str, Any], who: str):
         """processor: the settings of the model's processor."""
         self.images = images
         self.placeholder: str = getattr(tokenizer, "image_token", None) or "<image>"
+        """Text of the token that the chat template writes for an image."""
         self.mark: str = getattr(tokenizer, "fake_image_token", None) or "<fake_token_around_image>"
         self.whole: str = getattr(tokenizer, "global_image_token", None) or "<global-img>"
         rows = (f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
         self.reserved = (self.placeholder, self.mark, self.whole, *rows)
+        """Tokens that represent only images; a tokenizer need not have all of them."""
         self.tokens: int = processor.get("image_seq_len", 169)
         patches = self.edge // config.vision_config.patch_size
         makes = patches**2 // config.scale_factor**2
@@ -80,6 +55,7 @@ class Tiles:
         return self.images.max_image_size["longest_edge"]
 
     def count(self, width: int, height: int) -> Grid:
+        """Return the rows and columns into which an image of this size is cut. Raises ImageRefused."""
         if not self.images.do_image_splitting:
             return 0, 0
         if self.images.do_resize:
@@ -104,6 +80,7 @@ class Tiles:
         return get_resize_output_image_size(of_that_size, resolution_max_side=size["longest_edge"])
 
     def write(self, cut: Grid) -> str:
+        """Return the text that replaces the placeholder."""
         rows, columns = cut
         tile = self.placeholder * self.tokens
         whole = f"{self.mark}{self.whole}{tile}{self.mark}"
@@ -116,9 +93,11 @@ class Tiles:
         return "".join(lines) + "\n" + whole
 
     def find_grid(self, cut: Grid) -> Grid | None:
+        """Return rows and columns of the tokens, for families with three position axes."""
         return None
 
     def read(self, found: Mapping[str, Any]) -> tuple[Tensors, Grid]:
+        """Return an image's tensors, and the processor's rows and columns."""
         tensors = {name: found[name][0] for name in ("pixel_values", "pixel_attention_mask") if name in found}
         if bool((tensors["pixel_values"] == 0).flatten(1).all(dim=1).any()):
             raise ImageRefused(
@@ -127,6 +106,7 @@ class Tiles:
         return tensors, (int(found["rows"][0][0]), int(found["cols"][0][0]))
 
     def collate(self, each: Sequence[Tensors]) -> Tensors:
+        """Join the tensors of a row's images."""
         sizes = [tuple(one["pixel_values"].shape[-2:]) for one in each]
         height, width = (max(size[axis] for size in sizes) for axis in (0, 1))
         pixels = [_pad_to(one["pixel_values"], height, width) for one in each]

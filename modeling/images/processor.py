@@ -24,7 +24,7 @@ from core.types.images import EncodedImage, ImageRefused, PlacedImage
 from core.types.messages import Message, ToolSpec
 from modeling.hf_config import read_config
 from modeling.images.cache import CACHE, CachedImage
-from modeling.images.families import Grid, ImageFamily
+from modeling.images.families import Grid, Patches, Tiles
 from modeling.images.vision import VISION_FAMILIES
 from modeling.pretrained import load_pretrained, refuse_own_code
 
@@ -73,7 +73,7 @@ class ImageProcessor:
                 or f"{self.who}: its image processor cannot be loaded: {name_error(error)}: save the model "
                 f"with its {FILES[0]}{more}"
             ) from error
-        self.family: ImageFamily = VISION_FAMILIES[config.model_type].images(
+        self.family: Tiles | Patches = VISION_FAMILIES[config.model_type].images(
             self.images, self.tokenizer, config, described, self.who
         )
         self.placeholder = self.family.placeholder
