@@ -28,8 +28,6 @@ Ints = NDArray[np.int64]
 Array = NDArray[np.integer[Any]]
 Ids = Sequence[int] | Array
 """Token ids of one sequence."""
-FIRST_LOOK = 512
-"""Number of ids compared first between two sequences; more if they are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,46 +115,17 @@ def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
     >>> sort_by_prefix([np.array([7, 8, 9]), np.array([5]), np.array([7, 8])])
     ([1, 2, 0], [0, 0, 2])
     """
-    if len(ids) < 2:
-        return [*range(len(ids))], [0] * len(ids)
-    n = min(FIRST_LOOK, *map(len, ids))
-    heads = np.concatenate([own[:n] for own in ids]).reshape(len(ids), n)
     # big-endian bytes sort as the ids do, and faster than lists
-    keys = [row.tobytes() for row in heads.astype(">i4")]
-    if len({*keys}) == len(keys):  # the usual case: all pairs are compared in one call
-        order = sorted(range(len(ids)), key=keys.__getitem__)
-        differs = heads[order[1:]] != heads[order[:-1]]
-        return order, [0, *differs.argmax(axis=1).tolist()]
-    order = sorted(range(len(ids)), key=_make_long_keys(ids).__getitem__)
-    return order, [0, *(_count_common(ids[a], ids[b]) for a, b in pairwise(order))]
-
-
-def _make_sort_keys(ids: Iterable[Array]) -> list[bytes]:
-    """Return the ids as big-endian bytes, which sort like the ids."""
-    return [own.astype(">i4").tobytes() for own in ids]
-
-
-def _make_long_keys(ids: Sequence[Array]) -> list[bytes]:
-    """Return keys of the first ids, extended until they differ or are complete."""
-    longest = max(map(len, ids))
-    n = FIRST_LOOK
-    while True:
-        keys = _make_sort_keys(own[:n] for own in ids)
-        if n >= longest or len({*keys}) == len(keys):
-            return keys
-        n *= 4
+    keys = [own.astype(">i4").tobytes() for own in ids]
+    order = sorted(range(len(ids)), key=keys.__getitem__)
+    return order, [0, *(_count_common(ids[a], ids[b]) for a, b in pairwise(order))][: len(ids)]
 
 
 def _count_common(a: Array, b: Array) -> int:
-    """Return the length of the common prefix. It compares growing blocks, since most sequences differ early."""
-    begin, end, n = 0, FIRST_LOOK, min(len(a), len(b))
-    while begin < n:
-        differs = a[begin : min(end, n)] != b[begin : min(end, n)]
-        first = int(differs.argmax())
-        if differs[first]:
-            return begin + first
-        begin, end = end, 4 * end
-    return n
+    """Return the length of the common prefix."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
 
 
 def _grow_forest(ids: list[Array], families: Sequence[Hashable]) -> tuple[list[_Segment], list[list[int]]]:

@@ -58,10 +58,6 @@ def test_the_rows_are_those_of_jsonl(tmp_path):
         assert records_of(file) == wanted, file
 
 
-def test_a_source_is_called_by_the_name_without_endings():
-    assert [SourceConfig(path=f"x/easy{end}").log_name for end in (".jsonl.gz", ".csv", ".csv.gz")] == ["easy"] * 3
-
-
 def test_labels_and_renamed_columns(tmp_path):
     rows = [{"q": "a", "good": value} for value in ("true", "False", "1", "0", "maybe", "")]
     file = write_csv(tmp_path / "a.csv", rows, ["q", "good"])

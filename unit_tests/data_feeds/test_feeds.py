@@ -11,6 +11,7 @@ from core.errors import UserError
 from core.types.samples import Group
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_groups, load_prompts
+from unit_tests.helpers.chat_families import assistant, user
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +22,6 @@ def chat(tiny_path) -> ChatTokenizer:
 def jsonl(path, rows) -> str:
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return str(path)
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
 
 
 def data_of(train, **settings) -> PromptDataConfig:
@@ -226,18 +219,6 @@ def test_a_role_to_learn_that_no_row_has_is_refused(chat, tmp_path):
         groups_of(chat, tmp_path, rows, kind="conversations", train_on=["assistant", "tool"])
 
 
-def test_a_conversation_that_the_template_refuses_does_not_fit(tiny_path, tmp_path):
-    chat = ChatTokenizer(tiny_path, "chat")
-    chat.hf.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-        + chat.hf.chat_template
-    )
-    rows = [{"messages": TALK[1:5]}, {"messages": TALK[:5]}]
-    feed = groups_of(chat, tmp_path, rows, kind="conversations", max_tokens=60)
-    assert unfit_of(feed) == {"bad_messages": (1, "1")}
-    assert "no system turns" in str(feed.sources[0].invalid)
-
-
 ASKED = [user("1+1="), assistant("2"), user("2+2=")]
 
 
@@ -363,7 +344,12 @@ def test_a_source_that_cannot_be_read_gets_one_sentence(chat, tmp_path, source, 
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [("hub:openai/gsm8k/main", "gsm8k"), ("hub:squad", "squad"), ("data/gsm8k/train.parquet", "train")],
+    [
+        ("hub:openai/gsm8k/main", "gsm8k"),
+        ("hub:squad", "squad"),
+        ("data/gsm8k/train.parquet", "train"),
+        ("x/easy.jsonl.gz", "easy"),
+    ],
 )
 def test_a_source_has_a_name_of_its_own(path, name):
     assert SourceConfig(path=path).log_name == name

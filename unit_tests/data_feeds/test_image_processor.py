@@ -13,7 +13,6 @@ from core.types.images import ImageRefused, read_image
 from data_feeds.chat.template_append import ImagesDoNotFit
 from data_feeds.chat.template_messages import to_template_messages
 from data_feeds.chat.tokenizer import ChatTokenizer
-from modeling.hf_config import needs_images
 from modeling.images import processor as images
 from modeling.images.cache import ImageCache
 from modeling.images.processor import ImageProcessor
@@ -305,11 +304,6 @@ def test_what_is_no_whole_model_that_sees_is_refused_with_one_sentence(tmp_path,
         (tmp_path / "a" / name).unlink(missing_ok=True)
     with pytest.raises(UserError, match=r"its image processor cannot be loaded: .* preprocessor_config.json"):
         ImageProcessor(path)
-    other = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
-    save_config(**other, text_config={"model_type": "llama"}, vision_config={"model_type": "clip_vision_model"})
-    with pytest.raises(UserError, match=r"is a llava model, which reads images, .* idefics3, .*: take one of them"):
-        needs_images(path)
-    assert not needs_images(tiny_path)
 
 
 def test_a_model_whose_processor_has_other_patches_is_refused(tmp_path):

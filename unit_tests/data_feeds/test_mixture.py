@@ -122,12 +122,6 @@ def test_with_replacement_rows_come_back_before_all_were_drawn():
     assert drawn != [feed.draw(t) for t in range(50, 100)]
 
 
-def test_sources_of_one_size_have_orders_of_their_own():
-    feed = feed_of([(1, 12), (1, 12)])
-    orders = [[row for d, row in map(feed.draw, range(24)) if d == source] for source in (0, 1)]
-    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
-
-
 def test_ratios_are_taken_as_they_are_written_and_refused_where_no_pattern_is_exact():
     assert whole_parts([0.7, 0.2, 0.1], where="") == (7, 2, 1)
     assert whole_parts([1e-3, 1], where="") == (1, 1000)

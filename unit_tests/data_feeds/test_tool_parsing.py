@@ -1,7 +1,7 @@
 """What is read of replies: calls, reasoning and content, and one sentence for a call that cannot be made.
 
-REPLIES is a table of replies with what the families' reference implementations read: vLLM's parsers, and the response
-template of transformers' own server. Where they differ from each other, ours says which it follows, and why.
+REPLIES is a table of replies with what vLLM's parsers read, the families' reference. Where ours differ, a comment says
+why.
 """
 
 import json
@@ -32,8 +32,8 @@ class Reply:
     content: str = ""
     reasoning: str = ""
     problem: str = ""
-    unlike: tuple[str, ...] = ()
-    """Reference implementations that read something else; the comment says what."""
+    unlike_vllm: bool = False
+    """True if vLLM reads something else; the comment says what."""
 
 
 HERMES_REPLIES = {
@@ -59,17 +59,10 @@ HERMES_REPLIES = {
     "empty call": Reply(hermes(""), problem="not valid"),
     "a list": Reply(hermes(f"[{json.dumps(OSLO)}]"), problem="no object with a name and arguments"),
     "no name": Reply(hermes('{"arguments": {"place": "Oslo"}}'), problem="it has no name"),
-    # transformers: a call without arguments
-    "no arguments": Reply(
-        hermes('{"name": "weather"}'), problem="arguments are no JSON object", unlike=("transformers",)
-    ),
-    "parameters": Reply(
-        hermes('{"name": "weather", "parameters": {"place": "Oslo"}}'), problem="arguments", unlike=("transformers",)
-    ),
-    # transformers passes on what is no object; vLLM too, as text, which is refused here
-    "arguments are a list": Reply(
-        hermes('{"name": "weather", "arguments": ["Oslo"]}'), problem="arguments", unlike=("transformers",)
-    ),
+    "no arguments": Reply(hermes('{"name": "weather"}'), problem="arguments are no JSON object"),
+    "parameters": Reply(hermes('{"name": "weather", "parameters": {"place": "Oslo"}}'), problem="arguments"),
+    # vLLM passes on what is no object as text, which is refused here
+    "arguments are a list": Reply(hermes('{"name": "weather", "arguments": ["Oslo"]}'), problem="arguments"),
     # readable, and no tool can answer: the implementations pass these on
     "unknown function": Reply(
         hermes({"name": "fly", "arguments": {}}),
@@ -86,25 +79,25 @@ HERMES_REPLIES = {
         calls=({"name": "weather", "arguments": {"place": "Oslo", "days": [1]}},),
         problem="do not fit its schema: days: [1] is not of type 'integer'.",
     ),
-    # vLLM: the number stays text, and does not fit. transformers casts it by the schema, when it is given the tools
+    # vLLM: the number stays text, and does not fit. It is cast by the schema here
     "number as text": Reply(
         hermes({"name": "weather", "arguments": {"place": "Oslo", "days": "2"}}),
         calls=({"name": "weather", "arguments": {"place": "Oslo", "days": 2}},),
-        unlike=("vllm",),
+        unlike_vllm=True,
     ),
-    # vLLM leaves out what follows a call; transformers' template keeps only that
+    # vLLM leaves out what follows a call
     "content after": Reply(
         "I look.\n" + hermes(OSLO) + "\nWait.",
         calls=(OSLO,),
         content="I look.\nWait.",
-        unlike=("vllm", "transformers"),
+        unlike_vllm=True,
     ),
     "reasoning": Reply("<think>\nhm\n</think>\n\nIt is cold.", content="It is cold.", reasoning="hm"),
     "reasoning and call": Reply("<think>\nhm\n</think>\n\n" + hermes(OSLO), calls=(OSLO,), reasoning="hm"),
     "reasoning cut off": Reply("<think>\nhm", reasoning="hm"),
     # vLLM's reasoning parser ends the reasoning where a call begins
     "call in reasoning": Reply(
-        f"<think>\n{hermes(OSLO)}\n</think>\n\nNo.", content="No.", reasoning=hermes(OSLO), unlike=("vllm",)
+        f"<think>\n{hermes(OSLO)}\n</think>\n\nNo.", content="No.", reasoning=hermes(OSLO), unlike_vllm=True
     ),
 }
 """Qwen2.5, Qwen3, Hermes."""
@@ -124,7 +117,7 @@ LLAMA_REPLIES = {
         '{"name": "fly", "parameters": {}}', calls=({"name": "fly", "arguments": {}},), problem="no function fly"
     ),
     # vLLM takes JSON anywhere for a call, and leaves out the text around it; Llama's prompt asks for the call alone
-    "content and call": Reply(f"I look: {LLAMA_CALL}", content=f"I look: {LLAMA_CALL}", unlike=("vllm",)),
+    "content and call": Reply(f"I look: {LLAMA_CALL}", content=f"I look: {LLAMA_CALL}", unlike_vllm=True),
 }
 """Llama 3."""
 TABLE = [
@@ -280,40 +273,6 @@ def test_arguments_that_json_does_not_have_are_a_problem(families):
     assert "half of a character" in half
 
 
-# the reference implementations
-
-
-def transformers_template() -> dict[str, Any]:
-    """The response template that transformers' server takes for Qwen2.5 and Qwen3."""
-    from transformers.cli.serving import utils
-
-    return next(t for types, t in utils._RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in types)
-
-
-@pytest.mark.parametrize("name", HERMES_REPLIES)
-def test_transformers_server_reads_the_same(families, name):
-    """By the library's own template, and the calls that its server would send."""
-    chat, reply = families["qwen3"], HERMES_REPLIES[name]
-    try:
-        found = chat.hf.parse_response(
-            reply.text, transformers_template(), prefix="<|im_start|>assistant\n", tools=TOOLS
-        )
-        calls = [call["function"] for call in found.get("tool_calls", [])]
-        said = (tuple(calls), found.get("content", ""), found.get("thinking", ""))
-    except ValueError:
-        said = None
-    readable = not reply.problem or bool(reply.calls)
-    agrees = (
-        said == (reply.calls, reply.content, reply.reasoning) if readable else said is None or not _sendable(said[0])
-    )
-    assert agrees == ("transformers" not in reply.unlike), said
-
-
-def _sendable(calls) -> bool:
-    """Whether the server's code, which takes name and arguments of every call, gets through."""
-    return all(isinstance(call, dict) and "name" in call for call in calls)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "parser"), [("qwen3", "vllm:hermes+qwen3"), ("llama3", "vllm:llama3_json")])
 def test_vllm_reads_the_same(families, family, parser):
@@ -329,7 +288,7 @@ def test_vllm_reads_the_same(families, family, parser):
         readable = not reply.problem or bool(reply.calls)
         expected = (list(reply.calls), reply.content, reply.reasoning) if readable else ([], plain(text), "")
         found = (functions(parsed), parsed.message["content"], parsed.message.get("reasoning", ""))
-        if (found == expected and bool(parsed.problem) == bool(reply.problem)) == ("vllm" in reply.unlike):
+        if (found == expected and bool(parsed.problem) == bool(reply.problem)) == reply.unlike_vllm:
             differ[name] = f"{parsed}, expected {expected}"
     assert differ == {}
 

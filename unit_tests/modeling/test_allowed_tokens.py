@@ -64,17 +64,12 @@ def test_the_softmax_is_that_of_the_listed_tokens(allowed_tokens, chunk, monkeyp
     assert not gradients[0][:, ~may].any(), "a token that cannot be chosen gets no gradient"
 
 
-@pytest.mark.parametrize("allowed_tokens", SETS.values(), ids=SETS)
+@pytest.mark.parametrize(
+    "allowed_tokens", [AllowedTokens(allowed=tuple(range(VOCABULARY))), AllowedTokens(banned=(99,))]
+)
 def test_a_head_in_chunks_takes_the_same_softmax(allowed_tokens):
     model = random_model("llama", vocab_size=4096)
-    rows = [
-        s for s in some_samples(9, 20, 20, 3, 30) if not allowed_tokens.find_outside(s.token_ids[s.loss_mask].tolist())
-    ]
-    if not rows:
-        allowed_tokens = AllowedTokens(
-            banned=allowed_tokens.banned, allowed=allowed_tokens.allowed and tuple(range(VOCABULARY))
-        )
-        rows = some_samples(9, 20, 20, 3, 30)
+    rows = some_samples(9, 20, 20, 3, 30)  # of ids below 64
     whole, chunked = (
         forward(
             model,

@@ -228,9 +228,6 @@ def test_a_placeholder_without_a_image_stops_the_run(seeing):
 def test_a_saved_model_loads_with_its_parts(seeing):
     model = load_model(seeing.path, dtype="float32", attention="auto")
     assert can_share_prefixes(model) and layout_for("auto", model) == "packed"
-    [batch] = laid_out(seeing.groups, "shared")
-    same = seeing.score(make_model(seeing.family), laid_out(seeing.groups, "packed")[0], "padded")
-    assert len(seeing.score(model, batch, "packed")) == len(same)
     check_weights(seeing.path)
 
 
