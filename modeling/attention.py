@@ -72,6 +72,7 @@ def refuse_sequence_parallel(config: Any, size: int) -> str | None:
         return f"a {config.model_type} model cannot share rows: it is for the text models {', '.join(sorted(FAMILIES))}"
     heads = config.num_attention_heads
     of_keys = getattr(config, "num_key_value_heads", None) or heads
+    # With fewer heads of keys than ranks, several ranks get a copy of the same head (SequenceGroup.to_heads).
     if heads % size or (of_keys % size and size % of_keys):
         return (
             f"the model has {heads} heads of queries and {of_keys} of keys and values, and its ranks share them: take "

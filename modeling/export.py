@@ -73,6 +73,7 @@ def export_merged(model: PeftModel) -> list[ExportedTensor]:
     adapter = {id(p) for p in model.parameters() if p.requires_grad}
     exported = []
     for name, p in base.named_parameters():
+        # the adapter has no tensors of its own here: it is merged into the layers below
         if id(p) in adapter:
             continue
         layer = layers.get(name.removesuffix(".base_layer.weight"))

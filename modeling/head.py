@@ -179,6 +179,7 @@ class _Chunks(torch.autograd.Function):
         needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
         of_hidden: list[Tensor | None] = []
         sums: list[Tensor | None] = [None] * len(parameters)
+        # only the inputs were kept: the logits of a chunk exist once more, and are freed before the next chunk
         for h, chosen, g in zip(hidden.split(ctx.size), labels.split(ctx.size), grad.split(ctx.size, -1), strict=True):
             first, *rest = _differentiate_chunk(ctx.score, [h, *parameters], needs, chosen, g)
             of_hidden.append(first)

@@ -71,6 +71,7 @@ def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool 
 
 def _sees(config: Any, who: str) -> bool:
     known = vision_family(config, who=who)
+    # an unknown family would be loaded as a text model, and its images be ignored
     if known is None and getattr(config, "vision_config", None) is not None:
         from modeling.images.vision import VISION_FAMILIES
 

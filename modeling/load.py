@@ -177,6 +177,7 @@ def _read_pretrained(
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # its report of what does not fit is refused below
+    # mismatched shapes are reported with all other misfits, and refused in a single sentence by _check_report
     settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
     def prepare(model: nn.Module) -> None:

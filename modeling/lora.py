@@ -36,6 +36,7 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
         base_model_name_or_path=path,
         r=lora.r,
         lora_alpha=lora.alpha,
+        # with dropout, two passes of the same policy would differ
         lora_dropout=0.0,
         target_modules=lora.targets if lora.targets == "all-linear" else check_targets(model, lora, path=path),
         exclude_modules=_exclude_vision(model, lora),

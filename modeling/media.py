@@ -35,6 +35,7 @@ class MediaLoader:
         self.images: ImageMedia | None = None
         own: Any = model
         if vision_family(own.config) is not None:
+            # imported here, since text models work without modeling/images
             from modeling.images.media import ImageMedia
 
             self.images = ImageMedia(model, path, dtype=dtype or own.dtype, trust_remote_code=trust_remote_code)

@@ -38,6 +38,7 @@ def merge_adapter(model: EvalModelConfig, adapter: str, folder: Path) -> None:
     try:
         wrapped = load_adapter(base, adapter)
         _check_names(wrapped, Path(adapter))
+        # safe_merge: raises for an adapter with numbers that are not finite
         merged = wrapped.merge_and_unload(safe_merge=True).to(DTYPES[model.dtype])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -106,6 +106,7 @@ class Segments:
 
     def index_keys(self, device: torch.device) -> VarlenIndex:
         """Return the positions of queries and keys for a kernel that processes all segments in a single call."""
+        # computed once for all layers of a pass
         if self._varlen is None:
             ends = [0, *accumulate(self.lengths)]
             spans = [torch.arange(a, b, device=device) for a, b in pairwise(ends)]

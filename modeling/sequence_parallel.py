@@ -82,6 +82,7 @@ class SequenceGroup:
         copies = max(1, self.size // key.shape[1])
         parts = [query, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))]
         by_rank = [x[0].unflatten(0, (self.size, -1)) for x in parts]  # [size, H / size, T / size, D]
+        # a single exchange for queries, keys and values, since each collective waits for the slowest rank
         came = _AllToAll.apply(torch.cat(by_rank, 1), self.group)
         heads = came.transpose(0, 1).flatten(1, 2)[None]
         q, k, v = heads.split([x.shape[1] for x in by_rank], 1)

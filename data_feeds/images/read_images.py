@@ -39,6 +39,7 @@ class ImageReader:
         messages may be a reply, and leave all of the column's images to its prompt. Raises InvalidRow for an image that
         cannot be used, and for more or fewer images than places.
         """
+        # counted before any image is read: a wrong count is the better error, and costs no decoding
         places = sum(part == {"type": "image"} for m in messages for part in m.get("parts", []))
         if places > len(images):
             raise InvalidRow("bad_image", f"its messages have more places for images than {column} has ({len(images)})")

@@ -43,6 +43,7 @@ def make_keys(samples: Sequence[Sample]) -> list[Ids]:
     used = 0
     keys: list[Ids] = []
     for sample in samples:
+        # copied only if it changes: the arrays of text samples are shared with their samples
         key = sample.token_ids[: count_inputs(sample)]
         keys.append(key.copy() if sample.images else key)
         for place in list_inputs(sample):

@@ -56,6 +56,7 @@ class Tiles:
 
     def count(self, width: int, height: int) -> Grid:
         """Return the rows and columns into which an image of this size is cut. Raises ImageRefused."""
+        # computed as transformers' processor does, which needs the pixels; ImageProcessor.process compares the results
         if not self.images.do_image_splitting:
             return 0, 0
         if self.images.do_resize:

@@ -100,6 +100,7 @@ class ImageProcessor:
         cut = self.family.count(width, height)
         text = self.family.write(cut)
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        # a token that the tokenizer lacks would be encoded as letters, and the model would see no image
         if not ids or {ids[0], ids[-1]} - self.placeholder_ids:
             raise UserError(f"{self.who}: its tokenizer lacks tokens of images: it reads {text[:60]!r} as text")
         return Expansion(text, ids, self.family.find_grid(cut))

@@ -35,6 +35,7 @@ def with_scalar_head(model: nn.Module) -> nn.Module:
     """Replace the head of a model by a scalar head."""
     lm: Any = model
     lm.config.num_labels = 1
+    # without memory: the body and the head are replaced right below
     with torch.device("meta"):
         scalar = scalar_class(lm.config.model_type)(lm.config)
     scalar.model = lm.model
