@@ -1,4 +1,4 @@
-"""Samples of a step snapshot with every input of a loss: batch.npz and batch.jsonl.
+"""Samples of a step snapshot with every input of a loss: batch.npz, batch.jsonl, and each image once in images/.
 
 Arrays of all samples are concatenated, in the order of the groups. An array that a sample lacks is filled with zeros,
 and marked in `has/<name>`.
@@ -7,6 +7,7 @@ and marked in `has/<name>`.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,13 +15,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.capture.image_files import read_images, write_images
 from core.types.arrays import BOOLS, INTS, SINGLE
+from core.types.images import EncodedImage, read_image
 from core.types.messages import describe_messages
-from core.types.sample_json import describe_places, restore_messages, restore_places
+from core.types.sample_json import collect_images, describe_places, restore_messages, restore_places
 from core.types.samples import Column, Group, Prompt, Sample, make_sample
 
-ARRAYS, RECORDS = "batch.npz", "batch.jsonl"
+ARRAYS, RECORDS, IMAGES = "batch.npz", "batch.jsonl", "images"
 T = TypeVar("T")
 
 
@@ -50,6 +51,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
     }
     for name, values in some.items():
         dtype = BOOLS if name == "excluded" else SINGLE
+        # zeros are a valid value, so a mark says which samples have the array
         there = np.array([v is not None for v in values])
         if there.any():
             arrays[f"has/{name}"] = there
@@ -76,6 +78,24 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
                 "player": s.player,
             }
             file.write(json.dumps(record, default=str) + "\n")  # `extra` may hold anything that a data set holds
+
+
+def write_images(folder: Path, samples: Sequence[Sample]) -> None:
+    """Write every image of the samples and of their messages, named by its hash."""
+    found = collect_images(samples)
+    if found:
+        (folder / IMAGES).mkdir(exist_ok=True)
+    for name, image in found.items():
+        (folder / IMAGES / name).write_bytes(image.data)
+
+
+def read_images(folder: Path) -> dict[str, EncodedImage]:
+    """Return the images by their hash. Raises ValueError if an image does not match the hash in the file name."""
+    there = sorted((folder / IMAGES).iterdir()) if (folder / IMAGES).is_dir() else []
+    found = {path.name: read_image(path.read_bytes()) for path in there}
+    if wrong := [name for name, image in found.items() if image.hash != name]:
+        raise ValueError(f"{IMAGES}/{wrong[0]} holds another image")
+    return found
 
 
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from analysis.capture.gradient import Computed, Gradient, inner
 
 OPPOSITE, ONE_SILENT = 1, 2
-"""A token that one of two losses makes likelier and the other less likely; one that only one of them leaves alone."""
+"""Kinds of disagreement on a token: the two slopes have opposite signs; exactly one slope is zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

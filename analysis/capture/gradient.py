@@ -43,7 +43,7 @@ class Computed:
     trained: NDArray[np.bool_]
     """Whether each of these tokens is trained on."""
     clipped: Floats | None
-    """1 at each of these tokens that the loss says it clipped, capped or masked, else 0; None where it does not say."""
+    """1 for tokens that the loss reports as clipped, capped or masked, else 0; None without such a metric."""
 
     @property
     def clipped_share(self) -> float | None:
@@ -97,8 +97,9 @@ def compute_update(trainer: LocalTrainer, alg: Algorithm, plan: Plan, groups: li
 
 
 def _add_gradient(trainer: LocalTrainer, alg: Algorithm, batch: Batch, meter: Meter) -> tuple[Tensor, Tensor | None]:
-    """Add the gradient of a micro-batch; return the derivative by each token's log-probability, and what is clipped."""
+    """Add the gradient of a micro-batch; return slope and clip mark of each token, [M] each."""
     policy = trainer.forward(batch)
+    # detached leaves, because the slopes are read at the log-probabilities and not only at the weights
     cut = Policy(logp=_leaf(policy.logp), entropy=None if policy.entropy is None else _leaf(policy.entropy))
     loss, metrics = check_per_token(alg, alg.objective(cut, batch.tokens), batch.tokens)
     if not loss.requires_grad:
@@ -106,6 +107,7 @@ def _add_gradient(trainer: LocalTrainer, alg: Algorithm, batch: Batch, meter: Me
     (loss * batch.tokens.weight).sum().backward()
     meter.add(batch.tokens.weight, {"loss": loss, **metrics})
     slope = torch.zeros_like(cut.logp) if cut.logp.grad is None else cut.logp.grad
+    # the trainer's own backward pass takes a scalar: this one has the gradient of the loss
     total = (policy.logp * slope).sum()
     if policy.entropy is not None and cut.entropy is not None and cut.entropy.grad is not None:
         total = total + (policy.entropy * cut.entropy.grad).sum()
@@ -119,7 +121,7 @@ def _leaf(values: Tensor) -> Tensor:
 
 
 def take_gradient(learner: TorchLearner) -> Gradient:
-    """Return the gradient that was accumulated, and begin anew."""
+    """Return the accumulated gradient, and reset it."""
     names = [name for name, p in learner.model.named_parameters() if p.requires_grad]
     gradient = {
         name: torch.zeros_like(m) if m.grad is None else m.grad for name, m in zip(names, learner.master, strict=True)

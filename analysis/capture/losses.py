@@ -62,25 +62,6 @@ def _kind_of(given: str) -> str:
     return "file" if given.endswith(".py") or "/" in given else "name"
 
 
-def describe_lack(
-    loss: NamedLoss, *, columns: Collection[str], models: Mapping[Any, str], entropy: bool, group_size: int
-) -> str:
-    """Return the missing inputs of a loss, as the end of a sentence; "" if nothing is missing.
-
-    columns: those that the trainer computes. models: paths of frozen models by column. entropy: whether it is computed.
-    """
-    alg = loss.alg
-    if lacking := sorted(alg.required_columns - set(columns)):
-        return f"needs the column {lacking[0]}, which the run's algorithm does not compute"
-    if other := next(((c, path) for c, path in alg.frozen_models.items() if models.get(c) != path), None):
-        return f"needs {other[0]} of {other[1] or 'the first model'}, which the run does not load"
-    if alg.needs_entropy and not entropy:
-        return "needs the entropy, which the run's algorithm does not compute (alg.entropy_coef is 0)"
-    if alg.needs_siblings and group_size < 2:
-        return "compares the samples of a group, and group_size is 1"
-    return ""
-
-
 def credit_groups(loss: NamedLoss, groups: list[Group], *, stale: bool) -> list[Group]:
     """Return the groups with this loss's advantages, from the columns that it requires alone.
 

@@ -27,6 +27,7 @@ def capture_samples(
 ) -> list[CapturedSample]:
     """Return all samples of the step, in group order, with the recorded token numbers."""
     columns: dict[int, dict[str, Floats]] = {}
+    # an update that raised an error has no numbers, or those of some of its micro-batches
     for u, plan in enumerate(plans):
         if all(u < len(rank) and len(rank[u].tokens) == len(plan.bins[r]) for r, rank in enumerate(recorded)):
             columns |= lay_out_columns(plan, [rank[u].tokens for rank in recorded], fill=float("nan"))
@@ -53,8 +54,8 @@ def describe_updates(of_updates: list[list[Group]], plans: list[Plan], recorded:
     """Return the facts of each update that was begun."""
     number = {id(s): i for i, s in enumerate(s for g in in_order(of_updates) for s in g)}
     facts: list[UpdateFacts] = []
+    # a rank has fewer records than there are plans if the step ended early
     for u, (plan, *of_ranks) in enumerate(zip(plans, *recorded, strict=False)):
-        norm = of_ranks[0].norms.get("grad_norm")
         facts.append(
             UpdateFacts(
                 samples=[number[id(s)] for s in plan.samples],
@@ -65,8 +66,8 @@ def describe_updates(of_updates: list[list[Group]], plans: list[Plan], recorded:
                 episodes=plan.episodes,
                 has_seq_ids=plan.has_seq_ids,
                 loss=average_loss([batch for rank in recorded for batch in rank[u].tokens]),
-                grad_norm=norm,
-                fingerprints={str(scope): sums for scope, sums in of_ranks[0].fingerprints.items()},
+                grad_norm=of_ranks[0].norms.get("grad_norm"),
+                fingerprints=of_ranks[0].fingerprints,
             )
         )
     return facts

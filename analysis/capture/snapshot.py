@@ -25,6 +25,7 @@ from core.text.atomic_write import flush_folder, flush_path, measure_sizes, writ
 from core.types.allowed_tokens import AllowedTokens
 from core.types.batch import RowLayout
 from core.types.samples import Group
+from core.types.weights import ExportScope
 from data_feeds.packing.batches import Plan
 
 FORMAT = 1
@@ -67,7 +68,7 @@ class UpdateFacts:
     """Loss before the update, averaged as train/loss is."""
     grad_norm: float | None
     """Norm of the gradient before clipping; None if it was not finite, and the update was skipped."""
-    fingerprints: dict[str, dict[str, int]]
+    fingerprints: dict[ExportScope, dict[str, int]]
     """Checksums of the weights before the update, by scope and tensor; see trainers/weight_sync/fingerprint.py."""
     episodes: list[int]
     """Number of each sample's episode."""
@@ -144,6 +145,7 @@ def write_snapshot(
         write_batch(folder, in_order(of_updates))
         if not manifest.run.alg_file.in_package:
             shutil.copyfile(manifest.run.alg_file.path, folder / ALGORITHM)
+        # the manifest makes the snapshot complete, so all other files must be on the disk before it
         flush_folder(folder)
         facts = asdict(manifest) | {"sizes": measure_sizes(folder)}
         write_whole(folder / MANIFEST, json.dumps(facts) + "\n", meaning=INCOMPLETE)

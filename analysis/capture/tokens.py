@@ -100,10 +100,9 @@ def _read_samples(folder: Path, step: int) -> list[CapturedSample]:
     with np.load(folder / TOKENS, allow_pickle=False) as arrays:
         ends = np.cumsum(arrays[_LENGTHS])[:-1]
         names: list[TokenColumn] = [name for name in TOKEN_COLUMNS if name in arrays]
-        parts: dict[TokenColumn, list[FloatArray]] = {name: split(arrays[name], ends) for name in names}
-
-    def columns_of(i: int) -> dict[TokenColumn, FloatArray]:
-        return {name: column[i] for name, column in parts.items()}
+        parts: dict[TokenColumn, list[FloatArray]] = {
+            name: [part.astype(np.float32, copy=False) for part in np.split(arrays[name], ends)] for name in names
+        }
 
     samples = [
         CapturedSample(
@@ -112,18 +111,13 @@ def _read_samples(folder: Path, step: int) -> list[CapturedSample]:
             sample=line["sample"],
             reward=float("nan") if line["reward"] is None else line["reward"],
             pieces=line["pieces"],
-            columns=columns_of(i),
+            columns={name: column[i] for name, column in parts.items()},
         )
         for i, line in enumerate(lines)
     ]
     if wrong := [s for s in samples if any(len(column) != len(s.pieces) for column in s.columns.values())]:
         raise ValueError(f"{SAMPLES} and {TOKENS} have other lengths for sample {wrong[0].sample}")
     return samples
-
-
-def split(array: NDArray[np.generic], ends: NDArray[np.int64]) -> list[FloatArray]:
-    """Split a concatenated column into an array per sample."""
-    return [part.astype(np.float32, copy=False) for part in np.split(array, ends)]
 
 
 def write_captured(folder: Path, samples: Iterable[CapturedSample]) -> None:

@@ -7,7 +7,6 @@ first step of a run in `model.path`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,12 @@ from analysis.capture.snapshot import StepSnapshot
 from analysis.capture.step_recorder import fingerprint_weights
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError, first_line
+from core.types.weights import ExportScope
 from modeling.export import exported_tensors
 from trainers.checkpoint.saved_policy import load_policy
 from trainers.local import LocalTrainer
 
-Fingerprints = Mapping[str, Mapping[str, int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Place that may hold the weights."""
-
-    name: str
-    load: Callable[[], LocalTrainer]
+Fingerprints = Mapping[ExportScope, Mapping[str, int]]
 
 
 def load_trainer(snapshot: StepSnapshot, update: int, model: str | None) -> tuple[LocalTrainer, str]:
@@ -44,19 +36,19 @@ def load_trainer(snapshot: StepSnapshot, update: int, model: str | None) -> tupl
         expected = {k: v for k, v in expected.items() if k == "adapter" or "adapter" not in expected}
     if model is not None:
         trainer = load_folder(snapshot, model, key="--model")
-        if difference := describe_difference(expected, take_fingerprints(trainer)):
+        if difference := describe_difference(expected, fingerprint_weights(trainer)):
             raise UserError(f"--model {model} does not hold the weights of {snapshot.folder}: {difference}")
         return trainer, model
     tried: list[str] = []
-    for source in list_sources(snapshot, update):
+    for name, load in list_sources(snapshot, update).items():
         try:
-            trainer = source.load()
+            trainer = load()
         except UserError as error:
-            tried.append(f"{source.name} ({first_line(error)})")
+            tried.append(f"{name} ({first_line(error)})")
             continue
-        if not (difference := describe_difference(expected, take_fingerprints(trainer))):
-            return trainer, source.name
-        tried.append(f"{source.name} ({difference})")
+        if not (difference := describe_difference(expected, fingerprint_weights(trainer))):
+            return trainer, name
+        tried.append(f"{name} ({difference})")
     looked = f"; looked in {'; '.join(tried)}" if tried else ""
     raise UserError(
         f"{snapshot.folder} does not hold its weights, and they were not found{looked}: name the folder with --model, "
@@ -64,22 +56,21 @@ def load_trainer(snapshot: StepSnapshot, update: int, model: str | None) -> tupl
     )
 
 
-def list_sources(snapshot: StepSnapshot, update: int) -> list[Source]:
-    """Return the places to look in, best first."""
-    manifest, found = snapshot.manifest, list[Source]()
+def list_sources(snapshot: StepSnapshot, update: int) -> dict[str, Callable[[], LocalTrainer]]:
+    """Return the loaders of the weights by place, in the order to try."""
+    manifest, found = snapshot.manifest, dict[str, Callable[[], LocalTrainer]]()
     own = snapshot.folder / "weights" / f"update_{update}"
     if own.is_dir():
-        found.append(Source(name=str(own), load=partial(load_folder, snapshot, str(own), key="snapshot")))
-    if update:
+        found[str(own)] = partial(load_folder, snapshot, str(own), key="snapshot")
+    if update:  # checkpoints and model.path hold weights from before the first update only
         return found
     beside = snapshot.folder.parent.parent / "checkpoints" / f"step_{manifest.step:05d}"
     named = [] if manifest.checkpoint is None else [Path(manifest.checkpoint)]
-    for folder in [beside, *(other for other in named if other != beside)]:
+    for folder in [beside, *named]:
         if folder.is_dir():
-            found.append(Source(name=str(folder), load=partial(load_checkpoint, snapshot, folder)))
+            found[str(folder)] = partial(load_checkpoint, snapshot, folder)
     if manifest.version == 0:
-        path = str(manifest.run.model["path"])
-        found.append(Source(name=path, load=partial(make_trainer, snapshot)))
+        found[str(manifest.run.model["path"])] = partial(make_trainer, snapshot)
     return found
 
 
@@ -136,11 +127,6 @@ def load_checkpoint(snapshot: StepSnapshot, folder: Path) -> LocalTrainer:
     trainer = make_trainer(snapshot)
     load_policy(trainer.model, folder)
     return trainer
-
-
-def take_fingerprints(trainer: LocalTrainer) -> Fingerprints:
-    """Return the checksums of the trainer's weights, under the names of snapshot.json."""
-    return {str(scope): sums for scope, sums in fingerprint_weights(trainer).items()}
 
 
 def describe_difference(expected: Fingerprints, found: Fingerprints) -> str:

@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from algs.base import Algorithm
+from algs.base import Algorithm, PolicyGradient
 from analysis.capture.batch_file import in_order
-from analysis.capture.losses import NamedLoss, credit_groups, describe_lack, parse_losses
+from analysis.capture.losses import NamedLoss, credit_groups, parse_losses
 from analysis.compared_losses.measure import ComparedLossMeter
 from configs.schema import RLConfig
 from core import metrics as names
@@ -26,7 +26,34 @@ from trainers.observers import ObserverFactory
 
 def plan_observer(loaded: Loaded[RLConfig]) -> ComparedLossesPlan:
     """Check the compared losses of a recipe. Raises UserError if a loss needs inputs that the run does not compute."""
-    return ComparedLossesPlan(load_compared_losses(loaded.cfg, loaded.alg))
+    cfg = loaded.cfg
+    losses = parse_losses(cfg.compare_losses, key="compare_losses", max_new_tokens=cfg.rollout.max_new_tokens)
+    for loss in losses:
+        if lack := describe_lack(loss.alg, cfg, loaded.alg):
+            raise UserError(f"compare_losses: {loss.name} {lack}: train with it, or leave it out here")
+    return ComparedLossesPlan(losses)
+
+
+def describe_lack(alg: PolicyGradient, cfg: RLConfig, own: Algorithm) -> str:
+    """Return the missing inputs of a compared loss, as the end of a sentence; "" if nothing is missing.
+
+    own: the run's algorithm, for which the trainer computes columns, frozen models and entropy.
+    """
+    # with several updates per step the trainer scores the proximal policy for every algorithm
+    columns = own.required_columns | ({"prox_logp"} if cfg.updates_per_step > 1 else set())
+    if lacking := sorted(alg.required_columns - columns):
+        return f"needs the column {lacking[0]}, which the run's algorithm does not compute"
+    if other := next(((c, path) for c, path in alg.frozen_models.items() if own.frozen_models.get(c) != path), None):
+        return f"needs {other[0]} of {other[1] or 'the first model'}, which the run does not load"
+    if alg.needs_entropy and not own.needs_entropy:
+        return "needs the entropy, which the run's algorithm does not compute (alg.entropy_coef is 0)"
+    if alg.needs_siblings and cfg.group_size < 2:
+        return "compares the samples of a group, and group_size is 1"
+    if alg.whole_groups and not own.whole_groups:
+        return "compares whole groups, which the run's algorithm splits over micro-batches"
+    if alg.whole_episodes and not own.whole_episodes and cfg.rollout.agent is not None:
+        return "compares episodes as wholes, and an agent's may be split over micro-batches by the run's algorithm"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +130,7 @@ class ComparedLosses(RunObserver):
                 "its own `excluded`), so it cannot watch the same batches: leave it out, and compare with python -m "
                 "analysis.capture.replay"
             )
+        # the main loss's bins are kept: the forward pass is shared, and each loss brings its own weights
         at = {id(s): (other, weight) for (s, other), weight in zip(pairs, weights, strict=True)}
         found = [at[id(s)] for s in plan.samples]
         return replace(plan, samples=[other for other, _ in found], weights=[weight for _, weight in found])
@@ -110,7 +138,7 @@ class ComparedLosses(RunObserver):
     async def on_step(
         self, step: PlannedStep, measured: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the metrics of the compared losses that are finite: another must not end a run that it watches."""
+        """Return the finite metrics of the compared losses. The others are reported once and dropped."""
         named = {name: value for loss in self.losses for name, value in name_metrics(loss.name, measured).items()}
         bad = {name for name, value in named.items() if not math.isfinite(value)}
         for name in sorted(bad - self.warned):

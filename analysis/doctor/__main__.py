@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from core.cli import run_guarded
@@ -50,7 +51,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    from analysis.doctor.examine import Sampling, examine
+    from analysis.doctor.bench import Sampling
+    from analysis.doctor.examine import examine
     from analysis.doctor.recipe_checks import check_recipe
     from analysis.doctor.setup_checks import check_setup
     from analysis.doctor.target import find_target
@@ -62,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     target = find_target(args.target, args.overrides)
     say(target.describe())
-    findings = list(check_setup(target.loaded, say))
+    findings = check_setup(target.loaded, say)
     of_recipe, prepared = check_recipe(target.loaded, say, findings)
     findings += of_recipe
     errors = sum(f.level == "error" for f in findings)
-    report: dict[str, Any] = {"target": target.describe(), "setup": [f.to_json() for f in findings]}
+    report: dict[str, Any] = {"target": target.describe(), "setup": [asdict(f) for f in findings]}
     say(f"set-up: {describe_counts(errors, sum(f.level == 'warning' for f in findings))}")
     code = 1 if errors else 0
     if not args.setup and isinstance(target.loaded.cfg, RLConfig):
         if prepared is None or errors:
-            say("the engine is not compared with the trainer: mend the errors first")
+            say("the engine is not compared with the trainer: fix the errors first")
         else:
             sampling = Sampling(sequences=args.sequences, tokens=args.tokens, bound=args.bound)
             examined = examine(target, prepared, sampling, say)

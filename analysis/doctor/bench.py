@@ -1,4 +1,4 @@
-"""The trainer and the engine of a recipe in this process, to sample, to score, and to move weights between them."""
+"""Local trainer and engine of a recipe in one process, to sample, score and send weights."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ Weights = list[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Amount that is sampled, and the gap that is no mismatch."""
+    """Settings of the sampling, and the bound of a mismatch."""
 
     sequences: int
     tokens: int
     bound: float | None = None
-    """Largest mean difference in nats; None takes that of the weight sync's proof."""
+    """Largest accepted mean difference in nats; None: the bound of the weight sync's probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ def in_one_process(cfg: RLConfig) -> RLConfig:
 
 
 def as_sample(request: Request, parts: Sequence[Completion]) -> Sample:
-    """Return a prompt with its completion, which may have come in parts, as training sees it."""
+    """Return the training sample of a prompt and its completion, given in one or more parts."""
     ids = [token for part in parts for token in part.token_ids]
     given, n = len(request.prompt_ids), len(ids)
     return make_sample(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -43,29 +43,28 @@ from core.cluster.scratch import Scratch
 from core.types.samples import Sample
 from driver.rl.setup import Prepared
 
-__all__ = ["Examined", "Sampling", "examine"]
-
 MOVE_BOUNDS, MOST_MOVED = 25, 0.5
-"""The weights are moved until log-probabilities change by so many bounds, and at most so many nats."""
+"""Change of the log-probabilities to which the weights are moved: in bounds, and at most in nats."""
 MOVES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 """Size of the noise, as a part of the size of each tensor's numbers."""
 SMALLEST_SIZE = 0.02
-"""Size that stands for that of a tensor of zeros, such as half of a new adapter."""
+"""Smallest size of a tensor's numbers; half of a new adapter is zero and must move too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """Measurements and the verdict."""
+    """Result of an examination."""
 
     verdict: Verdict
     facts: Facts
     trials: list[Trial]
-    about: dict[str, Any] = field(default_factory=dict[str, Any])
+    about: dict[str, Any]
+    """Engine, dtype and temperature."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             **self.about,
-            **self.facts.to_json(),
+            **asdict(self.facts),
             "trials": [trial.to_json(self.facts.bound) for trial in self.trials],
             "verdict": self.verdict.kind,
             "cause": None if self.verdict.cause is None else str(self.verdict.cause),
@@ -87,6 +86,7 @@ async def _examine(target: Target, prepared: Prepared, sampling: Sampling, say: 
         f"{cfg.rollout.temperature:g}; {len(bench.requests)} sequences of at most {bench.max_new_tokens} new tokens"
     )
     bench.open_engine()
+    # old and new weights must differ visibly, or an engine that ignores an update would pass
     trials: list[Trial] = []
     try:
         first_difference = await bench.push_weights()
@@ -125,7 +125,7 @@ async def _examine(target: Target, prepared: Prepared, sampling: Sampling, say: 
 
 
 async def run_trials(bench: Bench, samples: list[Sample], gap: Gap, old: Weights) -> AsyncIterator[Trial]:
-    """Yield every trial, what says most first: the first that closes the gap names the cause.
+    """Yield every trial, the most specific first: the first that closes the gap names the cause.
 
     Scores of the same tokens come before new samples, and those before another engine. Requests for single tokens are
     made of that engine, so they say something only where it has not closed the gap by itself.
@@ -148,8 +148,12 @@ async def run_trials(bench: Bench, samples: list[Sample], gap: Gap, old: Weights
 
 @torch.no_grad()
 def move_weights(bench: Bench, samples: list[Sample]) -> float:
-    """Add noise to the trainer's weights until it can be told from before; return by how many nats samples changed."""
+    """Add noise to the trainer's weights until old and new differ visibly.
+
+    Return the mean change of the samples' log-probabilities, in nats.
+    """
     start = bench.copy_weights()
+    # generated on the CPU, so that every device gets the same noise
     generator = torch.Generator().manual_seed(bench.cfg.seed)
     noise = [torch.randn(w.shape, generator=generator).to(w.device) for w in start]
     sizes = [max(float(w.float().square().mean().sqrt()), SMALLEST_SIZE) for w in start]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from core.errors import UserError
@@ -29,9 +29,6 @@ class Finding:
         """
         return f"{self.level:<8} {self.check:<13} {self.found}"
 
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
-
 
 def attempt(check: str, look: Callable[[], str]) -> Finding:
     """Return the finding of `look`; a UserError that it raises becomes an error finding."""
@@ -42,7 +39,7 @@ def attempt(check: str, look: Callable[[], str]) -> Finding:
 
 
 def show_all(findings: Iterable[Finding], say: Say) -> list[Finding]:
-    """Print every finding as soon as it is there; return them all."""
+    """Print each finding as soon as its check is done; return them all."""
     shown: list[Finding] = []
     for finding in findings:
         say(str(finding))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,11 +30,8 @@ class Gap:
         return f"{self.mean:.2g} nats"
 
     def describe(self) -> str:
-        """Return all numbers."""
+        """Return the numbers as a line."""
         return f"mean {self.mean:.2g}, p99 {self.p99:.2g}, largest {self.largest:.2g}, KL {self.kl:.2g} nats"
-
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def measure_gap(samples: Sequence[Sample]) -> Gap:
@@ -52,7 +49,7 @@ def measure_gap(samples: Sequence[Sample]) -> Gap:
 
 
 def collect(samples: Sequence[Sample]) -> tuple[Floats, Floats]:
-    """Return the log-probabilities of all sampled tokens, end to end: the engine's and the trainer's."""
+    """Return the log-probabilities of all sampled tokens by engine and trainer, [T] float64 each."""
     rollout = np.concatenate([s.rollout_logp[s.loss_mask] for s in samples]).astype(np.float64)
     trainer = np.concatenate([s.columns["prox_logp"][s.loss_mask] for s in samples]).astype(np.float64)
     return rollout, trainer

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from algs.base import Algorithm
-from analysis.doctor.findings import Finding, Say, attempt
+from analysis.doctor.findings import Finding, Say, attempt, show_all
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.types.samples import Message, Prompt
@@ -58,13 +58,10 @@ def check_recipe(
             parts.take(of_rows.tokenizer, {"train": of_rows.rows, "eval": of_rows.held_out})
     except UserError as error:
         refusal = str(error)
-    findings: list[Finding] = []
-    for finding in parts.look():
-        say(str(finding))
-        findings.append(finding)
+    findings = show_all(parts.look(), say)
+    # prepare stops at the first mistake, and the checks above may have found the same one
     if refusal and not any(f.found == refusal for f in [*known, *findings]):
-        findings.append(Finding(check="recipe", level="error", found=refusal))
-        say(str(findings[-1]))
+        findings += show_all([Finding(check="recipe", level="error", found=refusal)], say)
     return findings, prepared
 
 
@@ -74,23 +71,20 @@ class Parts:
     def __init__(self, loaded: Loaded[Any]):
         self.loaded = loaded
         self.cfg: RunConfig = loaded.cfg
+        self.alg: Algorithm = loaded.alg
         self.feeds: dict[str, Feed[Any] | None] = {}
 
     def take(self, tokenizer: ChatTokenizer, feeds: dict[str, Feed[Any] | None]) -> None:
         """Use parts that have been read already."""
-        self.__dict__["tokenizer"] = tokenizer
+        self.tokenizer = tokenizer
         self.feeds = feeds
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
         return make_tokenizer(self.cfg.model, self.cfg.data)
 
-    @property
-    def alg(self) -> Algorithm:
-        return self.loaded.alg
-
     def look(self) -> Iterator[Finding]:
-        """Yield a finding for each part, and for a part that needs another one only where that could be read."""
+        """Yield a finding for each part whose inputs could be read."""
         yield attempt("folders", self.describe_folders)
         model = attempt("model", self.describe_model)
         yield model
@@ -170,7 +164,7 @@ class Parts:
         plan = plan_rollouts(cfg)
         load_env_class(plan.env_spec)
         plan.reward_functions.load()
-        result = ask_reward(lambda: RewardPool(plan.reward_functions, 1, cfg.reward.timeout_s), prompt)
+        result = compute_reward(RewardPool(plan.reward_functions, 1, cfg.reward.timeout_s), prompt)
         if result.failure:
             raise UserError(f"it fails on row {prompt.id} with the row's own answer as reply: {result.failure}")
         shown = ", ".join(f"{name} {value:g}" for name, value in result.reward_parts.items())
@@ -179,9 +173,8 @@ class Parts:
         return f"row {prompt.id} with its own answer as reply: {shown}"
 
 
-def ask_reward(make_pool: Callable[[], RewardPool], prompt: Prompt) -> RewardResult:
-    """Return the reward of the row's answer as a reply, computed in a separate process."""
-    pool = make_pool()
+def compute_reward(pool: RewardPool, prompt: Prompt) -> RewardResult:
+    """Return the reward of the row's answer as a reply, and close the pool."""
     try:
         reply: Message = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}
         return asyncio.run(pool.compute_reward(prompt, [reply]))

@@ -1,4 +1,4 @@
-"""Toggles that sample nothing anew: the trainer scores the engine's sequences in another way."""
+"""Rescoring toggles: the trainer scores the same sequences in another way."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def score_at(bench: Bench, samples: Sequence[Sample], temperature: float) -> lis
 
 
 def search_temperature(cost: Callable[[float], float], usual: float) -> float:
-    """Return the temperature of the smallest cost: the best of a grid around `usual`, refined, rounded where it may be.
+    """Return the temperature of the smallest cost: the best of a grid, refined, and rounded if that costs little.
+
+    usual: temperature of the run, around which the grid lies.
 
     >>> search_temperature(lambda t: abs(t - 0.7), 1.0), search_temperature(lambda t: abs(t - 0.7123), 1.0)
     (0.7, 0.712)
@@ -158,7 +160,7 @@ def try_other_ids(bench: Bench, samples: Sequence[Sample]) -> Iterator[Trial]:
 
 
 def encode_again(bench: Bench, ids: list[int], *, adds: bool = False) -> list[int]:
-    """Return the ids of the text of `ids`; adds: with what the tokenizer puts around a text by itself."""
+    """Return the ids of the text of `ids`; adds: with special tokens."""
     hf = bench.tokenizer.hf
     return hf.encode(hf.decode(ids, skip_special_tokens=False), add_special_tokens=adds)
 
@@ -173,9 +175,9 @@ def with_other_ids(
     of_prompt: Callable[[list[int]], list[int]],
     of_reply: Callable[[list[int]], list[int]] | None,
 ) -> Sample | None:
-    """Return the sample with other ids; None where the reply has another number of them, so that nothing compares.
+    """Return the sample with other ids; None if the reply gets another length, or the sample has images.
 
-    Nothing is said of a sample with images either: their places are among its own tokens.
+    Positions of images refer to the sample's own tokens.
     """
     if sample.images:
         return None
@@ -197,7 +199,7 @@ def with_other_ids(
 
 
 def measure_surprise(bench: Bench, samples: Sequence[Sample]) -> tuple[float, float]:
-    """Return the mean of (-logp - entropy) over the sampled tokens, and how many standard errors it is from 0.
+    """Return the mean surprise of the sampled tokens, -logp - entropy in nats, and its number of standard errors.
 
     It is 0 on average if the tokens were drawn from the distribution that the trainer has; below 0 from a sharper one.
     """

@@ -32,7 +32,7 @@ ONLY_ON_RAY = ("ray", "deepspeed")
 TIGHT = 0.8
 """Share of memory or disk above which there is a warning."""
 BYTES_PER_TOKEN = 6
-"""Of a sampled token in the sample files, its share of the rest of the line included."""
+"""Bytes of a sample file per sampled token."""
 TEMPORARY_GIB = 1.0
 """Room that Ray's session, logs and sockets want in the temporary folder."""
 SHARED_GIB = 0.25
@@ -41,7 +41,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_setup(loaded: Loaded[Any], say: Say) -> list[Finding]:
-    """Look at everything, show a line for each, and return the findings."""
+    """Run all machine checks and print a line for each; return the findings."""
     return show_all(_look(loaded), say)
 
 
@@ -97,7 +97,7 @@ def list_wanted(cfg: RunConfig) -> list[str]:
 
 
 def check_packages(pins: dict[str, str], wanted: list[str]) -> Iterator[Finding]:
-    """Yield a line for each package that is missing or not as in the lock, or one line if there is none."""
+    """Yield a finding for each package that is missing or has an untested version, or else a single one."""
     same: list[str] = []
     for name in wanted:
         installed, pinned = find_version(name), pins.get(name) or pins.get(f"{name}-cpu", "")
@@ -183,13 +183,13 @@ def check_disk(cfg: RunConfig, estimate: MemoryEstimate) -> Finding:
 
 
 def find_existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that is there."""
+    """Return the path, or the nearest parent folder that exists."""
     whole = path.expanduser().absolute()
     return next(one for one in (whole, *whole.parents) if one.exists())
 
 
 def check_temporary(folder: Path) -> Finding:
-    """Look at the room of the temporary folder, in which Ray and the engines keep sockets and logs."""
+    """Check the free space of the temporary folder, for sockets and logs of Ray and the engines."""
     free = shutil.disk_usage(folder).free / GIB
     if free >= TEMPORARY_GIB:
         return Finding(check="temporary", level="ok", found=f"{free:.1f} GiB are free in {folder}")
@@ -198,7 +198,7 @@ def check_temporary(folder: Path) -> Finding:
 
 
 def check_shared_memory(cfg: RunConfig, folder: Path) -> Finding:
-    """Look at the room of shared memory, which Ray's object store and vLLM's processes use."""
+    """Check the free shared memory, for Ray's object store and vLLM's processes."""
     if cfg.backend == "local":
         return Finding(check="shared memory", level="ok", found="not used by one process")
     if not folder.is_dir():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -41,7 +41,7 @@ class Trial:
 
     @property
     def left(self) -> float:
-        """Part of the gap that is left."""
+        """Fraction of the gap that remains."""
         return self.after.mean / self.before.mean if self.before.mean else 1.0
 
     def describe(self, bound: float) -> str:
@@ -53,7 +53,7 @@ class Trial:
         return {
             "toggle": str(self.toggle),
             "change": self.change,
-            "before": self.before.to_json(),
-            "after": self.after.to_json(),
+            "before": asdict(self.before),
+            "after": asdict(self.after),
             "closes": self.closes(bound),
         }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from analysis.doctor.gap import Gap
 from analysis.doctor.trials import Toggle, Trial
 
 MOST_SIGMAS = 6.0
-"""Standard errors by which tokens may be more or less surprising than the distribution that they are said to have."""
+"""Largest accepted surprise of the sampled tokens, in standard errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Facts:
 
     @property
     def draws_otherwise(self) -> bool:
-        """Whether the log-probabilities agree, and the tokens are no samples of them."""
+        """True if the log-probabilities agree, but the tokens were sampled from another distribution."""
         return self.second.mean <= self.bound and abs(self.sigmas) > MOST_SIGMAS
 
     @property
@@ -55,13 +55,10 @@ class Facts:
             f"({abs(self.sigmas):.1f} standard errors)"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The answer."""
+    """Verdict on engine and trainer, with the cause of a mismatch."""
 
     kind: Literal["none", "cause", "unknown"]
     sentence: str
@@ -69,10 +66,11 @@ class Verdict:
 
 
 def decide(facts: Facts, trials: Sequence[Trial], *, temperature: float, fitted: float | None) -> Verdict:
-    """Name the cause: the first trial that closes the gap, or what else is wrong where there is none.
+    """Return the verdict: the first trial that closes the gap, or another cause from the facts.
 
-    fitted: temperature at which the tokens are most probable, where they are no samples of their log-probabilities.
+    fitted: temperature at which the tokens are most probable, if they are no samples of their log-probabilities.
     """
+    # a gap after the update comes first: it may also be the reason for each of the other findings
     gap, bound = facts.second, facts.bound
     if gap.mean > bound:
         return _name_closing(facts, trials)

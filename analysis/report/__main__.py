@@ -13,7 +13,7 @@ from pathlib import Path
 from core.cli import run_guarded
 
 SAMPLES = 32
-"""Samples of a step that are kept in the page, unless --samples says otherwise."""
+"""Default of --samples: samples of a step in the page."""
 
 
 def main() -> int:

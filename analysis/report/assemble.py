@@ -35,15 +35,16 @@ def make_html(
 
 
 def join_scripts(names: Sequence[str], *, library: str = "") -> str:
-    """Return files of assets/ as one script, after a library; ours share one scope that nothing else sees."""
+    """Return files of assets/ as one script, after a library. They share a private scope."""
     own = "\n".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in names)
     script = f'{library}\n(() => {{\n"use strict";\n{own}\n}})();\n'
+    # the script is inlined as it is, and either text would end its element
     assert "</script" not in script.lower() and "<!--" not in script
     return script
 
 
 def save_page(out: Path, text: str, *, key: str) -> str:
-    """Write a page; return what to tell the user. Raises UserError, which begins with `key`, where it cannot be."""
+    """Write a page; return a message with its size. Raises a UserError that begins with `key`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")

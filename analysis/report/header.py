@@ -44,7 +44,7 @@ def describe_run(run: RunRecord, key: str) -> dict[str, Any]:
 
 
 def list_facts(run: RunRecord, flat: dict[str, str]) -> dict[str, str]:
-    """Return label and text of what a reader wants to know first; an empty text is left out."""
+    """Return the facts at the head of the page, text by label. An unknown fact has an empty text."""
     summary = run.summary
     seconds = summary.get("seconds", {}).get("all")
     planned = flat.get("steps", "")
@@ -70,7 +70,7 @@ def _times(groups: str, size: str) -> str:
 
 
 def describe_git(state: GitState | str | None) -> str:
-    """Return the state of the code in a line; nothing for a run that did not write it.
+    """Return the git state of a run as a line, or "" if the run has not written it.
 
     >>> describe_git({"commit": "0a1b2c", "branch": "main", "changed_files": 2})
     '0a1b2c on main, 2 files changed'

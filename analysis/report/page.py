@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from analysis.report import captured
+from analysis.capture.tokens import captured_steps
 from analysis.report.assemble import UPLOT, join_scripts, make_html, save_page
+from analysis.report.captured import read_captured_step, select_captured
 from analysis.report.embed import data_element, pack
 from analysis.report.header import describe_metrics, describe_run, describe_time
 from analysis.report.run_files import RunRecord, is_unfinished, read_run, read_samples
@@ -33,7 +34,10 @@ class Beside:
         self.files = 0
 
     def write(self, name: str, value: Any) -> None:
-        """Write a file that hands its data to the page that loads it by a script element."""
+        """Write a script file with the data of an element.
+
+        A page opened from a disk may load scripts, but no other files.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         text = f'feynrl_receive("{name}","{pack(value)}")\n'
         (self.folder / f"{name}.js").write_text(text, encoding="ascii")
@@ -92,6 +96,7 @@ def describe_with_blocks(
         try:
             rows = read_samples(run.sample_files[step])
         except UserError as error:
+            # the last file of a running or killed run may end in the middle of a line
             if not is_unfinished(run, step):
                 raise
             notes.append(f"without the samples of step {step}, whose file is not complete: {error}")
@@ -117,9 +122,9 @@ def add_captured(
     run: RunRecord, key: str, limit: int, beside: Beside | None, blocks: list[str]
 ) -> Iterator[dict[str, Any]]:
     """Add the captured steps to the blocks, and yield the page's entry for each step."""
-    for step in captured.list_captured(run.folder):
-        every = captured.read_captured_step(run.folder, step)
-        kept = captured.select_captured(every, limit, step=step)
+    for step in captured_steps(run.folder):
+        every = read_captured_step(run.folder, step)
+        kept = select_captured(every, limit, step=step)
         name = f"tokens-{key}-{step}"
         blocks.append(data_element(name, pack(kept)))
         if beside and len(kept) < len(every):

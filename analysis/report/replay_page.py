@@ -50,7 +50,7 @@ def write_replay_page(found: Replay, out: Path) -> str:
 
 
 def count_disagreements(loss: LossTokens) -> dict[str, int]:
-    """Return how many tokens a loss and the run's own treat in opposite ways, and how many one of them leaves alone."""
+    """Return the numbers of tokens on which a loss and the run's own disagree, and of tokens counted."""
     return {
         "counted": int(np.isfinite(loss.judged).sum()),
         "opposite": int((loss.judged == OPPOSITE).sum()),
@@ -59,7 +59,7 @@ def count_disagreements(loss: LossTokens) -> dict[str, int]:
 
 
 def choose_samples(maps: TokenMaps, worst: dict[str, list[Disagreement]], limit: int) -> list[int]:
-    """Return the numbers of at most `limit` samples: of those with listed tokens first, then by tokens to be seen."""
+    """Return the numbers of at most `limit` samples: those with listed tokens first, then those with most marks."""
     listed = Counter(one.sample for found in worst.values() for one in found)
     columns = [column for loss in maps.losses for column in (loss.judged, loss.clipped) if column is not None]
     seen = [sum(int((column[span] > 0).sum()) for column in columns) for _, span in maps.spans()]

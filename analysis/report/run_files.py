@@ -77,7 +77,7 @@ def read_run_config(file: Path) -> dict[str, Any]:
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """Read metrics.jsonl. Raises UserError for a line that is no step's, and where there is no step."""
+    """Read metrics.jsonl. Raises UserError for an invalid line, and for a file without steps."""
     lines: list[dict[str, float]] = []
     for where, text in numbered_lines(file):
         line = parse_json(text, where)
@@ -101,7 +101,7 @@ def list_sample_files(folder: Path) -> dict[int, Path]:
 
 
 def read_samples(file: Path) -> list[Row]:
-    """Read the samples of a step. A number that is not finite becomes None, and is told as the sample's failure."""
+    """Read the samples of a step. A number that is not finite becomes None, and a failure of the sample."""
     rows: list[Row] = []
     for where, text in numbered_lines(file):
         odd: list[str] = []
@@ -125,7 +125,7 @@ def is_unfinished(run: RunRecord, step: int) -> bool:
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines that hold something, each after where it stands."""
+    """Yield file and number of each line that is not empty, and its text."""
     for number, text in enumerate(read_text(file, str(file)).split("\n"), 1):
         if text.strip():
             yield f"{file}, line {number}", text

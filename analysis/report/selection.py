@@ -6,19 +6,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Protocol
 
 SHARE_OF_A_GROUP = 4
 """At most the fourth part of the selection goes to one group, so that four kinds of groups are seen."""
-
-
-class Scored(Protocol):
-    """Interface of a sample to the choice."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def reward(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +29,7 @@ class Chosen:
     """Numbers of the samples within the step, in order."""
 
 
-def choose_samples(samples: Sequence[Scored], limit: int, *, step: int) -> list[Chosen]:
+def choose_samples(samples: Sequence[Entry], limit: int, *, step: int) -> list[Chosen]:
     """Return groups with at most `limit` samples together: best, worst, most divided, failed and random ones in turn.
 
     Ties go to the more divided group, then to a hash of step and group, so the choice is the same every time.
@@ -49,6 +39,7 @@ def choose_samples(samples: Sequence[Scored], limit: int, *, step: int) -> list[
         members.setdefault(sample.group, []).append(i)
     rewards = {g: [r for i in own if (r := samples[i].reward) is not None] for g, own in members.items()}
     failed = [g for g, own in members.items() if len(rewards[g]) < len(own)]
+    # a hash and no random numbers: the same run makes the same page
     luck = {g: hashlib.sha256(f"{step}/{g}".encode()).digest() for g in members}
     spread = {g: max(r) - min(r) if r else 0.0 for g, r in rewards.items()}
     known = [r for own in rewards.values() for r in own]

@@ -19,7 +19,7 @@ def make_step(rows: list[Row], limit: int, *, step: int) -> dict[str, Any]:
 
 
 def make_whole_step(rows: list[Row], *, step: int) -> dict[str, Any]:
-    """Return a step with every sample in full; groups that the page has keep their reason."""
+    """Return a step with every sample in full."""
     members: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         members.setdefault(row["group"], []).append(i)

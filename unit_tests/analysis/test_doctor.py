@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import main_rl
 from analysis.doctor.__main__ import main
-from analysis.doctor.bench import Bench
-from analysis.doctor.examine import Examined, Sampling, examine
+from analysis.doctor.bench import Bench, Sampling
+from analysis.doctor.examine import Examined, examine
 from analysis.doctor.gap import Gap
 from analysis.doctor.recipe_checks import check_recipe
 from analysis.doctor.setup_checks import (
@@ -37,6 +37,7 @@ from driver.rl.setup import prepare
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.settings import engine_args
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import ROOT
 
 PLANTED = Path(__file__).parents[1] / "helpers" / "planted_engines"
 BEGIN = "<|begin|>"
@@ -44,7 +45,6 @@ SHARPER = 8
 """Factor of the logits: a random model's are so small that rounding them changes next to nothing."""
 QUESTIONS = ["1+2=", "10+20=", "3+4=", "111+222="]
 """Of different lengths, so that a batch of them has padding."""
-ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import analysis.report.__main__ as program
 import main_sl
-from analysis.report.embed import to_json
 from analysis.report.page import UPLOT, assemble_script, write_page
 from analysis.report.run_files import read_run
 from analysis.report.selection import Entry, choose_samples
@@ -23,9 +22,7 @@ from driver.records.git_state import read_git_state
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.long_run import make_run
 from unit_tests.helpers.pages import HOSTILE, Elements, rewrite_sample, unpack
-from unit_tests.helpers.runs import metrics_of
-
-ROOT = Path(__file__).parent.parent.parent
+from unit_tests.helpers.runs import ROOT, metrics_of
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +100,6 @@ def test_the_same_run_makes_the_same_bytes(run, tmp_path):
         write_page([run], tmp_path / name, samples=4, everything=False)
         pages.append((tmp_path / name).read_bytes())
     assert pages[0] == pages[1]
-
-
-def test_json_in_a_script_holds_no_angle_bracket():
-    assert "<" not in to_json(HOSTILE) and json.loads(to_json(HOSTILE)) == list(HOSTILE)
 
 
 BAD = {

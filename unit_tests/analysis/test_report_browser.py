@@ -4,25 +4,23 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import main_rl
+from analysis.capture import tokens
 from analysis.report.page import write_page
 from unit_tests.helpers.browser import MISSING, Browser, find_browser
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.long_run import make_run
 from unit_tests.helpers.pages import HOSTILE, rewrite_sample
-from unit_tests.helpers.runs import metrics_of
+from unit_tests.helpers.runs import SEVENS, file_of, metrics_of
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(find_browser() is None, reason=MISSING),
 ]
-SEVENS = """
-def score(prompt, messages):
-    return {"correct": messages[-1]["content"][:8].count("7") / 8}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +32,9 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def runs(recipe, tmp_path) -> list[Path]:
     """Two real runs of the tiny model, and hostile text in the second."""
-    reward = tmp_path / "sevens.py"
-    reward.write_text(SEVENS)
+    reward = file_of(tmp_path / "sevens.py", SEVENS)
     for name, lr in (("first", 1e-2), ("second", 3e-3)):
-        changes = {"name": name, "steps": 3, "trainer.lr": lr, "reward.function": str(reward)}
+        changes = {"name": name, "steps": 3, "trainer.lr": lr, "reward.function": reward}
         code, err = run_here(main_rl, "--config", recipe(changes))
         assert code == 0, err
     made = sorted((tmp_path / "runs").iterdir())
@@ -189,8 +186,6 @@ def test_a_supervised_run_has_curves_and_says_that_it_has_no_samples(trained, br
 
 
 def test_a_captured_sample_is_shown_token_by_token(browser, tmp_path):
-    np = pytest.importorskip("numpy")
-    tokens = pytest.importorskip("analysis.capture.tokens", reason="this checkout has no snapshots")
     run = make_run(tmp_path / "made", steps=3, groups=2, size=4, words=5)
     pieces = ["Say", " a", " number", "<img src=x onerror=alert(1)>", "\n", "</script>"]
 
