@@ -31,7 +31,7 @@ def load_trainer(snapshot: StepSnapshot, update: int, model: str | None) -> tupl
 
     model: folder that the user names. Raises UserError if the weights are not found.
     """
-    expected = snapshot.manifest.updates[update].fingerprints
+    expected: Fingerprints = snapshot.manifest.updates[update].fingerprints
     if not snapshot.manifest.run.on_cpu:  # merged weights may differ in the last bit from those of another device
         expected = {k: v for k, v in expected.items() if k == "adapter" or "adapter" not in expected}
     if model is not None:

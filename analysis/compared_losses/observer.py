@@ -72,27 +72,6 @@ class ComparedLossesPlan:
         return ComparedLosses(self.losses, cfg.rollout.max_new_tokens, stale=stale, say=say)
 
 
-def load_compared_losses(cfg: RLConfig, alg: Algorithm) -> list[NamedLoss]:
-    """Return the compared losses of a recipe; see plan_observer."""
-    compared = parse_losses(cfg.compare_losses, key="compare_losses", max_new_tokens=cfg.rollout.max_new_tokens)
-    columns = alg.required_columns | ({"prox_logp"} if cfg.updates_per_step > 1 else set())
-    for loss in compared:
-        lack = describe_lack(
-            loss,
-            columns=columns,
-            models=alg.frozen_models,
-            entropy=alg.needs_entropy,
-            group_size=cfg.group_size,
-        )
-        if not lack and loss.alg.whole_groups and not alg.whole_groups:
-            lack = "compares whole groups, which the run's algorithm splits over micro-batches"
-        if not lack and loss.alg.whole_episodes and not alg.whole_episodes and cfg.rollout.agent is not None:
-            lack = "compares episodes as wholes, and an agent's may be split over micro-batches by the run's algorithm"
-        if lack:
-            raise UserError(f"compare_losses: {loss.name} {lack}: train with it, or leave it out here")
-    return compared
-
-
 @dataclass
 class ComparedLosses(RunObserver):
     """The compared losses of a run, on the driver's side."""
