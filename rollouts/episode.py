@@ -113,7 +113,8 @@ class _Episode:
         given: messages for the first player after the prompt. Replies are decoded for environment and reward, and never
         re-encoded: encode(decode(ids)) may differ from ids.
         """
-        env = self._get_env()
+        assert self.env is not None
+        env = self.env
         for turn in range(self.rules.max_turns):
             try:
                 script = self._continue_seat(env, given)
@@ -166,7 +167,7 @@ class _Episode:
                 f"data.max_prompt_tokens={limit}: the prompt {shown.id} has {len(ids)} tokens with what the "
                 "environment adds to it (tools, first messages): raise data.max_prompt_tokens"
             )
-        script = self.slots[env.player] = Transcript(shown, self.rules.max_new_tokens)
+        script = self.slots[env.player] = Transcript(prompt=shown, tokens_left=self.rules.max_new_tokens)
         script.append_given(self.tokenizer, ids, shown.messages)
         return script
 
@@ -216,7 +217,10 @@ class _Episode:
             parts, unscored = call_user_code(partial(env.scores_of, player), "Env.scores()")
             of_turns, uneven = check_turn_scores(partial(env.turn_scores, player), len(script.turns))
             wrong = failure or broken or unscored or uneven
-            sample = script.make_sample(self.tokenizer, player, {} if wrong else parts, {} if played else counts, wrong)
+            # the first player carries the counts, or the log would count them once per player
+            sample = script.make_player_sample(
+                self.tokenizer, player, {} if wrong else parts, {} if played else counts, wrong
+            )
             played.append(Played(sample=sample, messages=script.messages, turn_scores=of_turns))
         return played
 
@@ -229,10 +233,6 @@ class _Episode:
             except _EnvironmentFailed as error:
                 return str(error)
         return ""
-
-    def _get_env(self) -> Env:
-        assert self.env is not None
-        return self.env
 
 
 def _implements(env: Env, method: str) -> bool:

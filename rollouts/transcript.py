@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
@@ -70,63 +70,91 @@ class SharedPrompt:
         return self.tokenizer.place(ids, images, begin)
 
 
-@dataclass
-class Transcript:
-    """Episode so far, as one player sees it."""
+@dataclass(kw_only=True)
+class Conversation:
+    """Token columns of a conversation, append-only. The four columns have the same length."""
+
+    ids: list[int] = field(default_factory=list[int])
+    action_mask: list[bool] = field(default_factory=list[bool])
+    logp: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Token range [begin, end) of every reply to train on."""
+    messages: list[Message] = field(default_factory=list[Message])
+    stop: Stop = "eos"
+    images: tuple[PlacedImage, ...] = ()
+
+    def append_context(self, ids: list[int]) -> None:
+        """Append tokens that are not trained on."""
+        self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
+
+    def append_reply(self, done: Completion) -> None:
+        """Append a turn of sampled tokens, which are trained on."""
+        begin = len(self.ids)
+        self._append(done.token_ids, done.logp, done.versions, sampled=True)
+        self.turns.append((begin, len(self.ids)))
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Tokens from the first sampled token on, including later context."""
+        return self.ids[self.turns[0][0] :] if self.turns else []
+
+    def make_sample(self, prompt: Prompt, **others: Any) -> Sample:
+        """Return the sample. others: fields of Sample besides columns, stop and images."""
+        return Sample(
+            prompt=prompt,
+            token_ids=np.array(self.ids, dtype=np.int32),
+            action_mask=np.array(self.action_mask, dtype=np.bool_),
+            rollout_logp=np.array(self.logp, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            stop=self.stop,
+            images=self.images,
+            **others,
+        )
+
+    def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
+        self.ids = self.ids + ids  # a new list: the engine may still hold the old one
+        self.action_mask += [sampled] * len(ids)
+        self.logp += logp
+        self.versions += versions
+
+
+@dataclass(kw_only=True)
+class Transcript(Conversation):
+    """Episode so far, as one player sees it. `messages` are those after the prompt."""
 
     prompt: Prompt
     """Messages and tools shown to the player."""
     tokens_left: int
     """Remaining token budget after the prompt."""
-    ids: list[int] = field(default_factory=list[int])
-    action_mask: list[bool] = field(default_factory=list[bool])
-    logp: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    messages: list[Message] = field(default_factory=list[Message])
-    """Messages after the prompt."""
-    turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Token range [begin, end) of every reply."""
     last_ids: list[int] = field(default_factory=list[int])
     """Tokens of the last reply."""
     last_text: str = ""
     """Text of the last reply."""
-    stop: Stop = "eos"
-    images: tuple[PlacedImage, ...] = ()
 
     def append_given(self, tokenizer: Tokenizer, ids: list[int], messages: Sequence[Message]) -> None:
         """Append messages shown to the player, given their tokens."""
         begin = len(self.ids)
-        self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
+        self.append_context(ids)
         self.images += find_places(tokenizer, self.ids, messages, begin)
 
     def append_sampled(self, done: Completion) -> None:
-        self.turns.append((len(self.ids), len(self.ids) + len(done.token_ids)))
+        self.append_reply(done)
         self.last_ids = done.token_ids
         self.tokens_left -= len(done.token_ids)
-        self._append(done.token_ids, done.logp, done.versions, sampled=True)
-
-    @property
-    def completion_ids(self) -> list[int]:
-        """Tokens from the first sampled token on, including those of the environment."""
-        return self.ids[self.action_mask.index(True) :] if any(self.action_mask) else []
 
     @property
     def is_one_text(self) -> bool:
         """True if the player wrote one plain reply, so that the decoded tokens show all of it."""
         return not self.messages or (len(self.messages) == 1 and {*self.messages[0]} == {"role", "content"})
 
-    def make_sample(
+    def make_player_sample(
         self, tokenizer: Tokenizer, player: int, parts: dict[str, float], counts: dict[str, float], failure: str
     ) -> Sample:
         """Return the player's sample, with the environment's scores, or the reason of failure."""
         completion = self.completion_ids
-        return Sample(
-            prompt=self.prompt,
-            token_ids=np.array(self.ids, dtype=np.int32),
-            action_mask=np.array(self.action_mask, dtype=np.bool_),
-            rollout_logp=np.array(self.logp, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
-            stop=self.stop,
+        return self.make_sample(
+            self.prompt,
             reward_parts=parts,
             failure=failure,
             completion=self.last_text if completion == self.last_ids else tokenizer.decode(completion),
@@ -135,14 +163,7 @@ class Transcript:
             transcript=[] if self.is_one_text else self.messages,
             counts=counts,
             player=player,
-            images=self.images,
         )
-
-    def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
-        self.ids = self.ids + ids  # a new list: the engine may still hold the old one
-        self.action_mask += [sampled] * len(ids)
-        self.logp += logp
-        self.versions += versions
 
 
 def check_completion(done: Completion, *, max_new_tokens: int) -> None:

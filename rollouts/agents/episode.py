@@ -9,7 +9,7 @@ from dataclasses import replace
 from core.tasks import start_task
 from core.timing.progress import say
 from core.types.messages import Message
-from core.types.samples import Prompt, Sample, make_sample
+from core.types.samples import Prompt, Sample
 from rollouts.agents.processes import AgentProcesses, AgentResult
 from rollouts.agents.session import AgentSession, Sampler
 from rollouts.agents.task import Task
@@ -109,21 +109,14 @@ def make_sample_of(
     branch: Branch, trace: Trace, prompt: Prompt, tokenizer: Tokenizer, parts: dict[str, float], failure: str
 ) -> Sample:
     """Convert a branch of an episode to a sample."""
-    begin = branch.action_mask.index(True) if branch.turns else len(branch.ids)
-    return make_sample(
-        prompt=prompt,
-        token_ids=branch.ids,
-        action_mask=branch.action_mask,
-        rollout_logp=branch.logp,
-        versions=branch.versions,
-        stop=branch.stop,
+    return branch.make_sample(
+        prompt,
         reward_parts=parts,
         failure=failure,
-        completion=tokenizer.decode(branch.ids[begin:]),
+        completion=tokenizer.decode(branch.completion_ids),
         transcript=cut_prompt(branch.messages, trace),
-        turns=branch.turns,
-        turn_numbers=branch.turn_numbers,
-        images=branch.images,
+        turns=tuple(branch.turns),
+        turn_numbers=tuple(branch.turn_numbers),
     )
 
 
@@ -151,16 +144,6 @@ def count_requests(session: AgentSession, samples: Sequence[Sample]) -> dict[str
 
 def _make_empty_branch(tokenizer: Tokenizer, prompt: Prompt) -> Branch:
     ids = tokenizer.render(prompt.messages, prompt.tools)
-    n = len(ids)
-    return Branch(
-        ids=ids,
-        action_mask=[False] * n,
-        logp=[0.0] * n,
-        versions=[-1] * n,
-        turns=(),
-        turn_numbers=(),
-        stop="eos",
-        messages=[],
-        last=-1,
-        images=find_places(tokenizer, ids, prompt.messages),
-    )
+    branch = Branch(last=-1, images=find_places(tokenizer, ids, prompt.messages))
+    branch.append_context(ids)
+    return branch

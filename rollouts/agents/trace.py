@@ -16,21 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from core.types.images import PlacedImage
 from core.types.messages import Message, ToolSpec
 from core.types.samples import Stop
 from data_feeds.chat.template_append import TemplateRefuses, TemplateRewrites
 from rollouts.engines.base import Completion
-from rollouts.transcript import PlacesImages, find_places
-
-
-class Renderer(PlacesImages, Protocol):
-    """Tokenizer methods for a trace; see data_feeds/chat/tokenizer.py."""
-
-    def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
-    def render_turns(self, reply: Message, answers: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
+from rollouts.transcript import Conversation, Tokenizer, find_places
 
 
 class CannotContinue(Exception):
@@ -91,29 +83,20 @@ class Planned:
     """Number of assistant turns after the prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
-    """Path from a root to a leaf. All token lists have the same length."""
+@dataclass(kw_only=True)
+class Branch(Conversation):
+    """Path from a root to a leaf."""
 
-    ids: list[int]
-    action_mask: list[bool]
-    logp: list[float]
-    versions: list[int]
-    turns: tuple[tuple[int, int], ...]
-    """Token spans of replies trained on in this branch."""
-    turn_numbers: tuple[int, ...]
-    """Numbers of these replies in the episode."""
-    stop: Stop
-    messages: list[Message]
+    turn_numbers: list[int] = field(default_factory=list[int])
+    """Numbers of the trained replies in the episode."""
     last: int
     """Number of the last reply."""
-    images: tuple[PlacedImage, ...]
 
 
 class Trace:
     """Conversations of one episode. The caller samples; the trace renders and records."""
 
-    def __init__(self, tokenizer: Renderer, close_turn: Callable[[list[int]], list[int]], prompt: Sequence[Message]):
+    def __init__(self, tokenizer: Tokenizer, close_turn: Callable[[list[int]], list[int]], prompt: Sequence[Message]):
         """close_turn: returns tokens that end a reply's turn if the policy did not sample them; see rollouts/stops.py.
 
         prompt: messages of the row. Their assistant turns do not count as rewritten.
@@ -281,35 +264,19 @@ def _list_leaves(roots: list[Node]) -> Iterator[Node]:
 def _make_branch(leaf: Node, seen: set[int]) -> Branch:
     """Build the branch of a leaf. Replies in `seen` become context; new replies are added to it."""
     path = leaf.list_path()
-    columns: dict[str, list[Any]] = {name: [] for name in ("ids", "action_mask", "logp", "versions")}
-    turns: list[tuple[int, int]] = []
-    numbers: list[int] = []
-
-    def append(ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
-        columns["ids"] += ids
-        columns["action_mask"] += [sampled] * len(ids)
-        columns["logp"] += logp if sampled else [0.0] * len(ids)
-        columns["versions"] += versions if sampled else [-1] * len(ids)
-
-    # a shared reply is trained on once, or its gradient would be counted in every branch
-    for node in path:
-        done, is_new = node.completion, node.number not in seen
-        append(node.prompt_ids, [], [], sampled=False)
-        begin = len(columns["ids"])
-        append(done.token_ids, done.logp, done.versions, sampled=is_new)
-        if is_new:
-            turns.append((begin, len(columns["ids"])))
-            numbers.append(node.number)
-            seen.add(node.number)
-    return Branch(
-        ids=columns["ids"],
-        action_mask=columns["action_mask"],
-        logp=columns["logp"],
-        versions=columns["versions"],
-        turns=tuple(turns),
-        turn_numbers=tuple(numbers),
+    branch = Branch(
         stop=leaf.refused or leaf.completion.stop,
         messages=[message for node in path for message in (*node.prompt_messages, node.reply)],
         last=leaf.number,
         images=leaf.images,
     )
+    for node in path:
+        branch.append_context(node.prompt_ids)
+        # a shared reply is trained on once, or its gradient would be counted in every branch
+        if node.number in seen:
+            branch.append_context(node.completion.token_ids)
+            continue
+        branch.append_reply(node.completion)
+        branch.turn_numbers.append(node.number)
+        seen.add(node.number)
+    return branch

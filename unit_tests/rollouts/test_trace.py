@@ -122,7 +122,7 @@ def test_a_reply_that_nobody_got_is_in_no_sample_until_a_request_repeats_it(chat
     got = sample(trace, chat, [user("?"), lost.reply, user("!")], "got")
     got.keep()
     [branch] = trace.list_branches()
-    assert branch.turn_numbers == (0, 1)
+    assert branch.turn_numbers == [0, 1]
 
 
 def test_other_tools_are_another_branch(chat):
