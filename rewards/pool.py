@@ -27,7 +27,7 @@ from core.timing.deadlines import REWARD_EXIT_GRACE_S, REWARD_START_TIMEOUT_S
 from core.types.samples import Message, Prompt
 from rewards.several import RewardPlan
 
-SHARE_S = 0.005
+SECONDS_PER_SHARE = 0.005
 """Seconds of work that one hand-over to a worker may hold. Slower rewards get one sample at a time."""
 Scored = tuple[Prompt, list[Message]]
 """Sample for the reward: the prompt, and the messages after it."""
@@ -55,7 +55,7 @@ class RewardPool:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._waiting: list[tuple[Scored, asyncio.Future[RewardResult]]] = []
         self._shares: set[asyncio.Task[None]] = set()
-        self._sample_s = SHARE_S
+        self._sample_s = SECONDS_PER_SHARE
         """Recent seconds per sample."""
         # The kernel ties a worker to the thread that started it, so these threads both start and feed them.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
@@ -73,10 +73,10 @@ class RewardPool:
         return await result
 
     def _hand_over(self) -> None:
-        """Distribute the waiting samples over the workers, in shares of about SHARE_S seconds."""
+        """Distribute the waiting samples over the workers, in shares of about SECONDS_PER_SHARE seconds."""
         waiting = [(sample, result) for sample, result in self._waiting if not result.done()]
         self._waiting = []
-        size = max(1, min(int(SHARE_S / self._sample_s), -(-len(waiting) // len(self._workers))))
+        size = max(1, min(int(SECONDS_PER_SHARE / self._sample_s), -(-len(waiting) // len(self._workers))))
         for i in range(0, len(waiting), size):
             task = asyncio.ensure_future(self._compute_share(waiting[i : i + size]))
             self._shares.add(task)

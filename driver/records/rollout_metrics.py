@@ -22,11 +22,10 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
     Returns mean, maximum and histogram (fractions of the tokens), and the fraction of samples with several versions.
     Raises RunStopped for a token older than allowed or newer than possible.
     """
-    versions = [count_versions(s) for g in groups for s in g]
-    ages: Counter[int] = Counter()
-    for counts in versions:
-        for version, n in counts.items():
-            ages[step - version] += n
+    samples = [s for g in groups for s in g]
+    versions = np.concatenate([s.versions[s.action_mask] for s in samples])
+    numbers, counts = np.unique(step - versions, return_counts=True)
+    ages = Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
     # The buffer bounds staleness when a group starts; this checks the result, whatever the schedule did.
     if wrong := [age for age in ages if not 0 <= age <= max_staleness]:
         raise RunStopped(
@@ -41,7 +40,7 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
         names.ROLLOUT_STALENESS_MAX: float(max(ages)),
     }
     if max_staleness:
-        measured[names.ROLLOUT_MIXED_VERSIONS] = sum(len(counts) > 1 for counts in versions) / len(versions)
+        measured[names.ROLLOUT_MIXED_VERSIONS] = sum(len(count_versions(s)) > 1 for s in samples) / len(samples)
         measured |= {names.ROLLOUT_STALENESS.format(age): ages[age] / tokens for age in range(max_staleness + 1)}
     return measured
 

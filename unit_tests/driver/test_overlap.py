@@ -8,7 +8,6 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +32,7 @@ from tools.benchmarks import simulate
 from tools.benchmarks.simulate import forecast, times_of
 from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 from trainers.trainer import Trainer
+from unit_tests.helpers.episodes import Words
 from unit_tests.helpers.examples import run_here, sample_of
 from unit_tests.helpers.runs import SEVENS, file_of, folder_of, numbers_of
 from unit_tests.helpers.simulated_runs import Choosy, a_schedule
@@ -369,13 +369,16 @@ def test_a_group_that_takes_too_long_is_given_up_where_it_is_made():
                 given_up.append(token_ids)
                 raise
 
-    tokenizer: Any = SimpleNamespace(render=lambda messages, tools: [1, 2], images=None)
+    class OnePrompt(Words):
+        def render(self, messages, tools=()):
+            return [1, 2]
+
     rollout = RolloutConfig(max_new_tokens=4, timeout_s=0.05)
     rewards: Any = None  # never reached
     engine: Any = Stuck()
     worker = RolloutWorker(
         engine,
-        tokenizer,
+        OnePrompt(),
         lambda prompt: OneTurn(prompt),
         rewards,
         reward=RewardConfig(function="x"),

@@ -230,7 +230,7 @@ def test_a_reward_that_never_ends_is_killed_and_its_neighbours_live(tmp_path: Pa
 
 def make_fast(pool: RewardPool) -> None:
     """Score until the pool knows that its reward is fast, so that it sends many samples at once."""
-    while pool._sample_s > rewards.pool.SHARE_S / 8:
+    while pool._sample_s > rewards.pool.SECONDS_PER_SHARE / 8:
         ask(pool, "yes")
 
 
@@ -248,7 +248,7 @@ def test_a_slow_reward_is_spread_over_the_workers(tmp_path: Path) -> None:
     with wrecker_pool(tmp_path, workers=2) as pool:
         make_fast(pool)
         assert len({o.reward_parts["pid"] for o in ask(pool, "nap", "nap")}) == 2
-        assert pool._sample_s > rewards.pool.SHARE_S
+        assert pool._sample_s > rewards.pool.SECONDS_PER_SHARE
         assert len({o.reward_parts["pid"] for o in ask(pool, *["nap"] * 4)}) == 2
 
 
