@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -48,6 +48,8 @@ class VllmEngine(VllmBase):
         ipc=True,
         in_process="vllm_local",
     )
+    stat_loggers: ClassVar[Sequence[Any]] = ()
+    """Classes of vLLM's StatLoggerBase, for a subclass that counts iterations."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
@@ -60,6 +62,7 @@ class VllmEngine(VllmBase):
         with without_gc():
             from vllm import AsyncEngineArgs
             from vllm.config import WeightTransferConfig
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
             from rollouts.engines.vllm_support.executor import CoreExecutor
@@ -72,7 +75,9 @@ class VllmEngine(VllmBase):
             weight_transfer_config=WeightTransferConfig(backend=self._transfer),
             distributed_executor_backend=executor,
         )
-        self._llm = AsyncLLM.from_engine_args(args)
+        # the defaults of a server keep few requests in a batch, since its users wait for the next token
+        offline = UsageContext.LLM_CLASS
+        self._llm = AsyncLLM.from_engine_args(args, usage_context=offline, stat_loggers=[*self.stat_loggers])
         self._requests = count()
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
