@@ -26,7 +26,6 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,17 +41,49 @@ _ALIGNMENT = 64
 _Header = list[tuple[str, str, list[int]]]
 
 
-class WeightSender:
-    """Sender in the trainer. Order of calls: `open`; `join`, while the engines join at this port; `send` per sync."""
+class Member:
+    """Member of the process group."""
 
     transport = "gloo"
+    _group: ProcessGroupGloo | None = None
+
+    def leave(self) -> None:
+        """Close the connections: no member waits any longer."""
+        self._group = None
+
+    @contextmanager
+    def leaving_on_failure(self) -> Generator[None]:
+        """Run the body; a member whose transfer fails leaves the group, and TransportFailed is raised."""
+        try:
+            with transfer_errors(self.transport):
+                yield
+        except TransportFailed:
+            self.leave()
+            raise
+
+    def _form_group(self, store: TCPStore, *, rank: int, members: int, timeout: timedelta) -> None:
+        # A separate group object, not torch's default group: trainers and vLLM's workers have one already.
+        with transfer_errors(self.transport):
+            self._group = ProcessGroupGloo(PrefixStore("feynrl_weights", store), rank, members, timeout)
+
+    def _start(self, tensor: Tensor) -> Work:
+        """Start to broadcast the sender's tensor to all members. Raises ConnectionError without a group."""
+        if self._group is None:
+            raise ConnectionError("this member is not in the group")
+        options = BroadcastOptions()
+        options.rootRank = 0
+        return self._group.broadcast([tensor], options)
+
+
+class WeightSender(Member):
+    """Sender in the trainer. Order of calls: `open`; `join`, while the engines join at this port; `send` per sync."""
+
     sent_bytes: int
     """Bytes of the tensors of the last `send`."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._store: TCPStore | None = None
-        self._group: ProcessGroupGloo | None = None
         self._on_its_way: Work | None = None
         self._flats = [torch.empty(0, dtype=torch.uint8)] * 2  # kept: new memory is slower than the network
 
@@ -65,12 +96,11 @@ class WeightSender:
         """Wait until the `members` - 1 receivers have joined."""
         if self._store is None:
             raise RuntimeError("open() comes before join()")
-        with transfer_errors(self.transport):
-            self._group = _form_group(self._store, rank=0, members=members, timeout=self._timeout)
+        self._form_group(self._store, rank=0, members=members, timeout=self._timeout)
 
     def leave(self) -> None:
-        """Close the connections: no member waits any longer."""
-        self._group = self._on_its_way = None
+        super().leave()
+        self._on_its_way = None
 
     def send(self, buckets: Iterable[Bucket]) -> dict[str, int]:
         """Broadcast every bucket; return the checksums of the tensors by name. Raises TransportFailed.
@@ -84,9 +114,9 @@ class WeightSender:
         for bucket in buckets:
             sent.update(fingerprint(bucket))
             self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            with leaving_on_failure(self):
+            with self.leaving_on_failure():
                 self._send_bucket(bucket)
-        with leaving_on_failure(self):
+        with self.leaving_on_failure():
             self._send_end()
         return sent
 
@@ -116,27 +146,16 @@ class WeightSender:
             self._on_its_way.wait()
             self._on_its_way = None
 
-    def _start(self, tensor: Tensor) -> Work:
-        if self._group is None:
-            raise RuntimeError("join() comes before send()")
-        return _start_broadcast(self._group, tensor)
 
-
-class WeightReceiver:
+class WeightReceiver(Member):
     """Weight receiver of a tensor-parallel rank of an engine."""
-
-    transport = "gloo"
 
     def __init__(self, *, address: str, port: int, rank: int, members: int, timeout_s: float) -> None:
         """Join the group as `rank` of 1..members-1; returns when all have joined."""
         timeout = timedelta(seconds=timeout_s)
         with transfer_errors(self.transport):
             store = TCPStore(address, port, is_master=False, timeout=timeout)
-            self._group: ProcessGroupGloo | None = _form_group(store, rank=rank, members=members, timeout=timeout)
-
-    def leave(self) -> None:
-        """Close the connections: nobody waits for this member any longer."""
-        self._group = None
+        self._form_group(store, rank=rank, members=members, timeout=timeout)
 
     def receive(self) -> Iterator[Bucket]:
         """Yield the buckets of a `send`. Each has a separate storage, so a consumer may keep it.
@@ -149,11 +168,11 @@ class WeightReceiver:
             header: _Header = json.loads(bytes(text.tolist()))
             places, size = _plan_layout(header)
             flat = torch.empty(size, dtype=torch.uint8)
-            with leaving_on_failure(self):
+            with self.leaving_on_failure():
                 arrives = self._start(flat)
             if bucket is not None:
                 yield bucket
-            with leaving_on_failure(self):
+            with self.leaving_on_failure():
                 arrives.wait()
             bucket = [
                 (name, flat[at : at + _count_bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
@@ -163,44 +182,9 @@ class WeightReceiver:
             yield bucket
 
     def _receive_tensor(self, tensor: Tensor) -> Tensor:
-        with leaving_on_failure(self):
+        with self.leaving_on_failure():
             self._start(tensor).wait()
         return tensor
-
-    def _start(self, tensor: Tensor) -> Work:
-        if self._group is None:
-            raise ConnectionError("this member has left the group")
-        return _start_broadcast(self._group, tensor)
-
-
-class Member(Protocol):
-    """Member of the process group."""
-
-    transport: str
-
-    def leave(self) -> None: ...
-
-
-@contextmanager
-def leaving_on_failure(member: Member) -> Generator[None]:
-    """Run the body; a member whose transfer fails leaves the group, and TransportFailed is raised."""
-    try:
-        with transfer_errors(member.transport):
-            yield
-    except TransportFailed:
-        member.leave()
-        raise
-
-
-def _form_group(store: TCPStore, *, rank: int, members: int, timeout: timedelta) -> ProcessGroupGloo:
-    # A separate group object, not torch's default group: trainers and vLLM's workers have one already.
-    return ProcessGroupGloo(PrefixStore("feynrl_weights", store), rank, members, timeout)
-
-
-def _start_broadcast(group: ProcessGroupGloo, tensor: Tensor) -> Work:
-    options = BroadcastOptions()
-    options.rootRank = 0
-    return group.broadcast([tensor], options)
 
 
 def _plan_layout(header: _Header) -> tuple[list[int], int]:
