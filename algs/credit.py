@@ -27,14 +27,11 @@ def group_advantages(
     """Compute rewards minus the group's mean, scaled, [G] -> [G].
 
     scale: divide by nothing, by the group's standard deviation (ddof 1, plus 1e-6), by `batch_std`, or by the group's
-    mean
-    reward (MaxRL, https://arxiv.org/abs/2602.02710; 0 unless the mean is positive). With rewards 0 and 1, MaxRL ascends
-    the
-    first G - 1 terms of log E R.
+    mean reward (MaxRL, https://arxiv.org/abs/2602.02710; 0 unless the mean is positive). With rewards 0 and 1, MaxRL
+    ascends the first G - 1 terms of log E R.
     leave_one_out: use the mean over the other samples (RLOO, https://arxiv.org/abs/2402.14740).
     A failed sample (None) is excluded from the statistics and gets 0. A group of equal rewards gets exactly 0, not
-    rounding
-    noise divided by epsilon.
+    rounding noise divided by epsilon.
 
     >>> group_advantages([1.0, 0.0, None])
     [0.5, -0.5, 0.0]

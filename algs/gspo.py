@@ -62,8 +62,7 @@ class GSPO(GroupRelative):
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         ratio = sequence_ratio(policy.logp, tokens.prox_logp, tokens.seq_ids, product=self.ratio == "product")
         if self.form == "token":
-            # The value is s_b, but each token's gradient flows only through its own log-probability (GSPO-token, Eq.
-            # 13-14).
+            # The value is s_b; a token's gradient flows only through its own log-probability (GSPO-token, Eq. 13-14).
             ratio = ratio.detach() * (policy.logp - policy.logp.detach()).exp()
         loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high)
         return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)

@@ -29,10 +29,8 @@ class ORPO(Pairwise):
         """Set advantages so that weight x advantage is 1 / (number of chosen tokens), negative for rejected tokens."""
         groups = super().compute_advantages(groups)
         sizes = [sum(s.n_trained for s in g) for g in groups]
-        pairs, chosen = (
-            sum(n > 0 for n in sizes),
-            sum(s.n_trained for g in groups for s in g if preference_sign(s) > 0),
-        )
+        pairs = sum(n > 0 for n in sizes)
+        chosen = sum(s.n_trained for g in groups for s in g if preference_sign(s) > 0)
         size_of = {id(s): n for g, n in zip(groups, sizes, strict=True) for s in g}
         # The norm `prompt` gives every token of a pair the weight 1 / (pairs x tokens of the pair); this undoes it.
         return with_advantage_of(groups, lambda s: preference_sign(s) * size_of[id(s)] * pairs / chosen)

@@ -66,13 +66,9 @@ class PPO(TurnCredit):
         # Before whitening: the value model regresses on returns in the units of the reward.
         returns = [a + v for a, v in zip(advantages, values, strict=True)]
         rows = zip(samples, whiten(advantages) if self.whiten else advantages, returns, strict=True)
-        done = iter(
-            [
-                replace(
-                    s, advantage=spread_over_sample(s, a), columns=s.columns | {"returns": spread_over_sample(s, r)}
-                )
-                for s, a, r in rows
-            ]
+        done = (
+            replace(s, advantage=spread_over_sample(s, a), columns=s.columns | {"returns": spread_over_sample(s, r)})
+            for s, a, r in rows
         )
         return [[next(done) for _ in g] for g in groups]
 
@@ -124,8 +120,7 @@ class PPO(TurnCredit):
     def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
         error = (values - tokens.returns).square()
         if self.value_clip is not None:
-            # The larger of the two errors: a clipped value may not be rewarded for moving too far (PPO's value
-            # clipping).
+            # The larger of the two errors: a clipped value may not be rewarded for moving too far.
             near = tokens.values + (values - tokens.values).clamp(-self.value_clip, self.value_clip)
             error = torch.maximum(error, (near - tokens.returns).square())
         gap = tokens.returns - values.detach()

@@ -54,9 +54,8 @@ class ReinforcePP(TurnCredit):
 
     def _episode_returns(self, groups: list[Group]) -> list[Floats]:
         samples = [s for g in groups for s in g]
-        rewards = [self._sequence_rewards(g) for g in groups]
-        ends = [r for g in rewards for r in g]
-        return [self._token_returns(s, r) for s, r in zip(samples, ends, strict=True)]
+        rewards = [r for g in groups for r in self._sequence_rewards(g)]
+        return [self._token_returns(s, r) for s, r in zip(samples, rewards, strict=True)]
 
     def _sequence_rewards(self, group: Group) -> list[float]:
         """Return the reward of each completion, without the KL term; with `baseline` minus the group's mean."""

@@ -27,6 +27,5 @@ class SAPO(GroupRelative):
         ratio = importance_ratio(policy.logp, tokens.prox_logp)
         tau = torch.full_like(ratio, self.tau_neg).masked_fill(tokens.advantage > 0, self.tau_pos)
         gate = torch.sigmoid(tau * (ratio - 1))
-        # The sigmoid's slope is tau / 4 at ratio 1, so the factor 4 / tau makes the gradient there that of the plain
-        # ratio.
+        # The sigmoid's slope is tau / 4 at ratio 1, so the factor 4 / tau makes the gradient there the plain ratio's.
         return -4 / tau * gate * tokens.advantage, {"gate": 4 * (gate * (1 - gate)).detach()}

@@ -87,11 +87,6 @@ def returns_std(returns: Sequence[Floats | None]) -> float:
     return float(hold_last(scored).var(0, ddof=1).mean() ** 0.5) + 1e-6
 
 
-def reward_to_go(rewards: Floats, gamma: float) -> Floats:
-    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens, or the turns, of an episode, [n] -> [n]."""
-    return discount_backwards(rewards, gamma)
-
-
 def generalised_advantages(
     rewards: Floats, values: Floats, *, gamma: float, lam: float, bootstrap: float = 0.0
 ) -> Floats:
@@ -102,16 +97,19 @@ def generalised_advantages(
     """
     r, v = np.asarray(rewards, dtype=np.float64), np.asarray(values, dtype=np.float64)
     following = np.append(v[1:], bootstrap) if len(v) else v
-    return discount_backwards(r + gamma * following - v, gamma * lam)
+    return reward_to_go(r + gamma * following - v, gamma * lam)
 
 
-def discount_backwards(values: Floats, factor: float) -> Floats:
-    """Compute y_t = x_t + factor y_{t+1}, [n] -> [n], in log2(n) array operations, not a Python step per token."""
-    done = np.array(values, dtype=np.float64)
-    if factor == 1:
+def reward_to_go(rewards: Floats, gamma: float) -> Floats:
+    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens, or the turns, of an episode, [n] -> [n].
+
+    It takes log2(n) array operations, not a Python step per token.
+    """
+    done = np.array(rewards, dtype=np.float64)
+    if gamma == 1:
         return np.cumsum(done[::-1])[::-1]
-    reach, weight = 1, factor  # weight = factor ** reach
-    # After each pass y_t sums twice as many terms: reach of them, with weights 1, factor, factor^2, ...
+    reach, weight = 1, gamma  # weight = gamma ** reach
+    # After each pass G_t sums twice as many terms: reach of them, with weights 1, gamma, gamma^2, ...
     while reach < len(done) and weight:
         done[:-reach] += weight * done[reach:]
         reach, weight = 2 * reach, weight * weight

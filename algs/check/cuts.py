@@ -71,7 +71,7 @@ def cut_in_alternation(group: Group) -> Group:
     for episode, s in enumerate(group):
         turns = range(len(s.spans))
         parts = [[*turns[1::2]], [*turns[0::2]]] if len(turns) > 1 else []
-        branches += [numbered(make_branch(s, episode, own), own) for own in parts] or [s]
+        branches += [replace(make_branch(s, episode, own), turn_numbers=tuple(own)) for own in parts] or [s]
     return branches[::-1]
 
 
@@ -79,8 +79,6 @@ CUTS: dict[str, Callable[[Group], Group]] = {
     "episodes cut after every turn": cut_after_every_turn,
     "episodes of two branches in alternation": cut_in_alternation,
 }
-
-
 WAYS = [*product(CUTS.items(), LAYOUTS)]
 """All ways for the algorithm itself; only the last, which mixes most, for other loss norms."""
 
@@ -105,8 +103,3 @@ def make_branch(sample: Sample, episode: int, turns: Sequence[int]) -> Sample:
         turns=tuple(spans[k] for k in turns),
         turn_rewards=tuple(sample.turn_rewards[k] for k in turns) if sample.turn_rewards else (),
     )
-
-
-def numbered(branch: Sample, turns: Sequence[int]) -> Sample:
-    """Return a branch with the chronological numbers of its turns."""
-    return replace(branch, turn_numbers=tuple(turns))

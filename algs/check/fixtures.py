@@ -65,25 +65,17 @@ def get_kind(alg: Algorithm) -> Kind:
 
 def made_up_step(alg: Algorithm) -> MadeUpStep:
     """Return the step for the algorithm's kind, prepared by `prepare_groups`; always the same."""
-    drawn = _draw_step(get_kind(alg))
-    groups = [
-        [_with_columns(s, drawn.scored) for s in group] for group in alg.prepare_groups([[*g] for g in drawn.groups])
-    ]
-    return MadeUpStep(groups=groups, now=drawn.now)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawn:
-    """Made-up step before `prepare_groups`."""
-
-    groups: list[Group]
-    now: Tables
-    scored: dict[ScoredColumn, Tensor]
+    drawn, now, scored = _draw_step(get_kind(alg))
+    groups = [[_with_columns(s, scored) for s in group] for group in alg.prepare_groups([[*g] for g in drawn])]
+    return MadeUpStep(groups=groups, now=now)
 
 
 @cache
-def _draw_step(kind: Kind) -> _Drawn:
-    """Draw a step. Ratios are mostly near 1, with some far out on both sides."""
+def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tensor]]:
+    """Draw a step before `prepare_groups`: groups, tables of the current models, and columns of the earlier ones.
+
+    Ratios are mostly near 1, with some far out on both sides.
+    """
     # A fixed seed: a failure must occur again, at the same token.
     draw = torch.Generator().manual_seed(0)
 
@@ -118,11 +110,8 @@ def _draw_step(kind: Kind) -> _Drawn:
             rows["values"].append(values + draw_noise(n, 0.4))
             first += n
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
-    return _Drawn(
-        groups=groups,
-        now={name: torch.cat(parts) for name, parts in rows.items()},
-        scored={name: torch.cat(parts) for name, parts in scored.items()},
-    )
+    now = {name: torch.cat(parts) for name, parts in rows.items()}
+    return groups, now, {name: torch.cat(parts) for name, parts in scored.items()}
 
 
 def _with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
@@ -174,8 +163,8 @@ def shuffle_groups(groups: list[Group], seed: int) -> list[Group]:
 
 PoisonableColumn = Column | Literal["rollout_logp", "advantage"]
 POISONABLE_COLUMNS: list[PoisonableColumn] = [
-    *("rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"),
-]
+    "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"
+]  # fmt: skip
 
 
 def has_column(sample: Sample, name: PoisonableColumn) -> bool:

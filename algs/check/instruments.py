@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
@@ -128,14 +129,6 @@ def propose_values(annotation: Any, value: Any) -> list[Any]:
     return []
 
 
-def get_setting(alg: Algorithm, dotted: str) -> Any:
-    """Return a hyper-parameter by dotted name, such as "kl.coef"."""
-    value: Any = alg
-    for key in dotted.split("."):
-        value = getattr(value, key)
-    return value
-
-
 def with_settings(alg: Algorithm, changes: dict[str, Any]) -> Algorithm | None:
     """Return the algorithm with other settings, by dotted name; None if invalid."""
     raw = alg.model_dump()
@@ -153,10 +146,8 @@ def with_settings(alg: Algorithm, changes: dict[str, Any]) -> Algorithm | None:
 
 def list_variants(alg: Algorithm, base: dict[str, Any], name: str) -> list[Algorithm]:
     """Return the algorithm under `base`, once per other valid value of a field."""
-    found = [
-        with_settings(alg, base | {name: v}) for v in propose_values(list_own_fields(alg)[name], get_setting(alg, name))
-    ]
-    return [other for other in found if other is not None]
+    values = propose_values(list_own_fields(alg)[name], attrgetter(name)(alg))
+    return [other for v in values if (other := with_settings(alg, base | {name: v})) is not None]
 
 
 PLAIN: dict[str, Any] = {"kl.coef": 0.0, "overlong.mode": "none"}
@@ -174,7 +165,7 @@ def list_modes(alg: Algorithm) -> list[tuple[dict[str, Any], Algorithm]]:
     """Return settings under which other fields may be read, and the algorithm under each; the given settings first."""
     tries: list[dict[str, Any]] = [{}]
     for name, kind in list_own_fields(alg).items():
-        others = propose_values(kind, get_setting(alg, name))
+        others = propose_values(kind, attrgetter(name)(alg))
         tries += [{name: v} for v in (others[:1] if kind in (int, float) else others)]
     if isinstance(alg, PolicyGradient):
         tries += [

@@ -241,7 +241,7 @@ def clips_on_the_right_side(alg: Algorithm) -> str:
         raise NotApplicable("it has no clip_low and clip_high")
     before = slopes_by_ratio(alg)
     for name, other, side in (("clip_high", "clip_low", 1.0), ("clip_low", "clip_high", -1.0)):
-        value: float = instruments.get_setting(alg, name)
+        value: float = getattr(alg, name)
         narrow = with_settings(alg, {name: value / 2})
         if narrow is None:
             raise NotApplicable(f"{name}={value / 2:g} is refused")

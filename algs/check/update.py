@@ -13,6 +13,7 @@ from torch import Tensor
 from algs.base import Algorithm, assign_advantages, sum_totals
 from algs.check import fixtures
 from algs.check.fixtures import MadeUpStep, Tables
+from algs.validate import check_per_token
 from core.types.samples import Batch, Group, Policy, ScoredColumn
 from data_feeds.packing.batches import Plan, plan_update
 
@@ -104,22 +105,13 @@ def make_policy(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:
 
 def compute_losses(alg: Algorithm, batch: Batch, tables: Tables) -> list[Tensor]:
     """Return the scalars for backward(): the policy's loss, and the value model's if there is one."""
-    if alg.model_kind == "reward":
-        loss, metrics = alg.value_loss(tables["values"][batch.labels], batch.tokens)
-    else:
-        loss, metrics = alg.objective(make_policy(alg, batch, tables), batch.tokens)
-    terms, per_token = [loss], {"the loss": loss, **metrics}
-    if alg.value_lr is not None:
-        value_loss, metrics = alg.value_loss(tables["values"][batch.labels], batch.tokens)
-        terms, per_token = [loss, value_loss], per_token | {"the value loss": value_loss, **metrics}
-    # As in training: a reduced loss would broadcast against the weights without an error.
-    for name, value in per_token.items():
-        if value.shape != batch.labels.shape:
-            raise ObligationFailed(
-                f"{name} has shape {list(value.shape)}, expected one value per trained token, "
-                f"{list(batch.labels.shape)}: return it unreduced, the framework weights and sums"
-            )
-    return [(term * batch.tokens.weight).sum() for term in terms]
+    returned: list[object] = []
+    if alg.model_kind != "reward":
+        returned.append(alg.objective(make_policy(alg, batch, tables), batch.tokens))
+    if alg.model_kind == "reward" or alg.value_lr is not None:
+        returned.append(alg.value_loss(tables["values"][batch.labels], batch.tokens))
+    losses = [check_per_token(alg, each, batch.tokens)[0] for each in returned]  # as in training
+    return [(loss * batch.tokens.weight).sum() for loss in losses]
 
 
 def run_update(alg: Algorithm, batches: list[Batch], tables: Tables, *, by: Tables | None = None) -> Outcome:

@@ -24,7 +24,7 @@ from algs.rloo import RLOO
 from algs.sapo import SAPO
 from algs.sft import SFT
 from algs.terms import KL, Correction, Overlong
-from algs.turns import generalised_advantages, reward_to_go
+from algs.turns import generalised_advantages
 from core.types.arrays import DOUBLE
 from core.types.samples import Policy, Sample, Tokens
 from driver.records.rollout_metrics import name_train_metrics
@@ -437,10 +437,6 @@ def test_clipped_weights_lie_between_the_bounds():
     prox = torch.tensor([0.1, 0.5, 1.0, 2.0, 5.0]).log()
     clip = Correction(mode="clip", low=0.5, high=2.0).compute_weights(prox, torch.zeros(5), torch.arange(5))
     assert clip.tolist() == pytest.approx([0.5, 0.5, 1.0, 2.0, 2.0])
-
-
-def test_rewards_to_go_are_discounted_backwards():
-    assert reward_to_go([1.0, 2.0, 4.0], 0.5).tolist() == [3.0, 4.0, 4.0]
 
 
 def test_advantages_are_whitened_last_where_a_recipe_says_so():

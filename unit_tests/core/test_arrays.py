@@ -16,7 +16,7 @@ import torch
 
 from algs.credit import whiten
 from algs.grpo import GRPO
-from algs.turns import discount_backwards
+from algs.turns import reward_to_go
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Resources
 from core.errors import RunStopped, UserError
@@ -167,7 +167,7 @@ def test_discounting_in_passes_is_discounting_token_by_token(n, factor):
     for x in values[::-1]:
         following = x + factor * following
         want.append(following)
-    assert discount_backwards(values, factor) == pytest.approx(np.array(want[::-1]), rel=1e-13, abs=1e-13)
+    assert reward_to_go(values, factor) == pytest.approx(np.array(want[::-1]), rel=1e-13, abs=1e-13)
 
 
 def test_whitening_does_not_depend_on_the_order_of_the_samples():
