@@ -33,25 +33,23 @@ class ModelLoader:
         """
         self.model, self.cfg, self.alg, self.place, self.place_frozen = model, cfg, alg, place, place_frozen
         self.kind: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
-        self.trusts = model.trust_remote_code
+        self.kind["trust_remote_code"] = model.trust_remote_code
+        self.trained: dict[str, Any] = {**self.kind, "gradient_checkpointing": cfg.gradient_checkpointing}
 
     def load_policy(self) -> nn.Module:
         if self.alg.model_kind == "reward":
             return self.load_scalar()
         lora = self.model.lora
-        freeze = self._freeze_vision if lora is None else _freeze
-        own: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing, "lora": lora}
-        own["place"] = _place_after(freeze, self.place)
-        policy = load_model(self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
+        place = _place_after(self._freeze_vision if lora is None else _freeze, self.place)
+        policy = load_model(self.model.path, **self.trained, lora=lora, place=place)
         if lora is None:  # PEFT has frozen the rest
             self._freeze_vision(policy)
         return policy
 
     def load_scalar(self) -> nn.Module:
         """Load a reward model, or the value model of a policy."""
-        own: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing}
-        own["place"] = _place_after(self._freeze_vision, self.place)
-        model = load_scalar_model(self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
+        place = _place_after(self._freeze_vision, self.place)
+        model = load_scalar_model(self.model.path, **self.trained, place=place)
         self._freeze_vision(model)
         return model
 
@@ -64,8 +62,8 @@ class ModelLoader:
     def _load_frozen(self, column: str, path: str) -> nn.Module:
         """Load the model that scores a column. An empty path loads the initial weights of the trained model."""
         place = _place_after(_freeze, self.place_frozen)
-        own: dict[str, Any] = {"key": f"alg, the model of {column}", "place": place}
-        model = load_model(path or self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
+        key = f"alg, the model of {column}"
+        model = load_model(path or self.model.path, **self.kind, key=key, place=place)
         return model.requires_grad_(False)
 
     def _freeze_vision(self, model: nn.Module) -> None:

@@ -3,52 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable
 
 import torch
 
 from configs.trainer_schema import TrainerConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRateSchedule:
-    """Learning rate schedule: linear warm-up, then constant, or decay to `floor` * lr at update `total`."""
+def make_lr_schedule(cfg: TrainerConfig, total_updates: int) -> Callable[[int], float]:
+    """Return a function from the number of an update to its learning rate.
 
-    lr: float
-    warmup: int
-    total: int
-    shape: Literal["constant", "linear", "cosine", "wsd"]
-    floor: float = 0.0
-    """Fraction of lr at the end of the decay."""
-    decay: int = 0
-    """Number of decay updates of `wsd`, which is constant before."""
+    Linear warm-up, then constant, or decay to `lr_min_fraction` * lr at update `total_updates`.
+    """
+    decay = cfg.count_decay_updates(total_updates)  # of wsd, which is constant before
 
-    def get_lr(self, update: int) -> float:
-        if update < self.warmup:
-            return self.lr * (update + 1) / self.warmup
-        start = self.total - self.decay if self.shape == "wsd" else self.warmup
-        done = (update - start) / max(1, self.total - start)
-        match self.shape:
+    def get_lr(update: int) -> float:
+        if update < cfg.warmup_updates:
+            return cfg.lr * (update + 1) / cfg.warmup_updates
+        start = total_updates - decay if cfg.lr_schedule == "wsd" else cfg.warmup_updates
+        done = (update - start) / max(1, total_updates - start)
+        match cfg.lr_schedule:
             case "constant":
                 left = 1.0
             case "linear" | "wsd":
                 left = 1 - max(0.0, done)
             case "cosine":
                 left = (1 + math.cos(math.pi * done)) / 2
-        return self.lr * (self.floor + (1 - self.floor) * left)
+        return cfg.lr * (cfg.lr_min_fraction + (1 - cfg.lr_min_fraction) * left)
 
-
-def make_lr_schedule(cfg: TrainerConfig, total_updates: int) -> LearningRateSchedule:
-    return LearningRateSchedule(
-        lr=cfg.lr,
-        warmup=cfg.warmup_updates,
-        total=total_updates,
-        shape=cfg.lr_schedule,
-        floor=cfg.lr_min_fraction,
-        decay=cfg.count_decay_updates(total_updates),
-    )
+    return get_lr
 
 
 def make_optimizer(cfg: TrainerConfig, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:

@@ -25,8 +25,8 @@ from core.timing.phases import TRAINER_ACTIVITIES, Activity
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Floats
 from core.types.batch import RowLayout
-from core.types.images import PlacedImage
-from core.types.samples import Batch, Policy, ScoredColumn
+from core.types.images import PlacedImage, list_written
+from core.types.samples import Batch, Policy, Prompt, ScoredColumn, make_sample
 from core.types.weights import Bucket, ExportScope
 from data_feeds.packing.batches import pack
 from modeling.attention import can_share_prefixes
@@ -36,14 +36,13 @@ from modeling.load import DTYPES
 from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
-from trainers.checkpoint.state import Counters, RankState, load_state, save_state
+from trainers.checkpoint.state import RankState, load_state, save_state
 from trainers.learner import Learner
 from trainers.meter import Meter, StepMetrics
 from trainers.models import ModelLoader
 from trainers.observers import BatchSeen, ObserverFactory, Observers
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
-from trainers.probe import make_probe_sample
 
 
 class Trainer:
@@ -85,7 +84,7 @@ class Trainer:
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, **kind)
         self.layout = layout_for(cfg.layout, self.model)
-        self.lr_schedule = make_lr_schedule(cfg, total_updates)
+        self.get_lr = make_lr_schedule(cfg, total_updates)
         self.updates_done = self.skipped_in_a_row = 0
 
     def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
@@ -152,7 +151,7 @@ class Trainer:
                         metrics |= {"value/loss": value_loss, **of_values}
                     self.observers.on_batch(BatchSeen.detached(batch, policy, loss, metrics))
                 self.observers.on_update(self._update_weights())
-            return self.observers.finish() | {"lr": self.lr_schedule.get_lr(self.updates_done - 1)}
+            return self.observers.finish() | {"lr": self.get_lr(self.updates_done - 1)}
 
     def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Tensor, Metrics]:
         """Run the forward pass; return the policy (None for a reward model), the loss [M] and the metrics."""
@@ -177,7 +176,7 @@ class Trainer:
 
     def _update_weights(self) -> dict[str, float]:
         """Update every learner with finite gradients; return the gradient norms, or {} if any update was skipped."""
-        lr = self.lr_schedule.get_lr(self.updates_done)
+        lr = self.get_lr(self.updates_done)
         learners = [("grad_norm", self.policy, lr)]
         if self.critic is not None and self.alg.value_lr is not None:
             # the ratio value_lr / lr is constant, so that the critic follows the policy's warm-up and decay
@@ -230,8 +229,18 @@ class Trainer:
     @torch.no_grad()
     def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of text after the first, given what is before."""
+        n = len(token_ids)
+        written = set(list_written(n, images))
+        sample = make_sample(
+            prompt=Prompt(id="probe", messages=[]),
+            token_ids=token_ids,
+            action_mask=[i in written for i in range(n)],
+            rollout_logp=[0.0] * n,
+            versions=[-1] * n,
+            images=tuple(images),
+        )
         with self.timer.measure(Activity.SYNC):
-            batch = self.media.load(pack([make_probe_sample(token_ids, images)], [0.0]))
+            batch = self.media.load(pack([sample], [0.0]))
             return self.forward(batch, as_given=True).logp.tolist()
 
     def forward(self, batch: Batch, *, frozen: nn.Module | None = None, as_given: bool = False) -> Policy:
@@ -263,19 +272,19 @@ class Trainer:
 
     def save_state(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint into a folder on a shared file system."""
-        counters = Counters(updates_done=self.updates_done, skipped_in_a_row=self.skipped_in_a_row)
         with self.timer.measure(Activity.SAVE), writing(folder):
-            save_state(self._rank_state(), counters, folder)
+            save_state(self._rank_state(), folder)
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote."""
-        counters = load_state(self._rank_state(), folder)
-        self.updates_done, self.skipped_in_a_row = counters.updates_done, counters.skipped_in_a_row
+        self.updates_done, self.skipped_in_a_row = load_state(self._rank_state(), folder)
 
     def _rank_state(self) -> RankState:
         return RankState(
             rank=self.rank,
             ranks=self.ranks,
+            updates_done=self.updates_done,
+            skipped_in_a_row=self.skipped_in_a_row,
             learners={"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {}),
             settings={**self.get_file_settings(), "trainer.optimizer": self.cfg.optimizer},
         )

@@ -13,8 +13,8 @@ from configs.schema import RLConfig
 from core.loading import needs_part
 from driver.load_recipe import Loaded
 from driver.rl.observers import ObserverPlan
+from trainers.meter import SourceLosses
 from trainers.observers import ObserverFactory
-from trainers.source_losses import SourceLosses
 
 OF_A_RUN: dict[str, tuple[Callable[[RLConfig], bool], str]] = {
     "compare_losses": (lambda cfg: bool(cfg.compare_losses), "analysis.compared_losses.observer"),

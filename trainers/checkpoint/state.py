@@ -24,19 +24,13 @@ from trainers.learner import Learner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
-    """Counters of a trainer; the same on every rank."""
-
-    updates_done: int
-    skipped_in_a_row: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
     """State of one trainer rank that a checkpoint saves."""
 
     rank: int
     ranks: int
+    updates_done: int
+    skipped_in_a_row: int
     learners: dict[str, Learner]
     """Learners by the name of their folder."""
     settings: dict[str, Any]
@@ -59,23 +53,26 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
 
 
-def save_state(state: RankState, counters: Counters, folder: Path) -> None:
+def save_state(state: RankState, folder: Path) -> None:
     """Write this rank's part into the existing folder `folder`."""
     for name, learner in state.learners.items():
         learner.save_state(folder / name)
     rest = {
         "fits": state.fits,
         "ranks": state.ranks,
-        "updates_done": counters.updates_done,
-        "skipped_in_a_row": counters.skipped_in_a_row,
+        "updates_done": state.updates_done,
+        "skipped_in_a_row": state.skipped_in_a_row,
         "random": torch.get_rng_state(),
         "random_gpu": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
     torch.save(rest, folder / rank_file(state.rank))
 
 
-def load_state(state: RankState, folder: Path) -> Counters:
-    """Restore the state saved in `folder`. Raises UserError if it does not fit this trainer."""
+def load_state(state: RankState, folder: Path) -> tuple[int, int]:
+    """Restore the state saved in `folder`; return updates_done and skipped_in_a_row, the same on every rank.
+
+    Raises UserError if it does not fit this trainer.
+    """
     first = read_rest(folder, 0)
     check_fit(first["fits"], state.fits, folder)
     for name, learner in state.learners.items():
@@ -84,7 +81,7 @@ def load_state(state: RankState, folder: Path) -> Counters:
     torch.set_rng_state(rest["random"])
     if rest["random_gpu"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(rest["random_gpu"])
-    return Counters(updates_done=rest["updates_done"], skipped_in_a_row=rest["skipped_in_a_row"])
+    return rest["updates_done"], rest["skipped_in_a_row"]
 
 
 def check_fit(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:

@@ -23,7 +23,7 @@ from core.timing.clock import ActivityTimer
 from core.timing.phases import Activity
 from core.types.samples import ScoredColumn
 from trainers.learner import Learner
-from trainers.offload.storages import OffloadedStorages, find_storages, give_memory_back, identify
+from trainers.offload.storages import OffloadedStorages, find_storages, identify
 
 SENDING = frozenset({"model", "module", "export_weights"})
 """Policy attributes that may be used while the optimizer is offloaded: enough to send and verify the weights."""
@@ -64,7 +64,6 @@ class OffloadedTrainer:
             freed = self.aside.put(s for s in find_storages(self.there, device=device) if identify(s) not in stay)
             self.left = ["states"]
             self._stand_in(SENDING)
-            give_memory_back()
             return freed
 
     def offload_weights(self) -> int:
@@ -76,7 +75,6 @@ class OffloadedTrainer:
             freed = self.aside.put(find_storages(policy, device=self.trainer.device))
             self.left = ["states", "weights"]
             self._stand_in(frozenset({"model"}))
-            give_memory_back()
             return freed
 
     def reload_states(self) -> None:
@@ -95,10 +93,13 @@ class OffloadedTrainer:
 
     def _stand_in(self, allowed: frozenset[str]) -> None:
         trainer, (policy, critic, frozen) = self.trainer, self.there
-        rank = trainer.rank
-        trainer.policy = _as_learner(Absent(policy, rank, allowed))
-        trainer.critic = None if critic is None else _as_learner(Absent(critic, rank, frozenset({"model"})))
-        trainer.frozen = {column: _as_model(Absent(model, rank, frozenset())) for column, model in frozen.items()}
+
+        def make_absent(real: object, allowed: frozenset[str]) -> Any:
+            return Absent(real, trainer.rank, allowed)
+
+        trainer.policy = make_absent(policy, allowed)
+        trainer.critic = None if critic is None else make_absent(critic, frozenset({"model"}))
+        trainer.frozen = {column: make_absent(model, frozenset()) for column, model in frozen.items()}
 
 
 class Absent:
@@ -130,11 +131,3 @@ def list_weights(policy: Learner) -> Iterator[Tensor]:
         yield parameter.data
         yield getattr(parameter, "ds_tensor", parameter.data)  # with ZeRO-3
     yield from policy.model.buffers()
-
-
-def _as_learner(absent: Any) -> Learner:
-    return absent
-
-
-def _as_model(absent: Any) -> nn.Module:
-    return absent

@@ -197,7 +197,7 @@ def test_every_key_has_its_line():
 
 
 def common_footprint(cfg: RunConfig) -> dict[str, Any]:
-    lrs = make_lr_schedule(cfg.trainer, cfg.total_updates)
+    get_lr = make_lr_schedule(cfg.trainer, cfg.total_updates)
     optimizer = make_optimizer(cfg.trainer, [torch.zeros(1, requires_grad=True)])
     stop = EarlyStop(cfg.stop_when)
     ends: list[str] = []
@@ -207,7 +207,7 @@ def common_footprint(cfg: RunConfig) -> dict[str, Any]:
     ranks = cfg.trainer.ranks
     plan = plan_update(some_groups(), "token", cfg.trainer.micro_batch_tokens, ranks=ranks)
     return {
-        "lr": [lrs.get_lr(update) for update in range(cfg.total_updates)],
+        "lr": [*map(get_lr, range(cfg.total_updates))],
         "optimizer": (type(optimizer).__name__, optimizer.defaults),
         "deepspeed": deepspeed_config(cfg.trainer, cfg.model.dtype),
         "checkpoints": [is_due(n, every=cfg.checkpoint.every, steps=cfg.n_steps) for n in range(1, 5)],

@@ -13,13 +13,17 @@ TOTAL, WARMUP, LR = 50, 5, 0.3
 
 
 def rates(**settings) -> list[float]:
-    cfg = TrainerConfig(lr=LR, warmup_updates=WARMUP, **settings)
-    schedule = make_lr_schedule(cfg, TOTAL)
-    return [schedule.get_lr(update) for update in range(TOTAL + 1)]
+    cfg = TrainerConfig(**{"lr": LR, "warmup_updates": WARMUP} | settings)
+    return [*map(make_lr_schedule(cfg, TOTAL), range(TOTAL + 1))]
 
 
 def after_warmup(form) -> list[float]:
     return [LR * (u + 1) / WARMUP if u < WARMUP else LR * form(u) for u in range(TOTAL + 1)]
+
+
+def test_without_decay_the_rate_is_constant_and_without_warm_up_the_decay_starts_at_once():
+    assert rates() == after_warmup(lambda u: 1.0)
+    assert rates(lr_schedule="linear", warmup_updates=0) == pytest.approx([LR * (1 - u / TOTAL) for u in range(51)])
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])

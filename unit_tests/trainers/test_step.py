@@ -23,10 +23,9 @@ from core.types.samples import Batch, Prompt, Sample
 from data_feeds.packing.batches import micro_batches, pack, plan_update
 from driver.rl.scoring import add_ref_logp, compute_columns, hash_sample, index_reference
 from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
-from trainers.meter import StepMetrics
+from trainers.meter import SourceLosses, StepMetrics
 from trainers.observers import BatchSeen, Observers
-from trainers.optimizer import LearningRateSchedule, make_optimizer
-from trainers.source_losses import SourceLosses
+from trainers.optimizer import make_optimizer
 from unit_tests.helpers.examples import a_changed, columns_of, sample_of, some_groups
 from unit_tests.helpers.local_trainers import TEMPERATURE, trainer_of
 
@@ -97,20 +96,6 @@ def test_the_learning_rate_that_is_logged_is_the_one_that_was_used(tiny_path):
     assert trainer.step([an_update(good=True)] * 2)["lr"] == pytest.approx(0.4)
     assert [group["lr"] for group in trainer.policy.optimizer.param_groups] == [pytest.approx(0.4)]
     assert trainer.step([an_update(good=True)])["lr"] == pytest.approx(0.6)
-
-
-def test_the_learning_rate_of_each_update():
-    """Worked out by hand: four updates of warm-up, then six of decay, which would reach zero with an eleventh."""
-
-    def rates(shape, updates):
-        schedule = LearningRateSchedule(lr=8.0, warmup=4, total=10, shape=shape)
-        return [schedule.get_lr(update) for update in updates]
-
-    assert rates("constant", range(6)) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
-    assert rates("linear", (3, 4, 7, 9, 10)) == pytest.approx([8.0, 8.0, 4.0, 8 / 6, 0.0])
-    assert rates("cosine", (3, 4, 6, 7, 8, 10)) == pytest.approx([8.0, 8.0, 6.0, 4.0, 2.0, 0.0])
-    without = LearningRateSchedule(lr=1.0, warmup=0, total=4, shape="linear")
-    assert [without.get_lr(update) for update in range(4)] == [1.0, 0.75, 0.5, 0.25]
 
 
 @pytest.mark.parametrize(("column", "alg"), [("ref_logp", GRPO(kl=KL(coef=0.1))), ("teacher_logp", None)])
