@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards.sandbox import Limits, Ran, Sandbox, SandboxUnavailable
+from rewards.sandbox.base import last_line
 
 JUDGE = Path(__file__).parent / "sandbox" / "inside" / "unit_tests.py"
 FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
@@ -48,7 +49,7 @@ def find_code(reply: str) -> str:
 
 def read_suite(row: str, extra: Mapping[str, Any]) -> Suite:
     """Parse a row's tests. Raises ValueError if they are missing or malformed."""
-    pairs, tests = _parse(row, "pairs", extra.get("pairs")), extra.get("tests")
+    pairs, tests = _read_pairs(row, extra.get("pairs")), extra.get("tests")
     if pairs:
         try:
             return Suite(id=row, pairs=tuple((str(pair["stdin"]), str(pair["stdout"])) for pair in pairs))
@@ -65,14 +66,14 @@ def read_suite(row: str, extra: Mapping[str, Any]) -> Suite:
     return suite
 
 
-def _parse(row: str, column: str, given: Any) -> Any:
+def _read_pairs(row: str, given: Any) -> Any:
     # a list may be stored as JSON text
     if not isinstance(given, str):
         return given
     try:
         return json.loads(given)
     except ValueError as error:
-        raise ValueError(f"{row}: {column} is no JSON: {given:.80}") from error
+        raise ValueError(f"{row}: pairs is no JSON: {given:.80}") from error
 
 
 def _parse_python(row: str, source: str) -> ast.Module:
@@ -117,8 +118,7 @@ async def run_asserts(box: Sandbox, code: str, suite: Suite, limits: Limits) -> 
 def _check_judge(ran: Ran) -> None:
     """Raise SandboxUnavailable if the judge did not start, unless a limit or the code itself killed it."""
     if ran.killed_for is None and ran.exit_code is not None and ran.exit_code < BY_SIGNAL:
-        said = ran.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
-        raise SandboxUnavailable(f"the tests could not be run, exit code {ran.exit_code}: {said[0][:200]}")
+        raise SandboxUnavailable(f"the tests could not be run, exit code {ran.exit_code}: {last_line(ran.stderr)}")
 
 
 async def run_pairs(

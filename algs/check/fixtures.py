@@ -224,10 +224,9 @@ BEST = ARM_REWARDS.index(max(ARM_REWARDS))
 TEACHER = torch.tensor([0.05, 0.05, 0.05, 0.85], dtype=torch.float64).log()
 
 
-def sample_bandit(
-    logits: Tensor, columns: dict[ScoredColumn, Tensor], draw: torch.Generator, *, groups: int = 2, size: int = 8
-) -> list[Group]:
-    """Sample one-token completions from softmax(logits); `columns` contains a value per arm, [arms]."""
+def sample_bandit(logits: Tensor, columns: dict[ScoredColumn, Tensor], draw: torch.Generator) -> list[Group]:
+    """Sample two groups of eight one-token completions from softmax(logits); columns: a value per arm, [arms]."""
+    groups, size = 2, 8
     logp: list[float] = logits.log_softmax(-1).tolist()
     drawn = torch.multinomial(logits.softmax(-1).expand(groups, -1), size, replacement=True, generator=draw)
     scored: list[dict[Column, list[float]]] = [

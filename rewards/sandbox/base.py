@@ -89,3 +89,9 @@ def check_names(files: Mapping[str, bytes]) -> None:
         path = PurePosixPath(name)
         if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
             raise ValueError(f"{name!r:.200} is no name of a file in the sandbox's folder")
+
+
+def last_line(stderr: bytes | bytearray) -> str:
+    """Return the last line of an error output, at most 300 characters; "" if there is none."""
+    lines = stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""

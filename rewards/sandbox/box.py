@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from core.timing.deadlines import SANDBOX_CHECK_TIMEOUT_S, SANDBOX_EXIT_GRACE_S, SANDBOX_POLL_S
-from rewards.sandbox.base import MIB, KilledFor, Limits, Ran, SandboxUnavailable
+from rewards.sandbox.base import MIB, KilledFor, Limits, Ran, SandboxUnavailable, last_line
 from rewards.sandbox.usage import count_files, exceeds_memory, list_descendants
 
 CHUNK = 65536
@@ -87,7 +87,9 @@ class Box:
             exit_code = await self.close()
         # bwrap itself failed, so no code ran
         if self.killed_for is None and exit_code is None:
-            raise SandboxUnavailable(f"bwrap failed: {_last_line(self._stderr) or 'it was killed'}")
+            raise SandboxUnavailable(
+                f"bwrap failed: {last_line(self._stderr).removeprefix('bwrap: ') or 'it was killed'}"
+            )
         if exit_code == OUT_OF_TIME:  # several threads use CPU time faster than the clock
             self.killed_for = self.killed_for or "time"
         return Ran(
@@ -188,7 +190,8 @@ def _read_rest(pipe: int) -> bytes:
 
 
 def _find(reports: bytes, what: str) -> int | None:
-    """
+    """Return the number of a kind of report, or None.
+
     >>> _find(b'{ "child-pid": 17 }\\n{ "exit-code": 3 }\\n', "exit-code")
     3
     """
@@ -197,8 +200,3 @@ def _find(reports: bytes, what: str) -> int | None:
         if what in report:
             return report[what]
     return None
-
-
-def _last_line(stderr: bytes | bytearray) -> str:
-    lines = bytes(stderr).decode(errors="replace").strip().splitlines()
-    return lines[-1][:300].removeprefix("bwrap: ") if lines else ""

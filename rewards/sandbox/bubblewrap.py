@@ -19,7 +19,7 @@ from pathlib import Path
 
 from core.cluster.guardian import MARK
 from core.timing.deadlines import SANDBOX_CHECK_TIMEOUT_S
-from rewards.sandbox.base import MIB, Limits, Ran, SandboxUnavailable, check_names
+from rewards.sandbox.base import MIB, Limits, Ran, SandboxUnavailable, check_names, last_line
 from rewards.sandbox.box import Box
 from rewards.sandbox.seccomp import make_filter
 
@@ -133,8 +133,8 @@ class Bubblewrap:
             raise SandboxUnavailable(FORBIDDEN.format(said=error)) from error
         # the probe prints whether it is not root, and whether /etc is visible
         if ran.stdout.split() != [b"True", b"False"]:
-            said = ran.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"it printed {ran.stdout[:80]!r}"]
-            raise SandboxUnavailable(FORBIDDEN.format(said=f"exit code {ran.exit_code}: {said[0][:200]}"))
+            said = last_line(ran.stderr) or f"it printed {ran.stdout[:80]!r}"
+            raise SandboxUnavailable(FORBIDDEN.format(said=f"exit code {ran.exit_code}: {said}"))
 
 
 def _walls(limits: Limits) -> list[str]:

@@ -24,7 +24,24 @@ if TYPE_CHECKING:  # a run takes 40 ms, and every import is some of it
 PR_SET_DUMPABLE = 4
 LONGEST_LINE = 4 * 2**20
 LONGEST_REASON = 200
-SINGLE = (bool, int, float, complex, str, bytes, type(None))
+WRITERS: dict[type, Any] = {
+    bool: lambda value: value,  # before int, of which it is a subclass
+    int: hex,  # decimal has a limit of digits
+    float: float.hex,
+    complex: lambda value: [float.hex(value.real), float.hex(value.imag)],
+    str: str.__str__,
+    bytes: bytes.hex,
+    type(None): lambda value: value,
+}
+READERS: dict[str, Any] = {
+    "bool": bool,
+    "int": lambda value: int(value, 16),
+    "float": float.fromhex,
+    "complex": lambda value: complex(*map(float.fromhex, value)),
+    "str": str,
+    "bytes": bytes.fromhex,
+    "NoneType": lambda value: None,
+}
 SEVERAL = (tuple, list, set, frozenset)
 
 
@@ -38,9 +55,9 @@ class Gone(BaseException):
 
 def encode(value: Any, refer: Any) -> Any:
     """Encode a value for JSON. `refer` encodes objects that are no plain values."""
-    for kind in SINGLE:
+    for kind, write in WRITERS.items():
         if isinstance(value, kind):
-            return [kind.__name__, _write_single(kind, value)]
+            return [kind.__name__, write(value)]
     for kind in SEVERAL:
         if isinstance(value, kind):
             return [kind.__name__, [encode(each, refer) for each in kind.__iter__(value)]]
@@ -59,38 +76,7 @@ def decode(told: Any, find: Any) -> Any:
     for kind in SEVERAL:
         if name == kind.__name__:
             return kind([decode(each, find) for each in value])
-    return _read_single(name, value)
-
-
-def _write_single(kind: type, value: Any) -> Any:
-    if kind is int:
-        return hex(value)  # decimal has a limit of digits
-    if kind is float:
-        return float.hex(value)
-    if kind is complex:
-        return [float.hex(value.real), float.hex(value.imag)]
-    if kind is bytes:
-        return bytes.hex(value)
-    return str.__str__(value) if kind is str else value
-
-
-def _read_single(name: str, value: Any) -> Any:
-    match name:
-        case "int":
-            return int(value, 16)
-        case "float":
-            return float.fromhex(value)
-        case "complex":
-            return complex(float.fromhex(value[0]), float.fromhex(value[1]))
-        case "bytes":
-            return bytes.fromhex(value)
-        case "bool":
-            return bool(value)
-        case "str":
-            return str(value)
-        case "NoneType":
-            return None
-    raise ValueError(f"no kind of value: {name}")
+    return READERS[name](value)
 
 
 # ---------------------------------------------------------------------------------------------------- the candidate
