@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,7 +132,6 @@ PLANTED: dict[str, tuple[str, str, dict[str, str]]] = {
     "a mean over its micro-batch": (
         RETURN, BEFORE_RETURN.format("loss = loss - loss.mean()"), {"a": IN_HALF, "f": "from 0.25 to 0.25"}
     ),
-    "a division by its tokens": (RETURN, BEFORE_RETURN.format("loss = loss / loss.numel()"), {"a": IN_HALF}),
     "a statistic of the micro-batch for the step's": (
         SURROGATE,
         SURROGATE.replace("advantage,", "advantage / (1 + tokens.advantage.abs().sum()),"),
@@ -149,9 +146,6 @@ PLANTED: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
     "a flipped sign": (
         RETURN, BEFORE_RETURN.format("loss = -loss"), {"d": ON_POLICY.format("-1"), "f": r"from 0.25 to 0.0\d"}
-    ),
-    "an upside-down ratio": (
-        RATIO, "ratio = importance_ratio(tokens.prox_logp, policy.logp)", {"d": ON_POLICY.format("-1")}
     ),
     "swapped clip bounds": (
         SURROGATE, SURROGATE.replace("self.clip_low, self.clip_high", "self.clip_high, self.clip_low"),
@@ -292,9 +286,15 @@ class DividesByNothing(GRPO):
         return [[s.with_advantage(0.0 if len(g) > 1 else math.nan) for s in g] for g in groups]
 
 
+class CountsFailures(GRPO):
+    def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
+        return super().compute_advantages([[replace(s, reward=s.reward or 0.0) for s in g] for g in groups])
+
+
 @pytest.mark.parametrize(
     ("cls", "letter", "said"),
     [
+        (CountsFailures, "e", r"is \S+ instead of \S+ without them: a failure counts as a reward of 0"),
         (DividesByNothing, "e", "a group of one: the loss is nan, the largest gradient nan"),
         (
             ReadsThePrompt,
@@ -307,17 +307,6 @@ class DividesByNothing(GRPO):
 def test_credit_and_the_value_loss_are_asked_too(cls, letter, said):
     [failed] = check(cls, letters=letter)
     assert failed.status == "FAILED" and re.search(said, failed.detail), failed
-
-
-class CountsFailures(GRPO):
-    def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
-        return super().compute_advantages([[replace(s, reward=s.reward or 0.0) for s in g] for g in groups])
-
-
-def test_a_failure_that_counts_as_a_reward_of_zero_is_told_as_that():
-    [e] = check(CountsFailures, letters="e")
-    assert e.status == "FAILED"
-    assert re.search(r"is \S+ instead of \S+ without them: a failure counts as a reward of 0", e.detail)
 
 
 class LengthOfSamples(GRPO):
@@ -363,12 +352,9 @@ def test_what_changes_when_an_episode_is_cut_is_caught(cls, said):
     assert j.status == "FAILED" and re.search(said, j.detail), j
 
 
-@pytest.mark.slow
-def test_the_command_line_says_it_all():
-    command = [sys.executable, "-m", "algs.check", "grpo", "clip_high=0.3", "kl.coef=0.1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    head, *lines, last = done.stdout.splitlines()
+def test_the_command_line_says_it_all(capsys):
+    assert run(["grpo", "clip_high=0.3", "kl.coef=0.1"]) == 0
+    head, *lines, last = capsys.readouterr().out.splitlines()
     assert head == "GRPO, a policy gradient"
     assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefghj"]
     assert re.fullmatch(r"all obligations hold \(.* s\)", last)

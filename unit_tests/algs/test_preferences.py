@@ -11,7 +11,7 @@ from algs.base import Algorithm
 from algs.dpo import DPO
 from algs.kto import KTO
 from algs.orpo import ORPO, log1mexp
-from algs.preference import pair_metrics, preference_sign
+from algs.preference import pair_metrics
 from algs.reward_model import RewardModel
 from core.types.arrays import DOUBLE
 from core.types.samples import Batch, Group, Policy, Prompt, Sample, Tokens, make_sample
@@ -183,10 +183,6 @@ def test_log1mexp_keeps_its_digits():
 def test_settings_that_would_do_nothing_or_harm_are_refused(settings):
     with pytest.raises(ValidationError):
         DPO(**settings)
-
-
-def test_signs_come_from_rewards():
-    assert [preference_sign(answer(b)) for b in range(4)] == [1.0, -1.0, 1.0, -1.0]
 
 
 def test_what_is_told_of_pairs_by_hand():

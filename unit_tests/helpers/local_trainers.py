@@ -11,10 +11,10 @@ from trainers.local import LocalTrainer
 TEMPERATURE = 0.9
 
 
-def trainer_of(path: str, alg: Algorithm, *, dtype="float32", attention="sdpa", **changes) -> LocalTrainer:
+def trainer_of(path: str, alg: Algorithm, *, dtype="float32", attention="sdpa", lora=None, **changes) -> LocalTrainer:
     """Return a trainer whose update by SGD with learning rate 1 takes the gradient off the weights."""
     cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
-    model = ModelConfig(path=path, dtype=dtype, attention=attention)
+    model = ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora)
     return LocalTrainer(model, cfg, alg, temperature=TEMPERATURE, total_updates=10)
 
 

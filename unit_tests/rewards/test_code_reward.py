@@ -305,37 +305,26 @@ def test_a_sandbox_over_http_runs_the_same():
         assert (shown.exit_code, shown.stdout, shown.killed_for) == (0, b"12", None)
         assert run("python3", "x.py", files={"x.py": b"import os; os.abort()"}).exit_code == 134
         assert run("sleep", "600", limits=Limits(seconds=0.5)).killed_for == "time"
-        assert (
-            run("python3", "x.py", files={"x.py": b"print('x' * 999)"}, limits=Limits(output_bytes=99)).killed_for
-            == "output"
-        )
+        printed = run("python3", "x.py", files={"x.py": b"print('x' * 999)"}, limits=Limits(output_bytes=99))
+        assert printed.killed_for == "output"
         assert judge(RIGHT, {"sandbox": url}) == ALL
         for name in ("ends in a test", "agrees with everything", "prints what passing looks like"):
             assert judge(CHEATS[name], {"sandbox": url})["passed"] == 0
         check_reward(resolve_reward("code"), {"sandbox": url}, 20.0)
 
 
+FINISHED = {"status": "Finished", "return_code": 0}
+
+
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        (
-            {
-                "answer": {
-                    "status": "SandboxError",
-                    "message": "no pod",
-                    "run_result": {"status": "Finished", "return_code": 0},
-                }
-            },
-            "failed: no pod",
-        ),
+        ({"answer": {"status": "SandboxError", "message": "no pod", "run_result": FINISHED}}, "failed: no pod"),
         ({"answer": {"status": "Success", "run_result": {"status": "Error", "stderr": "x"}}}, "failed: "),
         ({"answer": {"status": "Success", "run_result": None}}, "failed: "),
         ({"answer": {"status": "Success", "run_result": {"status": "Finished"}}}, "returned no exit code"),
         ({"answer": ["what"]}, "does not answer as SandboxFusion does"),
-        (
-            {"answer": {"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}, "status": 503},
-            "answered 503",
-        ),
+        ({"answer": {"status": "Success", "run_result": FINISHED}, "status": 503}, "answered 503"),
     ],
 )
 def test_a_server_that_fails_has_judged_nothing(broken, says):

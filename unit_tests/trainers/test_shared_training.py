@@ -27,18 +27,17 @@ from core.types.samples import Group
 from data_feeds.packing.batches import plan_update
 from driver.rl.scoring import compute_columns
 from trainers.local import LocalTrainer
+from unit_tests.helpers import local_trainers
 from unit_tests.helpers.examples import families, shared_of, some_answers, with_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHARED = RowLayout(padded=False, shares_prefixes=True)
 
 
-def trainer_of(path: str, alg: Algorithm, *, share: str = "auto", lora: LoraConfig | None = None, **changes):
-    cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 0.5, "max_grad_norm": 0.0, "share_prefixes": share} | changes)
+def trainer_of(path: str, alg: Algorithm, *, share: str = "auto", **changes):
     torch.manual_seed(0)
-    attention = (changes.get("layout") == "padded" and "sdpa") or "auto"
-    model = ModelConfig(path=path, dtype="float32", attention=attention, lora=lora)
-    trainer = LocalTrainer(model, cfg, alg, temperature=0.9, total_updates=10)
+    attention = "sdpa" if changes.get("layout") == "padded" else "auto"
+    trainer = local_trainers.trainer_of(path, alg, attention=attention, lr=0.5, share_prefixes=share, **changes)
     if trainer.critic is not None:  # else all values are 0
         nn.init.normal_(trainer.critic.model.score.weight)
     return trainer

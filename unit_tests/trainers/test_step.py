@@ -51,7 +51,8 @@ def an_update(*, good: bool, seed: int = 0) -> list[Batch]:
 def test_a_gradient_that_is_not_finite_is_not_applied(tiny_path, dtype):
     trainer = trainer_of(tiny_path, Planted(), dtype=dtype)
     before = trainer.flatten_weights()
-    trainer.step([an_update(good=False)])
+    metrics = trainer.step([an_update(good=False)])
+    assert metrics["updates_skipped"] == 1 and "grad_norm" not in metrics
     assert torch.equal(trainer.flatten_weights(), before)
     trainer.step([an_update(good=True)])
     assert not torch.equal(trainer.flatten_weights(), before) and torch.isfinite(trainer.flatten_weights()).all()
