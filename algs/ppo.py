@@ -92,6 +92,7 @@ class PPO(TurnCredit):
         if not len(rewards):
             return rewards
         assert sample.reward is not None
+        # a reward of the whole completion is known after its last token
         rewards[-1] += sample.reward + self.overlong.compute_penalty(sample)
         bootstrap = self._value_at_the_cut(sample)
         return generalised_advantages(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)

@@ -71,6 +71,7 @@ def check(
 ) -> None:
     """Raise UserError for an invalid setting, or if the sandbox does not work. deadline_s: reward.timeout_s."""
     for name, value, least in (("timeout_s", timeout_s, 0.1), ("memory_mib", memory_mib, 32), ("at_once", at_once, 1)):
+        # a bool is an int in Python, and a nan compares as false
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= least:
             raise UserError(f"reward.settings.{name} must be a number from {least:g} on, found {value!r:.80}")
     if timeout_s + SANDBOX_MARGIN_S > deadline_s:

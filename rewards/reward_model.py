@@ -21,6 +21,7 @@ def score(
     prompt: Prompt, messages: list[Message], *, model: str, template: Template = "chat", trust_remote_code: bool = False
 ) -> dict[str, float]:
     """Return {"reward": r}, the value at the last token of the conversation, as in training."""
+    # imported here: whoever lists the rewards imports this file, and needs no torch
     import torch
 
     from algs.reward_model import append_scored_token

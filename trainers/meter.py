@@ -107,6 +107,7 @@ class SourceLosses(Observer):
     def on_batch(self, seen: BatchSeen) -> None:
         tokens = seen.batch.tokens
         for i, source in enumerate(self.sources):
+            # tokens of other sources get weight 0, so that the mean is that of the source
             self.update.add(tokens.weight * (tokens.source_ids == i), {f"loss/{source}": seen.loss})
 
     def on_update(self, norms: Mapping[str, float]) -> None:

@@ -67,6 +67,7 @@ class Trainer:
         has_ref_logp: bool = False,
         observers: Mapping[str, ObserverFactory] = MappingProxyType({}),
     ):
+        """Load the models and make the learners; see TrainerSettings."""
         self.device, self.cfg, self.alg, self.temperature = device, cfg, alg, temperature
         self.allowed_tokens = allowed_tokens
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
@@ -181,6 +182,7 @@ class Trainer:
         if self.critic is not None and self.alg.value_lr is not None:
             # the ratio value_lr / lr is constant, so that the critic follows the policy's warm-up and decay
             learners.append(("value/grad_norm", self.critic, lr * self.alg.value_lr / self.cfg.lr))
+        # all are updated even if one is skipped: every update is a collective
         norms = {name: learner.update(lr=lr, apply=learner.has_finite_gradients()) for name, learner, lr in learners}
         finite = all(math.isfinite(n) for n in norms.values())  # the same on every rank
         self.updates_done += 1
@@ -208,6 +210,7 @@ class Trainer:
         """Return the columns that an algorithm requires, under the current weights: arrays [M], per micro-batch."""
         with self.timer.measure(Activity.LOGP):
             batches = map(self.media.load, micro_batches)
+            # sorted: sharded models gather weights in every forward pass, so the order is the same on all ranks
             return [{c: self._compute_column(b, c).cpu().numpy() for c in sorted(columns)} for b in batches]
 
     def _compute_column(self, batch: Batch, column: ScoredColumn) -> Tensor:

@@ -38,6 +38,7 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
     draw = torch.Generator().manual_seed(0)
     logits, value = torch.zeros(len(fixtures.ARM_REWARDS), dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     tilt = engine_offset * torch.linspace(1, -1, len(logits), dtype=torch.float64)
+    # two updates per step with an offset: the second sees a policy that is not the proximal one
     start, per_step = logits.log_softmax(-1), 2 if engine_offset else 1
     for _ in range(UPDATES // per_step):
         now = bandit_tables(logits, value)
@@ -49,8 +50,6 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
         scored["values"] = now["values"]
         groups = [g for g in fixtures.sample_bandit(logits + tilt, scored, draw) if alg.accept_group(g)]
         groups = compute_advantages(alg, groups, stale=per_step > 1)
-        # With an engine offset the groups are used twice, so that prox_logp differs from the policy in the second
-        # update.
         for _ in range(per_step if groups else 0):
             trained = {"logits": logits.clone().requires_grad_(), "value": value.clone().requires_grad_()}
             tables = bandit_tables(**trained)

@@ -109,6 +109,7 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
             rows["entropy"].append(2 * torch.rand(n, generator=draw, dtype=torch.float64))
             rows["values"].append(values + draw_noise(n, 0.4))
             first += n
+    # one truncated sample, for overlong.mode and bootstrap_truncated
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
     now = {name: torch.cat(parts) for name, parts in rows.items()}
     return groups, now, {name: torch.cat(parts) for name, parts in scored.items()}

@@ -131,6 +131,7 @@ def propose_values(annotation: Any, value: Any) -> list[Any]:
 
 def with_settings(alg: Algorithm, changes: dict[str, Any]) -> Algorithm | None:
     """Return the algorithm with other settings, by dotted name; None if invalid."""
+    # dumped and validated again: a combination that the algorithm refuses is no variant of it
     raw = alg.model_dump()
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")

@@ -133,6 +133,7 @@ def compute_gradient(total: Tensor, by: Tables) -> Tables:
     """Return the gradient by each table that `total` depends on."""
     if not total.requires_grad:
         return {}
+    # a loss need not depend on every table, such as the values
     slopes = cast(Iterable[Tensor | None], torch.autograd.grad(total, list(by.values()), allow_unused=True))
     return {name: g for name, g in zip(by, slopes, strict=True) if g is not None}
 

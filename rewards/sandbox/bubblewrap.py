@@ -88,6 +88,7 @@ class Bubblewrap:
             raise
 
     async def _start(self, inside: Sequence[str], files: Mapping[str, bytes], limits: Limits) -> Box:
+        """Start bwrap; return when the code inside can be killed. Raises SandboxUnavailable."""
         program = shutil.which("bwrap")
         if program is None:
             raise SandboxUnavailable(MISSING)

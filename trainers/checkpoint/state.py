@@ -57,6 +57,7 @@ def save_state(state: RankState, folder: Path) -> None:
     """Write this rank's part into the existing folder `folder`."""
     for name, learner in state.learners.items():
         learner.save_state(folder / name)
+    # a file for each rank, because random states differ
     rest = {
         "fits": state.fits,
         "ranks": state.ranks,

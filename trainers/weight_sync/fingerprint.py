@@ -62,6 +62,7 @@ def checksum(shard: Tensor, *, shape: Sequence[int] | None = None, start: Sequen
         _make_weights(f"{seed} {dim}", extent)[at : at + size].to(shard.device)
         for dim, (extent, at, size) in enumerate(zip(extents, begins, words.shape, strict=True))
     ]
+    # the weights of a tensor are an outer product, so its sum is taken dimension by dimension, from the last
     total = _row_sums(words.reshape(-1, words.shape[-1]), weights[-1])
     for weight in reversed(weights[:-1]):
         total = (total.view(-1, len(weight)) * weight).sum(-1)

@@ -107,6 +107,7 @@ class BroadcastTransport:
             )
             for place, rank in enumerate(engines.ranks)
         ]
+        # at once: rank 0 and the engines wait for each other
         waits = sources.start_one(0, WeightSource.wait_for_members, size)
         await ends.gather_collective([waits, *joins])
 
@@ -133,6 +134,7 @@ class ChunkedTransport:
         sources, engines, gather = ends.sources, ends.engines, ends.gather_collective
         await gather([*engines.start_all(ReceivesWeights.begin_chunks), *self._begin(sources, ends, folder)])
         try:
+            # all ranks reach the end of the stream together, so the first answer is everyone's
             while (await gather([*sources.start_all(WeightSource.write_chunk)]))[0]:
                 await gather(await self._load_chunk(sources, ends))
         except RunStopped:  # an engine died, or no transport; where a trainer rank died, this says so

@@ -265,6 +265,7 @@ def be_judge() -> None:
     given = json.load(sys.stdin)
     own = os.path.realpath(os.path.dirname(__file__))
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != own]  # there the code can write a heapq.py
+    # the candidate runs as the same user, so it may send signals to the judge
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: None)
     import ctypes
