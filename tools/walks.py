@@ -106,7 +106,7 @@ WALKS = {
         events=(
             ("rollouts/worker.py", "RolloutWorker.generate_group"),
             ("rollouts/engines/hf.py", "HfEngine.generate"),
-            ("rollouts/transcript.py", "Transcript.make_sample"),
+            ("rollouts/transcript.py", "Conversation.make_sample"),
             ("rewards/pool.py", "RewardPool.compute_reward"),
         ),
     ),
@@ -116,7 +116,7 @@ WALKS = {
             ("rollouts/engines/hf.py", "HfEngine.generate"),
             ("rollouts/tools/calls.py", "_call_tool"),
             ("rollouts/transcript.py", "Transcript.append_given"),
-            ("rollouts/transcript.py", "Transcript.make_sample"),
+            ("rollouts/transcript.py", "Conversation.make_sample"),
             ("data_feeds/packing/batches.py", "pack"),
         ),
         recipe="configs/tools_quickstart.yaml",
