@@ -17,7 +17,9 @@ from rewards.sandbox import Limits, Ran, Sandbox, SandboxUnavailable
 from rewards.sandbox.base import last_line
 
 JUDGE = Path(__file__).parent / "sandbox" / "inside" / "unit_tests.py"
+# \Z: a reply that was cut off has no closing fence.
 FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+# Exit codes from here on are those of processes killed by a signal.
 BY_SIGNAL = 128
 SHORTEST_RUN = 0.05
 """Minimum time left to start another run, in seconds."""
@@ -91,6 +93,7 @@ def _split_file(row: str, text: str, entry_point: Any) -> Suite:
     if "check" in functions and entry_point:
         tests.append(f"check({entry_point})")
     tests += [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assert)]
+    # Asserts are no part of the setup: there, the first failure would fail all tests.
     setup = "\n".join(ast.unparse(node) for node in tree.body if not isinstance(node, ast.Assert))
     return Suite(id=row, tests=tuple(tests), setup=setup)
 
@@ -103,6 +106,7 @@ async def run_asserts(box: Sandbox, code: str, suite: Suite, limits: Limits) -> 
     ran = await box.run(
         ["python3", JUDGE.name], files={JUDGE.name: JUDGE.read_bytes()}, stdin=json.dumps(given).encode(), limits=limits
     )
+    # [:-1]: the text after the last line break is empty, or a line cut off by a kill
     lines = [line.removeprefix(nonce) for line in ran.stdout.decode(errors="replace").split("\n")[:-1] if nonce in line]
     if not lines:
         _check_judge(ran)
@@ -126,6 +130,7 @@ async def run_pairs(
 ) -> tuple[list[bool], bool]:
     """Run the program for each pair, until the monotonic clock reaches `until`. Return which agree, and whether any
     exits with code 0."""
+    # each run is a sandbox with a memory limit of its own, so their number bounds the memory
     places = asyncio.Semaphore(at_once)
 
     async def run_one(stdin: str, expected: str) -> tuple[bool, bool]:
@@ -141,6 +146,7 @@ async def run_pairs(
                 limits=replace(limits, seconds=left),
             )
         ended = ran.exit_code == 0
+        # a program that prints the right answer and then crashes is wrong
         return ended and trim_lines(ran.stdout.decode(errors="replace")) == trim_lines(expected), ended
 
     outcomes = await asyncio.gather(*[run_one(*pair) for pair in pairs])

@@ -22,5 +22,6 @@ def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
     made = [call["function"] for message in messages for call in message.get("tool_calls", [])]
     called = any(c["name"] == wanted["name"] and c["arguments"] == wanted["arguments"] for c in made)
     last = messages[-1]
+    # a last turn with a call means that the episode ran out of turns or tokens before an answer
     answered = "tool_calls" not in last and last["content"].split() == prompt.answer.split()
     return {"correct": float(called and answered), "called": float(called)}

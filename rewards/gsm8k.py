@@ -64,6 +64,7 @@ def _find_numbers(text: str) -> list[Decimal]:
     numbers: list[Decimal] = []
     for found in NUMBER.finditer(text):
         digits = found.group(1)
+        # not float, which would round long numbers and find different answers equal
         number = Decimal(digits.replace(",", ""))
         numbers.append(-number if found.group().startswith("-") and not digits.startswith("-") else number)
     return numbers

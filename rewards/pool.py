@@ -76,9 +76,11 @@ class RewardPool:
         """Distribute the waiting samples over the workers, in shares of about SECONDS_PER_SHARE seconds."""
         waiting = [(sample, result) for sample, result in self._waiting if not result.done()]
         self._waiting = []
+        # At most an equal part of the samples, rounded up, or some workers would stay idle.
         size = max(1, min(int(SECONDS_PER_SHARE / self._sample_s), -(-len(waiting) // len(self._workers))))
         for i in range(0, len(waiting), size):
             task = asyncio.ensure_future(self._compute_share(waiting[i : i + size]))
+            # the event loop keeps only weak references to tasks
             self._shares.add(task)
             task.add_done_callback(self._shares.discard)
 
@@ -88,9 +90,11 @@ class RewardPool:
             loop = asyncio.get_running_loop()
             results, seconds = await loop.run_in_executor(self._threads, self._run_in_worker, samples)
         except (UserError, asyncio.CancelledError) as error:
+            # close() cancels shares that no thread has begun. Their callers must not wait for ever.
             for result in waiting:
                 result.cancel() if isinstance(error, asyncio.CancelledError) else _refuse(result, error)
             return
+        # a running average, so that the size of a share follows a reward that becomes slower or faster
         self._sample_s = (self._sample_s + seconds / len(samples)) / 2
         for waiter, result in zip(waiting, results, strict=True):
             if not waiter.done():  # its group may have been cancelled
@@ -144,11 +148,13 @@ class _Worker:
         self._socket, far_end = Pipe()
         self._ready = False
         self._process = start_module("rewards.worker", far_end.fileno())
+        # an open copy here would hide the worker's death: recv would wait instead of raising EOFError
         far_end.close()
 
     def compute_rewards(self, samples: Sequence[Scored], timeout_s: float) -> list[RewardResult]:
         """Return the results of samples, in order. A sample that ends the process fails alone."""
         results: list[RewardResult] = []
+        # after a death, the next pass starts a new process for the samples behind the fatal one
         while len(results) < len(samples):
             results += self._compute_until_death(samples[len(results) :], timeout_s)
         return results
@@ -178,6 +184,7 @@ class _Worker:
         """Kill the process and its children. Another thread may be waiting for the result."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
+                # start_module makes the worker the leader of a process group, in which its children are too
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> str:
@@ -185,6 +192,7 @@ class _Worker:
         if self._process is None:
             return "was not running"
         with contextlib.suppress(subprocess.TimeoutExpired):
+            # first wait, so that the exit code is the worker's own and not that of our kill
             self._process.wait(REWARD_EXIT_GRACE_S)
         self.kill()  # its children too, which may still run
         code = self._process.wait()

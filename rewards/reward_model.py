@@ -33,6 +33,7 @@ def score(
     net, tokenizer, media = load_once(model, template, trust_remote_code)
     turns = [*prompt.messages, *messages]
     ids, mask = tokenizer.mask_turns(turns, tools=prompt.tools)
+    # columns of sampling, which a Sample must have and a reward model does not read
     nothing = [0.0] * len(ids)
     whole = types.Prompt(id=prompt.id, messages=[])  # the conversation is in the tokens, so the prompt is empty
     sample = types.make_sample(
@@ -52,6 +53,7 @@ def prepare(*, model: str, template: Template = "chat", trust_remote_code: bool 
     load_once(model, template, trust_remote_code)
 
 
+# one model per worker: all samples of a run have the same settings
 @lru_cache(maxsize=1)
 def load_once(model: str, template: Template, trust_remote_code: bool) -> tuple[Any, Any, Any]:
     from data_feeds.chat.tokenizer import ChatTokenizer

@@ -59,6 +59,7 @@ class RewardPlan:
             parts: dict[str, float] = {}
             for name in self.by_source.get(prompt.source, self.otherwise):
                 given = scores[name](prompt, messages)
+                # the worker checks only the merged parts, in which an empty dict would go unnoticed
                 if not isinstance(given, dict) or not given:
                     raise TypeError(f"score() of {name or 'the reward'} must return a dict of named numbers: {given!r}")
                 parts |= {f"{name}.{part}" if name else part: value for part, value in given.items()}

@@ -54,6 +54,7 @@ def weigh_turns(reward: RewardConfig, turns: Sequence[Mapping[str, float]], sour
 
 def _list_weights(reward: RewardConfig, source: str) -> Mapping[str, float]:
     """Return the weights of parts by name, for the rows of a source."""
+    # such rows have other functions, and `reward.weights` is about the parts of `reward.function`
     return {} if reward.function is not None and source in reward.by_source else reward.weights
 
 

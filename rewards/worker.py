@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rewards import RewardFn
     from rewards.several import RewardPlan
 
+# From <linux/prctl.h>: Python has no constant for it.
 PR_SET_PDEATHSIG = 1
 LONGEST_FAILURE = 300
 LARGEST_REWARD = 1e9
@@ -76,6 +77,7 @@ def call_user_code(call: Callable[[], Any], who: str) -> tuple[dict[str, float],
     if not isinstance(parts, dict):
         return {}, f"{who} must return a dict of named numbers, it returned {parts!r}"[:LONGEST_FAILURE]
     for name, value in parts.items():
+        # Real includes numpy's numbers. `not <=` instead of `>`, since every comparison with NaN is false.
         if not isinstance(name, str) or not isinstance(value, Real) or not abs(value) <= LARGEST_REWARD:
             said = f"{who} must return numbers up to {LARGEST_REWARD:g} by name, it returned {name!r}: {value!r}"
             return {}, said[:LONGEST_FAILURE]

@@ -43,10 +43,12 @@ class Box:
         """Wait until a process inside exists and can be killed, or bwrap has ended."""
         loop = asyncio.get_running_loop()
         ready = asyncio.Event()
+        # a blocking read would stop the event loop, which serves other sandboxes too
         os.set_blocking(self._status, False)
         loop.add_reader(self._status, ready.set)
         try:
             async with asyncio.timeout(SANDBOX_CHECK_TIMEOUT_S):
+                # bwrap's first line has the id of the process inside
                 while b"\n" not in self._reports:
                     await ready.wait()
                     ready.clear()
@@ -82,6 +84,7 @@ class Box:
         except TimeoutError:
             self.kill("time")
         finally:
+            # the code may never have read all of its input
             feeding.cancel()
             seconds = self.seconds
             exit_code = await self.close()
@@ -123,11 +126,14 @@ class Box:
 
     async def close(self) -> int | None:
         """End all processes in the sandbox. Return the command's exit code if it exited by itself."""
+        # -1: closed before
         if self._status < 0:
             return None
         status, self._status = self._status, -1
         self._send_kill()
+        # in the order in which __init__ and finish created them
         stderr, watch, *rest = self._tasks
+        # it would go on to look at a process id that may be reused
         watch.cancel()
         try:  # the pipes close with the last process that has them open
             async with asyncio.timeout(SANDBOX_EXIT_GRACE_S):
@@ -150,6 +156,7 @@ class Box:
         with suppress(ProcessLookupError):
             if self._inside is not None:
                 signal.pidfd_send_signal(self._inside, signal.SIGKILL)
+            # No process inside is known yet. With bwrap dies what it has started (--die-with-parent).
             elif self._process.returncode is None:
                 os.kill(self._process.pid, signal.SIGKILL)
 
@@ -174,6 +181,7 @@ class Box:
             ("memory", lambda pids: exceeds_memory(pids, self.limits.memory_mib * MIB)),
             ("files", lambda pids: count_files(pids, self.limits.disk_mib * MIB) > self.limits.files),
         ]
+        # Polling may miss a short excess. The kernel's limits per process bind all the same.
         while self.killed_for is None:
             await asyncio.sleep(SANDBOX_POLL_S)
             pids = list_descendants(self._process.pid)

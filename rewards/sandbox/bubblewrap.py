@@ -27,6 +27,7 @@ WORK = "/tmp/work"
 """Working folder inside the sandbox."""
 PYTHON = "/python"
 """Path of this run's Python inside, unless it is below /usr."""
+# The usual id of the user nobody.
 NOBODY = 65534
 USER_IDS = range(61184, 65520)
 """Unused user ids (systemd assigns them to services). Root draws one at random for each run."""
@@ -109,6 +110,7 @@ class Bubblewrap:
                 # bwrap itself keeps the mark, by which leftovers of a killed run are found
                 env={name: os.environ[name] for name in (MARK,) if name in os.environ},
                 cwd="/",
+                # the longest line that Box.ask reads
                 limit=limits.output_bytes,
             )
         except OSError as error:
@@ -140,7 +142,9 @@ class Bubblewrap:
 
 def _walls(limits: Limits) -> list[str]:
     """Return the options that isolate the sandbox from the machine."""
+    # -try: some kernels and containers have no cgroup namespaces
     spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
+    # setpriv needs both to switch to the other user id, and gives them up with that
     user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if os.getuid() != 0:
         user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
@@ -154,12 +158,16 @@ def _walls(limits: Limits) -> list[str]:
             system += ["--ro-bind", str(folder), str(folder)]
     if _python_home() != "/usr":
         system += ["--ro-bind", _python_home(), PYTHON]
+    # not bwrap's --dev, which would add terminals and links into /proc
     devices = ["--perms", "0755", "--size", "65536", "--tmpfs", "/dev"]
     for name in ("null", "zero", "full", "random", "urandom"):
         devices += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    # Semaphores and shared memory need /dev/shm. As a link, they count towards the limit on /tmp.
     devices += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
     disk = ["--perms", "1777", "--size", str(limits.disk_mib * MIB), "--tmpfs", "/tmp"]
+    # --as-pid-1: INIT is process 1, so its end ends the namespace. --new-session: no input into the caller's terminal.
     end = ["--die-with-parent", "--as-pid-1", "--new-session", "--hostname", "sandbox"]
+    # 0777, and 0666 for files: the program may have another user id than bwrap
     return [*spaces, *user, *end, *system, *devices, *disk, "--perms", "0777", "--dir", WORK]
 
 
@@ -179,6 +187,7 @@ def _contents(files: Mapping[str, int], limits: Limits) -> list[str]:
         "PYTHONHASHSEED": "0",  # the same code gets the same reward
     }
     setting = [part for name, value in environment.items() for part in ("--setenv", name, value)]
+    # The root becomes read-only after all files are there. --clearenv first, or it would remove these variables.
     return [*given, "--remount-ro", "/", "--chdir", WORK, "--clearenv", *setting]
 
 
@@ -193,6 +202,7 @@ def _drop_privileges() -> list[str]:
 def _set_limits(limits: Limits, *, cpu: bool) -> list[str]:
     """Return the command that sets the kernel's limits per process, and on their number."""
     # the soft limit sends SIGXCPU, the hard one kills a second later; see OUT_OF_TIME
+    # the kernel counts CPU time in whole seconds
     seconds = max(1, round(limits.seconds))
     values = {
         "as": (limits.memory_mib * MIB,) * 2,
@@ -226,5 +236,6 @@ def _in_memory(content: bytes) -> int:
     handle = os.memfd_create("sandbox")
     with os.fdopen(handle, "wb", closefd=False) as file:
         file.write(content)
+    # bwrap reads on from the handle's position
     os.lseek(handle, 0, os.SEEK_SET)
     return handle

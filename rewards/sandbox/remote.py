@@ -61,6 +61,7 @@ class HttpSandbox:
         limits = limits or Limits()
         body = json.dumps(_make_request(command, dict(files or {}), stdin, limits)).encode()
         began = time.monotonic()
+        # http.client blocks
         answer = await asyncio.to_thread(self._post, body, limits)
         return _read_answer(answer, limits, self.url, time.monotonic() - began)
 
@@ -80,6 +81,7 @@ class HttpSandbox:
         try:
             connection.request("POST", self._path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
+            # one byte more than allowed, to notice a longer answer
             answer = response.read(most + 1)
         except (OSError, http.client.HTTPException) as error:
             raise SandboxUnavailable(f"the sandbox {self.url} cannot be reached: {name_error(error)}") from error
@@ -114,6 +116,7 @@ def _read_answer(answer: bytes, limits: Limits, url: str, seconds: float) -> Ran
     try:
         told = json.loads(answer)
         status, message = told["status"], told.get("message")
+        # code that does not compile has no result of a run
         result = told.get("run_result") or told.get("compile_result")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SandboxUnavailable(
@@ -123,6 +126,7 @@ def _read_answer(answer: bytes, limits: Limits, url: str, seconds: float) -> Ran
         raise SandboxUnavailable(f"the sandbox {url} failed: {str(message or answer)[:300]}")
     stdout, stderr = ((result.get(stream) or "").encode() for stream in ("stdout", "stderr"))
     killed_for = _RESULTS[result["status"]]
+    # the server is not sent this limit, so it is applied here
     if max(len(stdout), len(stderr)) > limits.output_bytes:
         killed_for = "output"
     code = result.get("return_code")
@@ -138,4 +142,5 @@ def _read_answer(answer: bytes, limits: Limits, url: str, seconds: float) -> Ran
     )
 
 
+# Every other status means that the server failed, not the code.
 _RESULTS = {"Finished": None, "TimeLimitExceeded": "time"}

@@ -14,12 +14,17 @@ from dataclasses import dataclass
 
 from rewards.sandbox.base import SandboxUnavailable
 
+# CLONE_NEW of time, mount, cgroup, uts, ipc, user, pid and net.
 NEW_NAMESPACES = 0x7E020080
 """Flags of clone() that create a namespace. Inside some of them a process is root again."""
+# AF_UNIX, AF_INET and AF_INET6.
 FAMILIES = (1, 2, 10)
 """Allowed socket families: unix, and the internet's two, which have no network."""
+# Opcodes of <linux/bpf_common.h>: load an absolute word, jump if ==, >= or &, and return.
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+# SECCOMP_RET of ALLOW, KILL_PROCESS and ERRNO. The low bits of the last are the error number.
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+# Offsets in struct seccomp_data. On little-endian machines 16 is the low half of the first argument.
 AT_NUMBER, AT_MACHINE, AT_FIRST_ARGUMENT = 0, 4, 16
 
 
@@ -69,6 +74,7 @@ MACHINES = {
         prlimit=261,
         refused=(
             *EVERYWHERE,
+            # as for x86_64, line by line; calls that aarch64 lacks are left out
             *(117, 270, 271, 272),
             *(40, 39, 41, 51, 268, 97),
             *(217, 218, 219),
@@ -98,6 +104,7 @@ def make_filter(machine: str | None = None) -> bytes:
         _step(RETURN, KILL),
         _step(LOAD, AT_NUMBER),
     ]
+    # x32 calls do the same as others, under numbers that the list below lacks
     if calls.other_set is not None:
         program += [_step(AT_LEAST, calls.other_set, no=1), _refuse(errno.ENOSYS)]
     for number in calls.refused:
@@ -128,6 +135,7 @@ def make_filter(machine: str | None = None) -> bytes:
 
 def _step(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
     """Return one instruction. yes, no: number of instructions to skip."""
+    # the layout of struct sock_filter
     return struct.pack("=HBBI", code, yes, no, value)
 
 

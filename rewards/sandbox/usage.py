@@ -15,6 +15,7 @@ def list_descendants(pid: int) -> list[int]:
     while waiting:
         parent = waiting.pop()
         with suppress(OSError):  # it has ended
+            # the kernel lists a child under the thread that forked it
             for thread in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{thread}/children", encoding="ascii") as file:
                     children = [int(child) for child in file.read().split()]
@@ -53,6 +54,7 @@ def _proportional(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)
+    # another user's smaps needs the right to trace, which a container may lack; the bound is then too strict
     except PermissionError:
         return _resident(pid)
     except OSError:  # it has ended

@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from typing import Any
 
+# In bytes. The output becomes part of the policy's context.
 LONGEST_OUTPUT = 20_000
 
 
@@ -47,6 +48,7 @@ def run_cell(source: str, names: dict[str, Any]) -> None:
                 print(repr(value))
     except BaseException as error:  # sys.exit ends the piece, not the session
         sys.stdout.flush()
+        # without the frame of this function
         own = error.__traceback__ and error.__traceback__.tb_next
         traceback.print_exception(type(error), error, own, limit=-3)
 

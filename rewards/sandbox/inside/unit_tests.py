@@ -60,6 +60,7 @@ def encode(value: Any, refer: Any) -> Any:
             return [kind.__name__, write(value)]
     for kind in SEVERAL:
         if isinstance(value, kind):
+            # the builtin's own __iter__: a subclass of the code could have another
             return [kind.__name__, [encode(each, refer) for each in kind.__iter__(value)]]
     if isinstance(value, dict):
         return ["dict", [[encode(k, refer), encode(v, refer)] for k, v in dict.items(value)]]
@@ -145,6 +146,7 @@ class Candidate:
                 raise Gone
             self._calls.write(json.dumps(what).encode() + b"\n")
             self._calls.flush()
+            # bounded, since the code can write a line that never ends
             line = self._answers.readline(LONGEST_LINE)
             if not line.endswith(b"\n"):
                 raise Gone
