@@ -53,4 +53,5 @@ def resolve_allowed_tokens(
             )
         texts[token] = text
     # with the stop tokens, or no reply could end
+    # sorted: AllowedTokens.to_columns is a binary search
     return AllowedTokens(allowed=tuple(sorted({*texts, *stop_token_ids})))

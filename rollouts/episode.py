@@ -85,6 +85,7 @@ async def run_episode(
             await episode.converse(opening)
         except _EnvironmentFailed as error:
             failure = str(error)
+        # before close(), after which an environment may have no scores
         played = episode.finish(failure)
     finally:
         failure = await episode.close()
@@ -146,6 +147,7 @@ class _Episode:
         # a reply that ended at a stop string or an extra token lacks the template's end of turn, so it is added
         closing = [] if self.rules.stops is None else self.rules.stops.close_turn(script.last_ids)
         observed = closing + self.tokenizer.render_turns(script.messages[-1], given, script.prompt.tools)
+        # with the prompt, the budget fills the engine's context, so messages of the environment count too
         script.tokens_left -= len(observed)
         if script.tokens_left <= 0:
             script.stop = "length"
@@ -205,6 +207,7 @@ class _Episode:
 
     def finish(self, failure: str) -> list[Played]:
         """Return every player's sample. The first sample has the counts of the episode."""
+        # the trainer expects a sample for every episode, so this one has only the prompt
         if not self.slots:  # the environment failed before the first reply
             self._begin_seat(_NoEnv(self.prompt), [])
         env = self.env or _NoEnv(self.prompt)
@@ -269,6 +272,7 @@ class _EnvironmentFailed(Exception):
 def _catch_environment_errors() -> Generator[None]:
     try:
         yield
+    # the recipe or the machine is wrong, not this episode, so the run ends
     except (RunStopped, UserError):
         raise
     except Exception as error:  # the border to the user's environment, whatever it raises

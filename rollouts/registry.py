@@ -75,6 +75,7 @@ def _list_hints(step: Any) -> list[Any]:
 
 def resolve_agent(agent: AgentConfig) -> AgentPlan:
     """Return the code of `rollout.agent`. Raises UserError for a missing file or program."""
+    # agents are an optional part: a clone without their folder works for other recipes
     with needs_part("rollout.agent"):
         from rollouts.agents.task import AgentPlan
 

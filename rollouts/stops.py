@@ -55,6 +55,7 @@ class StopStrings:
     def _read_end(self, ids: list[int], end: int) -> str:
         """Return the end of the text of ids[:end]. It is longer than the longest stop string."""
         found: list[int] = []
+        # Special tokens add no text, so the search goes back further than the window. The bound keeps each token cheap.
         for i in reversed(ids[max(0, end - 4 * self.window) : end]):
             if i in self.written_ids:
                 found.append(i)
@@ -79,6 +80,7 @@ class Stops:
         """Raise RunStopped if an engine sampled past a stop string, or missed it."""
         if self.strings is None:
             return
+        # without the last token: the token that completes a stop string belongs to the reply
         if self.strings.is_in(self.tokenizer.decode(ids[:-1])):
             raise RunStopped("the engine went on sampling after a stop string (rollout.stop): correct its generate()")
         if stop == "length" and self.strings.is_in(self.tokenizer.decode(ids)):

@@ -60,6 +60,7 @@ class SharedPrompt:
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Return the ids of a conversation with the header of the next reply. Callers do not change the list."""
+        # compared by value: an environment may add messages to the prompt, or tools
         if self._last != (messages, tools):
             self._ids = self.tokenizer.render(messages, tools)
             # a copy: an environment may change the messages of its prompt
@@ -86,6 +87,7 @@ class Conversation:
 
     def append_context(self, ids: list[int]) -> None:
         """Append tokens that are not trained on."""
+        # 0 and -1 are placeholders: the action mask excludes these tokens
         self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
 
     def append_reply(self, done: Completion) -> None:
@@ -172,6 +174,7 @@ def check_completion(done: Completion, *, max_new_tokens: int) -> None:
     wrong = None
     if {len(done.logp), len(done.versions)} != {n}:
         wrong = f"{n} tokens with {len(done.logp)} log-probabilities and {len(done.versions)} versions"
+    # an empty reply would have no token to train on
     elif not 1 <= n <= max_new_tokens:
         wrong = f"{n} tokens where 1 to {max_new_tokens} were asked for"
     elif any(not math.isfinite(logp) or logp > LOGP_ROUNDING for logp in done.logp):

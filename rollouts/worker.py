@@ -111,6 +111,7 @@ class RolloutWorker:
 
     async def _reward_sample(self, played: Played) -> Sample:
         sample, prompt = played.sample, played.sample.prompt
+        # a failed sample has no reward, and is not trained on
         if sample.failure:
             return sample
         result = await self.rewards.compute_reward(prompt, played.messages)
@@ -172,6 +173,7 @@ class RolloutWorker:
     async def close(self) -> None:
         """Close the agents, the reward processes and the engine."""
         if self.agents is not None:
+            # before the engine, to which agents send requests
             await self.agents.close()
         self.rewards.close()
         await self.engine.close()

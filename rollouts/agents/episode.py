@@ -40,6 +40,7 @@ class AgentRunner:
         """
         session = AgentSession(self.sampler, prompt, seed_of_turn)
         async with self.gateway.serving(session) as base_url:
+            # "agent" is a key that no turn has
             task = make_task(prompt, session, base_url, seed=seed_of_turn("agent"))
             result = await self._run_agent(session, task)
         branches = session.trace.list_branches()

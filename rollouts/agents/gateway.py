@@ -24,7 +24,9 @@ from core.errors import shorten
 from rollouts.agents.session import AgentSession, Request
 from rollouts.agents.wire import BadRequest, ChatRequest, list_models, read_ask, write_answer, write_chunks
 
+# Agents run on the worker's machine, and no other machine may use the endpoint.
 HOST = "127.0.0.1"
+# Images are part of the body, as data URIs.
 LARGEST_BODY = 64 * 2**20
 """Maximum size of a request body, in bytes."""
 RETRY_COUNT = "x-stainless-retry-count"
@@ -49,6 +51,7 @@ class Gateway:
         try:
             yield f"http://{HOST}:{self.port}/s/{session.id}/v1"
         finally:
+            # first, so that an ended episode takes no new request while the running ones are cancelled
             del self.sessions[session.id]
             await session.close()
 

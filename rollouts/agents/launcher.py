@@ -33,6 +33,7 @@ from core.loading import FileSpec, load_module
 from rewards.worker import LONGEST_FAILURE, PR_SET_PDEATHSIG, call_user_code
 from rollouts.agents.task import RESULT_FD, Task
 
+# From <linux/prctl.h>: Python has no constant for it.
 PR_SET_CHILD_SUBREAPER = 36
 MARK = "FEYNRL_EPISODE"
 """Environment variable with the episode number. Every process that the agent starts inherits it."""
@@ -117,6 +118,7 @@ class Launcher:
         pid = os.fork()
         if pid == 0:
             self._become_agent(message, handles)
+        # an open copy here would hide the end of the agent's pipes
         for handle in handles:
             os.close(handle)
         # a pidfd, since the process id of a dead process may be reused

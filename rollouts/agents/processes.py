@@ -80,9 +80,11 @@ class AgentProcesses:
         result, errors = _Reader(LARGEST_RESULT), _Reader(None)
         try:
             await self._start(number, given, environment, result, errors)
+            # not `await ended`: a cancellation would mark it as done, and _end would not kill the agent
             await asyncio.wait([ended])
             return self._read_result(result, errors, ended.result())
         finally:
+            # also after a timeout or a cancellation: no agent outlives the episode
             await self._end(number, ended)
             result.close()
             errors.close()
@@ -267,6 +269,7 @@ def name_endpoint(task: Task) -> dict[str, str]:
     return {
         "OPENAI_BASE_URL": task.base_url,
         "OPENAI_API_KEY": task.api_key,
+        # programs read one spelling or the other
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
     }

@@ -151,6 +151,7 @@ class AgentSession:
         task = asyncio.create_task(self._reply(request.ask))
         self._running.add(task)
         task.add_done_callback(self._end_call)
+        # replaces an earlier call with the same body: a retry is one of the latest request
         call = self._calls[request.digest] = _Call(task)
         return call
 
@@ -184,6 +185,7 @@ class AgentSession:
         self.n_started += 1
         wanted = room if ask.max_tokens is None else min(room, ask.max_tokens)
         done = await self._sample(planned, wanted)
+        # before the trace: tokens behind the stop would be trained on, and the harness never sees them
         done = cut_at_stop(done, ask.stop, self.sampler)
         # the budget counts tokens of tool results too, as an environment's episode does
         self.left -= len(done.token_ids) + (0 if planned.parent is None else len(planned.prompt_ids))
@@ -251,6 +253,7 @@ class AgentSession:
         In the conversation that begins with the prompt, the key is the number of earlier replies, as in an environment.
         In other branches it is the hash of the context, with the number of earlier requests of the same context.
         """
+        # a fixed width, since the hash is of bytes
         context = np.array(planned.context, dtype=np.int64).tobytes()
         digest = hashlib.blake2b(context, digest_size=8).hexdigest()
         # Keyed by content, since an agent's requests may arrive in another order when the run is repeated.

@@ -9,6 +9,7 @@ from core.loading import FileSpec
 from core.types.images import write_data_uri
 from core.types.messages import Message, ToolSpec
 
+# 0 to 2 are the standard streams, which the command uses as it likes.
 RESULT_FD = 3
 """File descriptor for a command's rewards, written as one line of JSON."""
 

@@ -29,6 +29,7 @@ class CannotContinue(Exception):
     """Reason why no reply can follow a request's messages, as a sentence."""
 
 
+# eq=False: nodes refer to each other, so a comparison by value could recurse without end.
 @dataclass(eq=False, slots=True, kw_only=True)
 class Node:
     """Reply of the policy, with the messages and tokens since the parent's reply."""
@@ -190,6 +191,7 @@ class Trace:
         """Return the deepest reply whose conversation the messages repeat. Among equals, return the latest."""
         best: tuple[int, int] = (0, -1)
         found: Node | None = None
+        # the template writes tools into the prompt, so other tools mean other tokens
         waiting = [(node, 0) for node in self.roots if node.tools == tools]
         while waiting:
             node, start = waiting.pop()
@@ -246,12 +248,14 @@ def is_repeated(reply: Message, message: Message) -> bool:
         message["role"] == "assistant"
         and message["content"].strip() == reply["content"].strip()
         and message.get("tool_calls", []) == reply.get("tool_calls", [])
+        # a harness may leave the reasoning out, but not change it
         and (thought is None or thought.strip() == reply.get("reasoning", "").strip())
     )
 
 
 def _list_leaves(roots: list[Node]) -> Iterator[Node]:
     """Yield the leaves in order of their branches, without undelivered replies."""
+    # reversed, since a stack returns the last first
     waiting = [root for root in reversed(roots) if root.is_kept]
     while waiting:
         node = waiting.pop()

@@ -222,6 +222,7 @@ def _read_tool(given: Any, where: str) -> ToolSpec:
 
 def _read_max_tokens(body: dict[str, Any]) -> int | None:
     asked = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+    # type(), since isinstance(True, int) holds
     if wrong := [n for n in asked if type(n) is not int or n < 1]:
         raise BadRequest(f"max_tokens must be a whole number from 1 on, found {wrong[0]!r:.40}", param="max_tokens")
     return min(asked, default=None)
@@ -256,8 +257,10 @@ def write_chunks(answer: ChatResponse, *, created: int, wants_usage: bool) -> It
     """Yield the chunks of a streamed response. The first chunk contains the whole reply."""
     delta = write_message(answer.message)
     for i, call in enumerate(delta.get("tool_calls", [])):
+        # clients merge the chunks of a call by this number
         call["index"] = i
     head = {"id": answer.id, "object": "chat.completion.chunk", "created": created, "model": MODEL}
+    # as OpenAI does: null in every chunk but the last
     rest = {"usage": None} if wants_usage else {}
     yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} | rest
     yield head | {"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]} | rest

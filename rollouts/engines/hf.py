@@ -159,6 +159,7 @@ class HfEngine(Engine):
             position_ids=rows.positions,
             past_key_values=rows.cache,
             use_cache=True,
+            # only the last position is sampled from; logits of all, [B, L, V], would need far more memory
             logits_to_keep=1,
             **rows.media,
         )
@@ -195,6 +196,7 @@ class HfEngine(Engine):
         # float64, and scaled by the last sum: in float32 the sum over a large vocabulary misses 1 noticeably
         cumulative = logp.double().exp().cumsum(-1)
         at = torch.tensor([r.uniform.random() for r in live], dtype=torch.float64, device=self.device)
+        # right=True: a token of probability 0 is never drawn, not even at 0. The clamp is for rounding up to the sum.
         return torch.searchsorted(cumulative, (at * cumulative[:, -1])[:, None], right=True)[:, 0].clamp(
             max=logp.shape[-1] - 1
         )
@@ -205,6 +207,7 @@ class HfEngine(Engine):
         with torch.no_grad():
             out = self.model(input_ids=rows.ids, position_ids=rows.positions, use_cache=False, **rows.media)
         at = list_written(len(token_ids), images)
+        # float32, since bfloat16 has two to three decimals
         logp = out.logits[0].float().log_softmax(-1)[[i - 1 for i in at]]  # [T, V]; logits i-1 predict token i
         return logp.gather(-1, self._make_tensor([token_ids[i] for i in at])[:, None])[:, 0].tolist()
 
@@ -226,6 +229,7 @@ class HfEngine(Engine):
             for name, tensor in bucket:
                 if name not in own or own[name].shape != tensor.shape:
                     raise RunStopped(f"the hf engine's model has no {name} of shape {list(tensor.shape)}")
+                # in place, so that tied parameters stay tied
                 own[name].data.copy_(tensor)
             # of the model's tensors, not the received ones: the checksum proves that the copy was made
             self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)

@@ -103,6 +103,7 @@ class VllmEngine(VllmBase):
             return  # it was paused when it went to sleep
         # Finishing takes as long as the longest completion; its deadline is that of every remote call, timeout_s.
         async with asyncio.timeout(None if self._request_mode == "wait" else self._timeout_s):
+            # the cache is cleared after the update, in _resume
             await self._while_alive(self._llm.pause_generation(mode=self._request_mode, clear_cache=False))
         self._paused = True
 
@@ -131,6 +132,7 @@ class VllmEngine(VllmBase):
 
     async def _resume(self, version: int) -> None:
         async def resume() -> None:
+            # before requests go on: vLLM labels the tokens with it
             await self._llm.update_weight_version(str(version))
             # Kept requests are computed again from their tokens, or old keys and values would stay in use.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -166,6 +168,7 @@ class VllmEngine(VllmBase):
                     if answer.finished:
                         return answer
                     if ends is not None and ends(answer.outputs[0].token_ids):
+                        # one abort is enough, and more answers may be on the way
                         ends = None
                         await self._llm.abort(name)  # the last answer follows, with the versions of all tokens
         except EngineDeadError as error:

@@ -24,6 +24,7 @@ class LocalVllmEngine(VllmBase):
     capabilities = Capabilities(adapter=True, images=True, allowed_tokens=True, stop_strings=True, sleep=True)
 
     def _start(self) -> None:
+        # 0: vLLM's engine runs in this process, so the trainer's tensors can be passed by reference
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
         from vllm.config import WeightTransferConfig

@@ -169,6 +169,7 @@ class EngineAvailability:
         """
         sent_to = self.deaths if deaths is None else deaths
         for rank in [rank for rank in ranks if self.deaths[rank] == sent_to[rank]]:
+            # a sync also reaches the engines that serve already
             if self.states[rank] is not EngineState.NEEDS_WEIGHTS:
                 continue
             self._away_s[rank] += time.perf_counter() - self._left_at[rank]
@@ -233,6 +234,7 @@ class EngineAvailability:
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
+        # the event loop keeps only weak references to tasks
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

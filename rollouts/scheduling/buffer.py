@@ -26,6 +26,7 @@ from core.types.messages import describe_messages
 from core.types.sample_json import collect_images, describe_places, restore_messages, restore_places
 from core.types.samples import Group, Prompt, Sample, make_sample
 
+# Without a bound, a task in which no group has a signal would sample for ever.
 MAX_REJECTED = 20
 """Maximum number of rejected groups per step, as a multiple of the groups it needs. Beyond it, the step fails."""
 
@@ -142,6 +143,7 @@ class ReplayBuffer:
     @property
     def _next_position(self) -> int:
         """Position of the next ticket if all started groups are accepted. It may decrease, never increase."""
+        # in rounds, a rejected group keeps its position until the round has finished
         waiting = len(self.waiting) if self._in_rounds else self._n_accepted_waiting
         return self.position + self._n_accepted + waiting + len(self.started)
 
@@ -224,6 +226,7 @@ class ReplayBuffer:
         self._note_change()
 
     async def _wait_until(self, is_met: Callable[[], bool]) -> None:
+        # the condition is checked again after waking, since another waiter may have run first
         while not is_met():
             # a future per waiter: a condition variable would wake all of them at each of many groups
             waiter = Waiter(is_met, asyncio.get_running_loop().create_future())
@@ -262,6 +265,7 @@ class ReplayBuffer:
     ) -> ReplayBuffer:
         """Restore the buffer of a stopped run. Finished groups are kept; started groups restart with new weights."""
         buffer = ReplayBuffer(schedule, step=step, ticket=state["ticket"])
+        # the state lists tickets in order, and the trainer waits for the lowest
         buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
         images = {name: read_image(base64.b64decode(text)) for name, text in state["images"].items()}
         for one in state["finished"]:
@@ -282,6 +286,7 @@ def _describe_sample(sample: Sample) -> dict[str, Any]:
 def _group_from_state(
     one: Mapping[str, Any], draw_prompt: Callable[[int], Prompt], images: Mapping[str, EncodedImage]
 ) -> FinishedGroup:
+    # a prompt depends on the ticket alone, so it is the stopped run's
     prompt = draw_prompt(one["ticket"])
     group = [make_sample(prompt=prompt, **_read_sample(s, images)) for s in one["group"]]
     fields_of_group: dict[str, Any] = {**one, "group": group}

@@ -70,8 +70,10 @@ class ElasticAvailability(EngineAvailability):
         self._idle: dict[Process, asyncio.Event] = {}
         """Set when a leaving process has no more groups, or is gone."""
         self._too_few: asyncio.TimerHandle | None = None
+        # after the fields above, which the base class reads through _note_states
         super().__init__(bounds.most, budget=budget, say=say)
         for rank in range(bounds.least, bounds.most):
+            # an empty slot waits for a place, like a dead engine
             self.states[rank] = EngineState.RESTARTING
         self._note_states()
 
@@ -179,6 +181,7 @@ class ElasticAvailability(EngineAvailability):
             self._note_death(rank, death)
             self._spend(rank)
             return False
+        # An engine that went with its machine costs nothing. Only deaths on living machines may be a bug.
         if died_here:
             self._spend(rank)
         try:
@@ -200,6 +203,7 @@ class ElasticAvailability(EngineAvailability):
     def _say_back(self, rank: int, weights: str) -> None:
         what = "is back" if rank in self._joined else "has joined"
         self._joined.add(rank)
+        # + 1: the engine is not yet marked as serving
         self._say(f"engine {rank} {what}{weights}; {len(self.serving()) + 1} of {self.bounds.most} engines serve")
 
     def _note_states(self) -> None:

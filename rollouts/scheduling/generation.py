@@ -32,6 +32,7 @@ class GroupRequests:
         """timeout_s: deadline of one group, per attempt. engines: None for engines without restart."""
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.timeout_s = workers, timeout_s
+        # longer than the worker's own deadline, so that the worker reports first
         self._patience_s = timeout_s + GROUP_TIMEOUT_GRACE_S
         self.n_retries = 0
 
@@ -42,6 +43,7 @@ class GroupRequests:
         """
         too_slow: list[int] = []
         while True:  # one coroutine for all attempts: a step may have a hundred thousand groups
+            # before the call: it tells later which process of the engine has died
             deaths = self.engines.deaths
             try:
                 rank = await self._choose_engine(too_slow)
@@ -53,6 +55,7 @@ class GroupRequests:
                 if group is not None:
                     self.engines.end_group(process)
                     return group
+                # end_group is not called: the group stays counted, so that a slow engine gets fewer
                 too_slow.append(rank)
                 # two engines were too slow: it is the group, not the engine
                 if len(too_slow) > 1:

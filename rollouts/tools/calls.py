@@ -93,6 +93,7 @@ async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: fl
         raise
     except ToolFailed as error:
         return make_answer(f"{error}", call, "raised")
+    # SystemExit too: a tool must not end the engine's process
     except (Exception, SystemExit) as error:  # the border to the tool, whatever it raises
         # else the TimeoutError is the tool's own
         if deadline.expired():

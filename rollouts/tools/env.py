@@ -35,9 +35,9 @@ class ToolEnv(Env):
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
         # in the order of definition, base classes first: the order is visible in the prompt
-        # Tools are described when the class is defined, so that loading data can count their tokens.
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
         cls._marked = [name for name in names if getattr(getattr(cls, name, None), MARK, False)]
+        # Tools are described when the class is defined, so that loading data can count their tokens.
         described = [getattr(cls, name) for name in cls._marked]
         try:
             cls.tools = [make_spec(function) for function in (*described, *cls.functions)]
@@ -47,6 +47,7 @@ class ToolEnv(Env):
 
     def find_tools(self) -> Sequence[Tool]:
         """Return the tools of this episode. An override must also add them to `tools`, shown to the policy."""
+        # not strict: behind the methods, `tools` lists `functions`
         own = zip(self._marked, type(self).tools, strict=False)
         methods = [Tool(spec=spec, call=getattr(self, name)) for name, spec in own]
         return [*methods, *map(make_tool, self.functions)]

@@ -80,6 +80,7 @@ class Rows:
     def keep_rows(self, at: Tensor) -> None:
         """Select rows; at: [B] int64. A row may be repeated."""
         self.ids, self.mask = self.ids[at], self.mask[at]
+        # rows are the second to last axis, with and without M-RoPE
         self.positions = self.positions[..., at, :]
         self.cache.batch_select_indices(at)
 

@@ -51,6 +51,7 @@ class VllmBase(Engine):
         if on_cpu:
             prepare_cpu(config.cores, config.tensor_parallel_size)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
+        # vLLM would send statistics over the network
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         trusts = config.trust_remote_code
         self._sees = needs_images(config.model_path, trust_remote_code=trusts)
@@ -135,6 +136,7 @@ class VllmBase(Engine):
             images,
             SamplingParams(
                 temperature=self._temperature,
+                # none of these cuts the distribution, which the trainer's softmax would not repeat
                 top_p=1.0,
                 top_k=0,
                 min_p=0.0,
@@ -145,6 +147,7 @@ class VllmBase(Engine):
                 ignore_eos=True,  # the caller's stop tokens are complete
                 detokenize=False,
                 skip_clone=True,  # no other request has them
+                # intermediate answers cost time, and only stop strings need them
                 output_kind=RequestOutputKind.FINAL_ONLY if strings is None else RequestOutputKind.CUMULATIVE,
                 **_support_params(self._support),
             ),
@@ -174,6 +177,7 @@ class VllmBase(Engine):
             images,
             SamplingParams(
                 temperature=1.0,
+                # the least that vLLM accepts
                 max_tokens=1,
                 prompt_logprobs=0,
                 # tokens served from the cache are not computed, so they have no log-probabilities

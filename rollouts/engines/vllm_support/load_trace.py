@@ -13,6 +13,7 @@ from core.types.weights import Bucket
 from rollouts.engines.vllm_support.patches import TorchDispatchMode
 from trainers.weight_sync.fingerprint import checksum
 
+# Checksums are sums modulo 2^64.
 _WRAP = 1 << 64
 
 

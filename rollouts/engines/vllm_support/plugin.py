@@ -40,6 +40,7 @@ def _end_with_parent() -> None:
     def watch_parent() -> None:
         while os.getppid() == pid:
             time.sleep(PARENT_POLL_S)
+        # not sys.exit, which would end only this thread
         os._exit(1)
 
     Thread(target=watch_parent, daemon=True, name="end with parent").start()

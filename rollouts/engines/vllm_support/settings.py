@@ -40,6 +40,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         "use_tqdm_on_load": False,
         "skip_tokenizer_init": not sees,  # vLLM's image processors need it
         "trust_remote_code": config.trust_remote_code,
+        # the model's own would change the defaults of sampling
         "generation_config": "vllm",
         # log-probabilities of the distribution that tokens are drawn from, so including the temperature
         "logprobs_mode": "processed_logprobs",
@@ -67,6 +68,7 @@ def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     available = sorted(cores if cores is not None else os.sched_getaffinity(0))
     # vLLM's default leaves a core idle, and refuses tensor parallelism without NUMA nodes
     n = len(available)
+    # more ranks than cores share them
     shares = [available[r * n // ranks : (r + 1) * n // ranks] or [available[r % n]] for r in range(ranks)]
     os.environ[CORES] = "|".join(",".join(map(str, share)) for share in shares)
     # without it, the first batch compiles C++ for 20 s and more, and later ones are not faster

@@ -249,6 +249,7 @@ def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, 
     # vLLM fuses layers such as q, k and v; a part of a fused layer is not missing
     fused = {part for parts in models.packed_modules.values() for part in parts}
     lost = sorted(adapter.loras.keys() - models.modules.keys() - fused)
+    # vLLM ignores an adapter whose id it already has
     manager.remove_adapter(ADAPTER_ID)
     models.add_adapter(adapter)
     models.activate_adapter(ADAPTER_ID)
