@@ -37,6 +37,7 @@ class Task:
         return self.prompt_form.format(a=f"{a:0{width}d}", op=op, b=f"{b:0{width}d}")
 
     def answer(self, a: int, op: str, b: int) -> str:
+        # the largest absolute value of an answer, which for a difference is largest - 0
         largest = _value(self.largest, op, 0 if op == "-" else self.largest)
         value = _value(a, op, b)
         digits = str(abs(value)).zfill(len(str(largest)) if self.padded else 1)
@@ -45,6 +46,7 @@ class Task:
     def problems(self, count: int, rng: random.Random) -> list[tuple[int, str, int]]:
         """Draw `count` different problems. Raises ValueError if there are too few."""
         n = self.largest + 1
+        # n (n + 1) / 2 pairs without order, n^2 with order
         there_are = sum(n * (n + 1) // 2 if op in COMMUTATIVE else n * n for op in self.ops)
         if count > there_are:
             raise ValueError(f"{count} problems were asked for, there are {there_are}; raise --max or add --ops")
@@ -65,8 +67,10 @@ def make(
     `sft` counts problems, with `copies` rows each, which differ in the order of operands and in the teacher's errors.
     """
     rng = random.Random(seed)
+    # drawn together, so that no two splits share a problem
     problems = task.problems(held_out + train + sft, rng)
     to_learn = [_turned(problem, rng) for problem in problems[held_out + train :] for _ in range(copies)]
+    # the copies of a problem would otherwise lie side by side in the file
     rng.shuffle(to_learn)
     splits = {"eval": problems[:held_out], "train": problems[held_out : held_out + train], "sft": to_learn}
     rows = {split: [_row(task, split, i, p) for i, p in enumerate(ps)] for split, ps in splits.items()}
@@ -79,6 +83,7 @@ def _value(a: int, op: str, b: int) -> int:
 
 def _turned(problem: tuple[int, str, int], rng: random.Random) -> tuple[int, str, int]:
     a, op, b = problem
+    # both orders are the same problem, so no other split has the swapped one
     return (b, op, a) if op in COMMUTATIVE and rng.random() < 0.5 else problem
 
 

@@ -23,6 +23,7 @@ from data_prep.script import conversion_parser, convert, run_script
 
 HUB_ID = "HuggingFaceM4/ChartQA"
 PROMPT_FORM = "{question}\nAnswer with a number or a few words."
+# 0 and 1 are the class labels on the hub.
 ASKED_BY = {"0": "human", "1": "machine", "human": "human", "machine": "machine"}
 
 

@@ -40,6 +40,7 @@ def _row(numbered: str, record: Record) -> Row:
     messages = _turns(record)
     if system := record.get("system"):
         messages = [*_messages(system, "system", text_is="system"), *messages]
+    # a policy trained on it would learn to say nothing
     if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
         raise InvalidRow("empty", "an assistant turn is empty")
     answer = record.get("answer")
@@ -76,6 +77,7 @@ def _message(turn: Any, column: str) -> Message:
         raise InvalidRow(
             "bad_messages", f"a turn of {column} must have a {who} of {', '.join(ROLES)} and text, found {turn!r:.60}"
         )
+    # Parquet gives every turn all keys, so an empty one is no loss
     if lost := {name for name, value in turn.items() if name not in (who, said) and value is not None}:
         raise InvalidRow("bad_messages", f"a turn of {column} holds {min(lost)!r}, which no template would be shown")
     return {"role": ROLES[turn[who]], "content": turn[said]}

@@ -20,6 +20,7 @@ from data_prep.rows import Row
 from data_prep.script import read_options, run_script, share, task_parser, whole, write_task
 
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
+# With 0 or 1, a step such as times 1 would do nothing.
 DIGITS = range(2, 10)
 INPUTS = (0, 1, 5, 11)
 """Test inputs. Tasks that differ in one step differ on at least one of these inputs."""
@@ -39,6 +40,7 @@ def make(
     tasks = list(product(product(OPERATIONS, DIGITS), repeat=steps))
     if train + held_out + sft > len(tasks):
         raise ValueError(f"{train + held_out + sft} tasks were asked for, there are {len(tasks)}; raise --steps")
+    # shuffled once and then cut, so that no two splits share a task
     rng.shuffle(tasks)
     to_learn = [task for task in tasks[held_out + train : held_out + train + sft] for _ in range(copies)]
     # the copies of a task would otherwise lie side by side in the file

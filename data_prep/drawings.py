@@ -53,6 +53,7 @@ def draw(name: str, side: int, rng: random.Random) -> Drawing:
     from PIL import Image, ImageDraw
 
     task = TASKS[name]
+    # the answer comes first, or answers that many drawings share would be more frequent
     answer = rng.choice(task.answers)
     image = Image.new("RGB", (side, side), "white")
     task.draw(ImageDraw.Draw(image), side, answer, rng)
@@ -69,6 +70,7 @@ def pick_other(drawing: Drawing, rng: random.Random) -> str:
 
 def _encode(image: Image) -> EncodedImage:
     file = io.BytesIO()
+    # lossless, since colours are part of the answers
     image.save(file, "PNG")
     return read_image(file.getvalue())
 
@@ -77,6 +79,7 @@ def _draw_count(on: ImageDraw, side: int, answer: str, rng: random.Random) -> No
     """Draw shapes of one kind and colour, each in a separate cell."""
     count, colour = answer.split()
     shape, cell = rng.choice(SHAPES), side / CELLS
+    # at most one shape in a cell, or shapes could cover each other
     for place in rng.sample(range(CELLS * CELLS), int(count)):
         _draw_shape(on, shape, colour, cell * (place % CELLS), cell * (place // CELLS), cell, rng)
 
@@ -110,6 +113,7 @@ def _draw_number(on: ImageDraw, side: int, answer: str, rng: random.Random) -> N
 
 def _draw_bars(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
     """Draw a bar of each colour, in random order. The answer's bar is the highest."""
+    # Without repetition, so that one bar is the highest. Sorted, so that the answer gets it.
     heights = sorted(rng.sample(range(1, BARS_END + 1), len(COLOURS)))
     others = rng.sample([colour for colour in COLOURS if colour != answer], len(COLOURS) - 1)
     bars = list(zip([*others, answer], heights, strict=True))

@@ -29,6 +29,7 @@ WORDS = {"add": ("sum", "total"), "sub": ("gap", "minus"), "max": ("top", "most"
 """Words of a question for each tool."""
 OFFERED = 3
 """Number of tools per row."""
+# Two digits each: _spoil changes one of four digits by position.
 SMALLEST, LARGEST = 10, 99
 OTHER_TOOL = 0.5
 """Share of wrong calls with another tool. The rest have a wrong digit."""
@@ -77,6 +78,7 @@ def _draw(count: int, rng: random.Random) -> list[Problem]:
     there_are = sum(map(len, WORDS.values())) * numbers**2
     if count > there_are:
         raise ValueError(f"{count} questions were asked for, there are {there_are}")
+    # a dict and not a set, which would have another order in every process
     drawn: dict[Problem, None] = {}
     while len(drawn) < count:
         tool = rng.choice(list(WORDS))

@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
+        # "main": the hub has a second configuration, "socratic"
         records = read_records(args.source) if args.source else read_hub(HUB_ID, args.split, name="main")
         return make(records, split=args.split, prompt_form=args.prompt_form, sft=args.sft)
 

@@ -45,6 +45,7 @@ def _turns(record: Record, column: str) -> list[Message]:
     text = record.get(column)
     if not isinstance(text, str):
         raise InvalidRow("missing_column", f"it has no {column}")
+    # the pattern has a group, so the roles are between the texts
     before, *parts = TURN.split(text)
     turns: list[Message] = [
         {"role": ROLES[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)

@@ -16,6 +16,7 @@ def make_reader(folder: Path | None = None) -> ImageReader:
 
 def ask_about(image: EncodedImage, question: str) -> Message:
     """Return a user turn with an image and a question."""
+    # `content` must be the text of the parts, for code that reads no images
     parts: Message = {"role": "user", "content": question}
     parts["parts"] = [{"type": "image", "image": image}, {"type": "text", "text": question}]
     return parts

@@ -41,6 +41,7 @@ def _row(row_id: str, record: Record, reader: ImageReader, prompt_form: str) -> 
         raise InvalidRow("missing_column", "it has no solution")
     if not isinstance(name, str) or not name:
         raise InvalidRow("missing_column", "it has no file_name")
+    # without repetitions, but in order: a solution may box its answer twice
     answers = list(dict.fromkeys(box.strip() for box in list_boxes(solution) if box.strip()))
     if not answers:
         raise InvalidRow("bad_answer", "its solution has no \\boxed{} with an answer")

@@ -44,6 +44,7 @@ def draw_arm(rng: random.Random) -> Arm:
         angles, wanted = ((rng.uniform(LOW[0], HIGH[0]), rng.uniform(LOW[1], HIGH[1])) for _ in range(2))
         # the tip of another posture, so that the dot is within reach
         dot = Arm(angles=wanted, dot=(0.0, 0.0)).joints[-1]
+        # rounded before the check, since the row stores these numbers
         arm = Arm(
             angles=(round(angles[0], DIGITS), round(angles[1], DIGITS)),
             dot=(round(dot[0], DIGITS), round(dot[1], DIGITS)),
@@ -63,7 +64,9 @@ def find_angles(dot: Pair) -> Pair:
     """
     x, y = dot[0] - SIDE / 2, dot[1] - SIDE / 2
     upper, fore = LINKS
+    # law of cosines: |dot|^2 = upper^2 + fore^2 + 2 upper fore cos(elbow)
     cosine = (x * x + y * y - upper * upper - fore * fore) / (2 * upper * fore)
+    # Clipped: beyond the reach of the links there is no angle. acos is never negative, as the elbow bends to one side.
     elbow = math.acos(max(-1.0, min(1.0, cosine)))
     shoulder = math.atan2(y, x) - math.atan2(fore * math.sin(elbow), upper + fore * math.cos(elbow))
     return wrap(shoulder), elbow

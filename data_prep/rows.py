@@ -72,6 +72,7 @@ def _write_parquet(path: Path, plain: list[Record], names: list[str], turn: Any)
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # tools and extra are JSON text: as objects, every row would get the keys of all rows
     schema = pa.schema([(name, pa.list_(turn) if name == "messages" else pa.string()) for name in names])
     pq.write_table(pa.Table.from_pylist(plain, schema=schema), path)
 
@@ -97,6 +98,7 @@ def _read_file(path: Path) -> list[Record]:
             raise UserError(f"--from {path} must hold a list of objects, found {type(listed).__name__}")
         records = list(enumerate(listed, start=1))
     else:
+        # not splitlines(), which also splits at characters that JSON text may hold, such as U+2028
         lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
         records = [(n, parse_json(line, f"--from {path}, line {n}")) for n, line in lines]
     for n, record in records:

@@ -53,6 +53,7 @@ def convert(
         parser.error(str(error))
     if not rows:
         parser.error(f"none of {unfit.looked_at} rows fits: {str(unfit) or 'it is empty'}")
+    # cut after the conversion, so that --limit counts valid rows
     write_rows(args.out, rows[: args.limit])
     if unfit.rows:
         print(f"{args.out}: {unfit.rows} of {unfit.looked_at} rows are invalid and excluded: {unfit}")
@@ -120,6 +121,7 @@ def whole(at_least: int) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
+            # refused below, by the same sentence
             value = at_least - 1
         if value < at_least:
             raise argparse.ArgumentTypeError(f"give a whole number from {at_least} on, found {text!r:.60}")
@@ -133,6 +135,7 @@ def share(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
+        # outside of the range, so refused below
         value = -1.0
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"give a share between 0 and 1, found {text!r:.60}")

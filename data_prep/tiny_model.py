@@ -84,7 +84,9 @@ def make_tokenizer(*, tools: bool = False, images: bool = False, actions: int = 
     specials = [PAD, END, UNKNOWN, *added]
     vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    # [\s\S] and not a dot, which does not match a line break
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    # without a decoder, spaces would come between the characters
     tokenizer.decoder = decoders.Fuse()
     more = {"response_template": RESPONSE_TEMPLATE} if tools else {}
     made = PreTrainedTokenizerFast(
@@ -94,6 +96,7 @@ def make_tokenizer(*, tools: bool = False, images: bool = False, actions: int = 
         unk_token=UNKNOWN,
         additional_special_tokens=added,
         chat_template=TOOL_TEMPLATE if tools else PICTURE_TEMPLATE if images else CHAT_TEMPLATE,
+        # True would remove spaces before punctuation, so that decoded text would differ from the sampled text
         clean_up_tokenization_spaces=False,
         **more,
     )
@@ -126,6 +129,7 @@ def make(
         num_key_value_heads=heads,
         max_position_embeddings=max_length,
         initializer_range=0.05,  # the usual 0.02 suits wide models; a narrow one learns more slowly from it
+        # Llama's default is 1, the id of END here
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

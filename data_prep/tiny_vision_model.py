@@ -91,6 +91,7 @@ def make_config(
         "num_hidden_layers": layers,
         "num_key_value_heads": hidden_size // HEAD,
         "max_position_embeddings": max_length,
+        # Llama's default is 1, the id of END here
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -117,6 +118,7 @@ def make_processor(tokenizer: PreTrainedTokenizerFast, *, side: int, tokens: int
     from transformers import Idefics3ImageProcessorPil, Idefics3Processor
 
     images = Idefics3ImageProcessorPil(
+        # a large image would be split into tiles, and its number of tokens would depend on its size
         do_image_splitting=False,
         size={"longest_edge": side},
         max_image_size={"longest_edge": side},

@@ -2,8 +2,8 @@
 
     python -m data_prep.treasure --out data/treasure
 
-writes train.jsonl and eval.jsonl, and prints the return of the best policy. `--sft N` adds sft.jsonl, with whole games
-of a player who knows the best move, but moves at random in a share of turns (`--by-chance`).
+writes train.jsonl and eval.jsonl, and prints the return of the best policy. `--sft N` adds sft.jsonl, with whole games.
+Their player knows the best move, but moves at random in a share of turns (`--by-chance`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def play(row: Row, by_chance: float, rng: random.Random) -> Row:
         return {"role": "assistant", "content": rng.choice(LETTERS) if rng.random() < by_chance else best}
 
     coin = int(row.messages[0]["content"]) / 10
+    # floats may be compared here, since max() returns one of its arguments unchanged
     messages = [*row.messages, move(TAKE if best_return(coin) == coin else OPEN)]
     if messages[-1]["content"] == OPEN:
         messages += [{"role": "user", "content": row.answer}, move(row.answer)]

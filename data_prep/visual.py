@@ -50,6 +50,7 @@ def make(
     Tasks alternate in each split. images: one of IMAGES. Raises ValueError if there are too few different images.
     """
     rng = random.Random(seed)
+    # drawn together, so that no two splits share an image
     drawings = _draw_all(tasks, held_out + train + sft + pairs, side, rng)
     splits: dict[str, list[Drawing]] = {}
     for split, count in (("eval", held_out), ("train", train), ("sft", sft), ("pairs", pairs)):

@@ -75,8 +75,10 @@ def save_beside(file: Path) -> Save:
         with Image.open(io.BytesIO(image.data)) as opened:
             kind = (opened.format or "png").lower()
         folder.mkdir(parents=True, exist_ok=True)
+        # 64 bits of the hash: enough that no two images of a data set share a name
         path = folder / f"{image.hash[:16]}.{kind}"
         path.write_bytes(image.data)
+        # relative, so that file and folder can be moved together
         return str(path.relative_to(file.parent))
 
     return save

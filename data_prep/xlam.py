@@ -25,6 +25,7 @@ from data_prep.script import conversion_parser, convert, run_script
 HUB_ID = "Salesforce/xlam-function-calling-60k"
 TYPES = {
     **{"str": "string", "int": "integer", "float": "number", "bool": "boolean", "none": "null"},
+    # JSON has no tuples and no sets.
     **{"list": "array", "tuple": "array", "set": "array", "dict": "object"},
     **{kind: kind for kind in ("string", "integer", "number", "boolean", "null", "array", "object")},
 }

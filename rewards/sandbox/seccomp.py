@@ -1,8 +1,8 @@
 """System-call filter of the sandbox, for the kernel's seccomp (classic BPF).
 
 It is a second layer: the other isolation does not depend on it. It blocks system calls that ordinary programs never use
-and that earlier escapes used. It also closes two gaps. Sockets of some families ignore network namespaces (vsock
-reaches the host of a virtual machine), and a process could read another process of the same sandbox.
+and that earlier escapes used. It also closes two gaps. Sockets of some families ignore network namespaces: vsock
+reaches the host of a virtual machine. And a process could read another process of the same sandbox.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Unit tests of untrusted code: python3 unit_tests.py < {"code": ..., "tests": [...], "setup": ..., "nonce": ...}
 
 Two processes. The judge runs the tests. The candidate, forked before the tests are read, runs the code. In the tests, a
-name of the code is a proxy: a call sends the arguments to the candidate, and plain values return and are compared here.
+name of the code is a proxy. A call sends the arguments to the candidate. Plain values return, and are compared here.
 Code that exits, patches the interpreter, prints anything or defines an `__eq__` that always agrees affects only its own
 values. Other objects stay with the candidate, and the judge has a reference.
 
