@@ -87,6 +87,7 @@ class RolloutWorker:
             parser=self.parser,
             in_environment=self._waiting_for_environment,
         )
+        # except while the policy waits for the environment
         with self.timer.measure(Activity.GENERATE):
             played = await run_episode(self.engine, self.make_env, prompt, tokenizer, rules)
         with self.timer.measure(Activity.REWARD):

@@ -154,6 +154,7 @@ class Trace:
             number=self.n_replies,
         )
         self.n_replies += 1
+        # every reply on the path keeps its sampled tokens
         repeated = 0 if planned.parent is None else len(planned.parent.list_path())
         self.n_repeated += repeated
         self.n_rewritten += planned.depth - repeated

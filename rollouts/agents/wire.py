@@ -100,6 +100,7 @@ def read_ask(body: Any, *, temperature: float) -> ChatRequest:
     if (model := body.get("model")) != MODEL:
         raise BadRequest(f"there is no model {quote(model)} here: it is called {MODEL}", status=404, param="model")
     _check_parameters(body, temperature)
+    # clients send null for tools that the harness did not set
     messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not isinstance(tools, list):
         raise BadRequest("messages and tools must be lists", param="messages")
@@ -197,6 +198,7 @@ def _read_part(part: Any, where: str) -> Part:
 def _read_call(given: Any, where: str) -> ToolCall:
     function: Any = given.get("function") if isinstance(given, dict) else None
     name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+    # OpenAI's format is JSON text; an object is read too
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")

@@ -59,6 +59,7 @@ class HfEngine(Engine):
         model = load_model(
             config.model_path, dtype=config.dtype, attention="sdpa", trust_remote_code=config.trust_remote_code
         )
+        # eval(): dropout would change the policy at every token
         self.model = model.eval().to(self.device)
         trusts = config.trust_remote_code
         self.processor: ImageProcessor | None = None
@@ -70,6 +71,7 @@ class HfEngine(Engine):
         self.stop_strings, self.allowed_tokens = config.stop_strings, config.allowed_tokens
         self.timeout_s, self.request_mode = config.timeout_s, config.pause_mode
         self.sleeper, self.aside, self.sleep_mode = Sleeper(), OffloadedStorages(), config.sleep
+        # -1 until the first weight sync
         self.version = -1
         self.n_updates = 0
         self.loaded: dict[str, int] = {}

@@ -133,6 +133,7 @@ def make_gym(prompt: Prompt, *, sees: bool = False) -> Any:
         )
     try:
         return gymnasium.make(name, **args, **({"render_mode": "rgb_array"} if sees else {}))
+    # TypeError: an argument of gym_args that the environment does not take
     except (gymnasium.error.Error, TypeError) as error:
         raise UserError(f"rollout.env=gymnasium: the row {prompt.id}: {name}: {name_error(error)}") from error
 
@@ -198,6 +199,7 @@ def _read_tokens(reply: str, space: Any, bins: int) -> Any:
         case "Box":
             return find_centres(said, space.low, space.high, bins).astype(space.dtype).reshape(space.shape)
         case _:
+            # MultiBinary has no start
             return (np.array(said).reshape(space.shape) + getattr(space, "start", 0)).astype(space.dtype)
 
 

@@ -30,6 +30,7 @@ def sub(a: int, b: int) -> int:
     return a - b
 
 
+# The names of max and min are those of the tools. This file does not need Python's functions.
 def max(a: int, b: int) -> int:
     """Return the larger number.
 

@@ -59,6 +59,7 @@ class ToolEnv(Env):
             return self._note([make_answer(reply.problem, None, "unreadable")])
         if not calls:
             return None
+        # the clock of the event loop, which a simulator replaces
         now = asyncio.get_running_loop().time
         start = now()
         answers = await run_calls(

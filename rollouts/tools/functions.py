@@ -69,6 +69,7 @@ def make_spec(function: Callable[..., Any]) -> ToolSpec:
             f"{who} cannot be described to the policy: {first_line(error)}; give every argument a type, and the "
             "function a docstring with a line for each under `Args:`"
         ) from error
+    # transformers describes an unknown class as an object, without an error
     for argument, hint in hints.items():
         if argument != "return" and (strange := _find_strange(hint)):
             raise UserError(

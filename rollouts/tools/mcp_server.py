@@ -81,6 +81,7 @@ class McpConnection:
         """Close the connection. A started server ends, or is killed."""
         self._closing.set()
         if self._task is not None:
+            # wait() does not raise: the error of a dead server is no error of closing
             await asyncio.wait({self._task})
 
     async def _hold(self, client: Any) -> None:

@@ -243,6 +243,7 @@ class VllmBase(Engine):
     ) -> Any:
         """Run one vLLM request. Raises RunStopped if vLLM expanded images to other tokens than we did."""
         self._sleeper.check_sampling()
+        # counted for sleep(), which needs an idle engine
         self._running += 1
         try:
             answer = await self._request(make_prompt(token_ids, images, self._placeholder), params, ends)

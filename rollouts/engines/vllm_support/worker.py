@@ -62,6 +62,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
         for bucket in buckets:
             self._trace.expect(bucket)
             with self._trace, _one_thread():
+                # load_weights returns the names of the parameters that it wrote
                 self._untouched -= self.model.load_weights(iter(bucket))
 
     def finish_weight_update(self) -> None:
@@ -111,6 +112,7 @@ def _tied_parameters(model: torch.nn.Module) -> list[str]:
     seen: set[int] = set()
     return [
         name
+        # by default, named_parameters() leaves aliases out
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if id(parameter) in seen or seen.add(id(parameter))
     ]
