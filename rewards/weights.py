@@ -59,6 +59,7 @@ def _list_weights(reward: RewardConfig, source: str) -> Mapping[str, float]:
 
 
 def _weigh_function(name: str, weights: RewardWeights, parts: Mapping[str, float]) -> float:
+    # the prefix that RewardPlan.load has added
     own = {part.removeprefix(f"{name}."): value for part, value in parts.items() if part.startswith(f"{name}.")}
     if isinstance(weights, dict):
         if missing := [part for part in weights if part not in own]:
