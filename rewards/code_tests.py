@@ -19,7 +19,7 @@ from rewards.sandbox.base import last_line
 JUDGE = Path(__file__).parent / "sandbox" / "inside" / "unit_tests.py"
 # \Z: a reply that was cut off has no closing fence.
 FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
-# Exit codes from here on are those of processes killed by a signal.
+# A process killed by signal n has the exit code 128 + n.
 BY_SIGNAL = 128
 SHORTEST_RUN = 0.05
 """Minimum time left to start another run, in seconds."""
