@@ -26,6 +26,7 @@ class CallFailed(RunStopped):
 
     def __init__(self, what: str, seen: str = "") -> None:
         """seen: activity of the workers at that moment."""
+        # `what` is kept apart, so that the error can be raised again with a newer observation.
         super().__init__(f"{what}; {seen}" if seen else what)
         self.what = what
 

@@ -37,6 +37,7 @@ def collecting_seldom(is_wanted: bool) -> Generator[None]:
 @contextmanager
 def without_gc() -> Generator[None]:
     """Disable garbage collection during the body."""
+    # A caller may have switched it off already; then it stays off afterwards.
     was_on = gc.isenabled()
     gc.disable()
     try:

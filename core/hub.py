@@ -43,6 +43,7 @@ def find_hub_failure() -> str:
     from huggingface_hub.utils import get_session
 
     def ask() -> str | None:
+        # Below 500 the hub itself has answered. A name that it refuses fails later, with an error of its own.
         answer = get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
         return f"status {answer.status_code}" if answer.status_code >= 500 else None
 

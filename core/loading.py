@@ -93,6 +93,7 @@ def list_plugins(package: str, offers: Callable[[ModuleType], bool]) -> list[str
 def classes_below(module: ModuleType, base: type[T]) -> list[type[T]]:
     """Return the concrete subclasses of `base` that `module` itself defines."""
     members: list[Any] = [c for _, c in inspect.getmembers(module, inspect.isclass)]
+    # A plug-in may import the class that it extends; only classes of its own count.
     found = [c for c in members if c.__module__ == module.__name__]
     return [c for c in found if base in c.__mro__ and c is not base and not inspect.isabstract(c)]
 
@@ -168,6 +169,7 @@ def load_module(spec: FileSpec) -> ModuleType:
             f"{path} is not the file this run began with (sha256 {found[:12]}, expected {spec.sha256[:12]});"
             " do not change it during the run, and keep it the same on every machine"
         )
+    # Also for a module that other code has imported: `reduce_by_file` needs the file of every plug-in.
     LOADED[spec.module] = spec
     if spec.module in sys.modules:
         return sys.modules[spec.module]
@@ -213,6 +215,7 @@ def _resolve_file(name: str, key: str) -> FileSpec:
     if path.suffix != ".py":
         raise UserError(f"{_key_prefix(key)}{quote(path)} is not a Python file; its name must end in .py")
     digest = hash_file(path)
+    # The hash keeps two files of one name apart in sys.modules, and two versions of one file.
     return FileSpec(module=f"{path.stem}_{digest[:12]}", path=str(path), sha256=digest, in_package=False)
 
 
@@ -233,6 +236,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
     try:
         found.loader.exec_module(module)
     except BaseException:
+        # A second call must not find a module that has run only in part.
         del sys.modules[name]
         raise
     return module
@@ -255,6 +259,7 @@ def _locate_error(error: BaseException, path: Path) -> str:
     """Return file and line of the user's code that failed to import, as far as known."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}, line {error.lineno},"
+    # The last of these frames is the innermost: nearest to the error, and still the user's code.
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}, line {lines[-1]}," if lines else str(path)
 

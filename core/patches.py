@@ -137,6 +137,7 @@ PATCHES = (
 @contextmanager
 def patched(owner: Any, **attributes: Any) -> Generator[None]:
     """Replace attributes of a module or class while the body runs."""
+    # All are read before the first is replaced, so that a missing attribute changes nothing.
     usual = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -264,6 +265,7 @@ def forget_hub() -> None:
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True
+    # If datasets is not imported yet, it will read HF_HUB_OFFLINE from the environment itself.
     if (config := sys.modules.get("datasets.config")) is not None:
         config.HF_HUB_OFFLINE = config.HF_DATASETS_OFFLINE = True  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -22,6 +22,7 @@ class StrictModel(BaseModel):
     A number field accepts neither booleans nor NaN, infinity only if the field allows it, and only plausible sizes.
     """
 
+    # By default pydantic ignores unknown keys, and trusts defaults without checking them.
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )

@@ -61,4 +61,5 @@ def _most_specific(tasks: list[asyncio.Task[Any]]) -> BaseException | None:
 
 
 def _names_the_cause(error: BaseException) -> bool:
+    # CallFailed says only that a call broke: another worker may be the cause.
     return isinstance(error, UserError | RunStopped) and not isinstance(error, CallFailed)

@@ -71,12 +71,14 @@ class Actor:
 
     async def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
         with self._mark_busy(path):
+            # attrgetter follows dots: `Workers.attribute` calls methods of the worker's parts.
             result = attrgetter(path)(self.worker)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
     async def describe_activity(self) -> str:
         """Describe the calls in progress. Runs in a separate thread, so it responds during a call."""
         first: dict[str, float] = {}  # oldest call of each method: there may be a thousand groups
+        # A copy, because calls begin and end in another thread meanwhile.
         for method, since in [*self.busy.values()]:
             first.setdefault(method, since)
         calls = [f"has been in {method} for {time.monotonic() - since:.0f} s" for method, since in first.items()]

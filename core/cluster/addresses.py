@@ -36,7 +36,10 @@ def find_interface(address: str, interfaces: Mapping[str, Iterable[str]]) -> str
     """
     wanted = ipaddress.ip_address(address)
     for name, held in interfaces.items():
+        # A link-local IPv6 address ends in % and its interface, which ip_address would count as a part of it.
         for one in (ipaddress.ip_address(text.partition("%")[0]) for text in held):
+            # 127.0.1.1, Debian's address of the host name, is usually not listed, but belongs to the loopback
+            # interface.
             if one == wanted or (one.is_loopback and wanted.is_loopback and one.version == wanted.version):
                 return name
     return None
@@ -75,6 +78,7 @@ def listen_at(address: str, port: int = 0) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
+        # Behind address translation no interface has the address by which others reach this machine.
         return socket.create_server(("", port), family=family)
 
 

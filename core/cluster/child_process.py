@@ -17,6 +17,7 @@ def start_module(module: str, socket: int, *, folder: str | None = None) -> subp
     it.
     folder: working folder of the child; None: that of this process.
     """
+    # -P, below, leaves the working folder out of the child's sys.path, so the path names what it needs.
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # stdout=2: the child's prints go to stderr, so that they cannot mix with the run's output.
     # New session: Ctrl-C reaches the run only, and one kill of the process group reaches all descendants there.

@@ -64,12 +64,14 @@ class ElasticWorkers(Remote[W_co]):
         self.nodes.pop(rank, None)
         with suppress(RayError, TimeoutError):  # it is killed next
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                # Not through `_call_actor`: a worker that leaves may fail here without ending the run.
                 await self.actors[rank].call.remote("close")
         self._kill(rank)
         self.slots.give_up(rank)
 
     async def find_leaving(self) -> dict[int, str]:
         """Return ranks on machines that Ray will soon remove (preemption, `ray drain-node`), with a clause each."""
+        # In a thread, because the request to Ray's head blocks, and the event loop must turn.
         draining = await asyncio.to_thread(list_draining_nodes)
         return {rank: "its machine is to go" for rank, node in self.nodes.items() if node in draining}
 

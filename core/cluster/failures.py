@@ -35,4 +35,5 @@ def is_collective_failure(error: BaseException) -> bool:
     """Tell whether a collective lost a member or timed out. gloo raises a plain RuntimeError then."""
     from torch.distributed import DistError
 
+    # Exactly RuntimeError: subclasses, such as torch's OutOfMemoryError, have causes of their own.
     return isinstance(error, DistError | ConnectionError) or (type(error) is RuntimeError and "gloo" in str(error))

@@ -30,6 +30,7 @@ def main(folder: str, logs: str, driver: str, poll_s: str, kill_s: str) -> None:
     """Wait for the end of the driver, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what ends a run must not end its guardian first
         signal.signal(number, signal.SIG_IGN)
+    # Both are watched: a forked child of the driver may hold the pipe open after the driver's death.
     while not select.select([0], [], [], float(poll_s))[0] and os.getppid() == int(driver):
         pass
     clean_up(Path(folder), Path(logs) if logs else None, float(kill_s))

@@ -109,6 +109,7 @@ def hash_model(folder: Path) -> str:
     return _hash(repr(sizes).encode() + (config.read_bytes() if config.is_file() else b""))
 
 
+# A path proves nothing, because another machine may have its own folder under the same path.
 def write_nonce(run_folder: Path) -> None:
     (run_folder / NONCE).write_text(secrets.token_hex(16), encoding="utf-8")
 

@@ -67,6 +67,7 @@ class WorkerSlots:
 
     def find_hosts(self) -> None:
         """Look up the name of each rank's machine, at the start and after an actor was moved."""
+        # Of any resource: only the names are read here.
         machines = {machine.node_id: machine for machine in list_machines(SLOT)}
         self.hosts = {}
         if len(machines) > 1:

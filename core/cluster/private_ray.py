@@ -23,6 +23,8 @@ from core.timing.deadlines import ADDRESS_CHECK_TIMEOUT_S
 from core.timing.timeouts import probe_with_timeout
 
 TOKEN = "if it was started with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+# By default Ray lowers its workers' priority, and hides all GPUs from an actor that reserves none. Colocated engines
+# reserve none.
 SETTINGS = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 """Variables of Ray, where the user has set none. Without the last it reports its use to its authors."""
 
@@ -63,6 +65,7 @@ def start_private_ray(folder: Path, environment: Mapping[str, str], **settings: 
     import ray
 
     token = folder / "ray_token"
+    # The mode is set at creation: before a later chmod, others could read the token.
     with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
     names = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": str(folder), **environment}

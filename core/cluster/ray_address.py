@@ -30,6 +30,7 @@ def parse_address(address: str) -> tuple[str, int]:
         host = ""
     if not host or not host.isprintable() or " " in host or not (port.isascii() and port.isdigit()):
         raise UserError(f"ray_address={address!r:.200} is not of the form host:port: {FIX}")
+    # Cut, because int() raises for a text of thousands of digits.
     if not 0 < int(port[:6]) < 65536:
         raise UserError(f"ray_address={address!r:.200}: the port must be between 1 and 65535: {FIX}")
     return host, int(port)
@@ -52,6 +53,7 @@ def _speaks_http2(connection: socket.socket) -> bool:
     connection.sendall(CLIENT_PREFACE)
     header = b""
     while len(header) < FRAME_HEADER:
+        # A stream may deliver fewer bytes than asked for.
         got = connection.recv(FRAME_HEADER - len(header))
         if not got:
             return False

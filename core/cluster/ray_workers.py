@@ -1,10 +1,7 @@
 """Workers in Ray actors.
 
-    trainers = await cluster.spawn("trainer", 2, build_trainer, ...)       # Ray actors, one per rank
-    await trainers.scatter(Trainer.step, shards)                           # as in core/cluster/workers.py
-
-After a failed remote call, the health of every process of the group is checked before an error is raised. Peers of a
-dead process fail first, in a collective, but the error must name the dead process.
+trainers = await cluster.spawn("trainer", 2, build_trainer, ...)       # Ray actors, one per rank
+await trainers.scatter(Trainer.step, shards)                           # as in core/cluster/workers.py
 """
 
 from __future__ import annotations
@@ -70,6 +67,7 @@ class Remote(Workers[W_co]):
         return len(self.actors)
 
     def attribute(self, name: str) -> Remote[Any]:
+        # A shallow copy shares the list of actors, so that a restarted actor is the new one here too.
         other = copy(self)
         other.prefix = f"{self.prefix}{name}."
         return other
@@ -90,6 +88,7 @@ class Remote(Workers[W_co]):
         """Build the worker of every actor: actor i calls `build(info, *args)` with RankInfo i."""
         self.build_worker, self.args = build, args
         await attribute_failure([self], gather_fail_fast(self._check_machine(i) for i in range(len(self))))
+        # Rank 0 hosts the store by which the others find the process group.
         address, port = await attribute_failure([self], self.find_free_address(0))
         infos = [RankInfo(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
         starts = (self._call_actor(i, "build", build, info, args) for i, info in enumerate(infos))
@@ -335,6 +334,7 @@ class Cluster:
             return slot.remote(resources.threads, folder)
 
         workers = kind(slots, start_actor, timeout_s, self.check)
+        # Registered before the build, so that `close` also kills actors whose build fails.
         self.groups.append(workers)
         await workers.build_workers(build, *args)
         return workers

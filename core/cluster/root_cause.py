@@ -39,6 +39,7 @@ async def attribute_failure(groups: Iterable[Watched], call: Awaitable[T]) -> T:
         for (group, rank), (alive, clause) in zip(checked, health, strict=True):
             if not alive:
                 raise ProcessDied(clause, worker=(group.name, rank)) from error
+        # Only after the dead: an actor that is being replaced cannot be asked, but explains a failed call.
         if restarting and isinstance(error, CallFailed):
             group, rank = restarting[0]
             raise ProcessDied(f"{group.name} {rank} is being restarted", worker=(group.name, rank)) from error

@@ -95,6 +95,7 @@ def remove_abandoned(base: Path) -> None:
         except OSError:  # somebody else's
             continue
         try:
+            # The kernel frees a lock with the last process that has the file open, however that process ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # its owner lives
             continue
@@ -126,6 +127,8 @@ def _make_folder(base: Path) -> tuple[Path, int]:
 def _start_guardian(folder: Path, logs: Path | None, lock: int) -> subprocess.Popen[bytes]:
     arguments = [str(folder), str(logs or ""), str(os.getpid()), str(GUARDIAN_POLL_S), str(LEFTOVER_KILL_S)]
     environment = {name: value for name, value in os.environ.items() if name != guardian.MARK}
+    # -I -S: only the standard library, so that no setting or package of the user's keeps it from starting. New session:
+    # what a terminal sends to the run does not reach it.
     return subprocess.Popen(
         [sys.executable, "-I", "-S", guardian.__file__, *arguments],
         stdin=subprocess.PIPE,

@@ -99,6 +99,7 @@ class Local(Workers[W_co]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[Any]:
+        # A single worker has a single shard; more would be lost without a word.
         [shard] = shards
         return [await self.call_one(0, method, shard, *args, **kwargs)]
 

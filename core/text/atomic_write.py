@@ -19,6 +19,7 @@ def replacing(path: Path, *, meaning: str = "") -> Generator[Path]:
 
     Raises RunStopped if that fails; see core.errors.writing.
     """
+    # In the same folder, because a rename is atomic only within one file system.
     partial = path.with_name(path.name + PARTIAL)
     with writing(path, meaning=meaning):
         yield partial
@@ -35,6 +36,7 @@ def write_whole(path: Path, text: str, *, meaning: str = "") -> None:
 
 def flush_path(path: Path) -> None:
     """Flush a file, or a folder's list of names, to disk."""
+    # Read-only, because a folder cannot be opened for writing; fsync needs no more.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -16,6 +16,7 @@ def escape_controls(text: str, *, keep: str = "\n") -> str:
     """
     if text.isprintable():  # the usual case
         return text
+    # Only now character by character, because a look-up in Python is slow for the long texts of a model.
     return "".join(
         c.encode("unicode_escape").decode() if c not in keep and unicodedata.category(c) in _UNSAFE else c for c in text
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 HIDDEN = "***"
 _IN_QUERY = "password|passwd|pwd|token|secret|api_?key|access_?key"
+# With or without a colon: a token may stand alone in the place of user and password.
 _USER_INFO = re.compile(r"(?<=//)[^/@\s]*@")
 _QUERY = re.compile(rf"([?&][\w.-]*(?:{_IN_QUERY})[\w.-]*=)[^&\s'\")]*", re.IGNORECASE)
 # `token` must be the whole name: stop_token and max_tokens are no secrets.
@@ -43,6 +44,7 @@ def hide_settings(value: Any, key: str = "") -> Any:
     if isinstance(value, dict):
         return {name: hide_settings(below, str(name)) for name, below in value.items()}
     if isinstance(value, list | tuple):
+        # The items of a list have no keys of their own: a list under `api_key` is secret as a whole.
         return [hide_settings(below, key) for below in value]
     if not isinstance(value, str):
         return value

@@ -52,6 +52,7 @@ class ActivityTimer:
     """Seconds per activity on one device. Overlapping activities are charged to the first in the list."""
 
     def __init__(self, *activities: Activity):
+        # Counts, because an engine generates many groups at once. The order of the keys is the priority.
         self.running = dict.fromkeys(activities, 0)
         self.seconds: dict[str, float] = dict.fromkeys([*activities, IDLE], 0.0)
         self.charged_until = time.perf_counter()
@@ -67,6 +68,7 @@ class ActivityTimer:
 
     def begin_activity(self, activity: Activity) -> None:
         """Charge time to `activity` until `end_activity`. An unlisted activity comes last."""
+        # First, because the time until now belongs to the activities that have run so far.
         self._charge_elapsed()
         self.running[activity] = self.running.get(activity, 0) + 1
         self.seconds.setdefault(activity, 0.0)

@@ -21,13 +21,16 @@ PROGRESS_EVERY_S = 10.0
 STEP_PROGRESS_EVERY_S = 60.0
 TRACKER_FINISH_TIMEOUT_S = 30.0
 TRACKER_ABANDON_TIMEOUT_S = 1.0
+# The engine's own shutdown must end within the driver's wait for it.
 CLOSE_TIMEOUT_S = 20.0
 ENGINE_SHUTDOWN_TIMEOUT_S = 10.0
+# Shorter than SYNC_TIMEOUT_GRACE_S: the engine reports its workers before the driver gives up on the engine.
 ENGINE_RPC_GRACE_S = 2.0
 ENGINE_POLL_S = 0.5
 ENGINE_DEATH_GRACE_S = 5.0
 PARENT_POLL_S = 1.0
 GUARDIAN_POLL_S = 1.0
+# Longer than the guardian kills leftovers, so that the driver usually sees it end.
 GUARDIAN_TIMEOUT_S = 15.0
 LEFTOVER_KILL_S = 10.0
 GROUP_TIMEOUT_GRACE_S = 5.0
@@ -37,6 +40,7 @@ VLLM_IMPORT_TIMEOUT_S = 300.0
 REWARD_EXIT_GRACE_S = 5.0
 AGENT_START_TIMEOUT_S = 120.0
 AGENT_END_TIMEOUT_S = 10.0
+# An int, because math-verify passes it to signal.alarm, which takes whole seconds.
 MATH_VERIFY_TIMEOUT_S = 2
 MCP_START_TIMEOUT_S = 60.0
 SANDBOX_POLL_S = 0.1

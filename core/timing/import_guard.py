@@ -52,6 +52,7 @@ def limit_import(path: Path) -> Generator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
             if left:  # somebody else's timer goes on
+                # At least 1 ms, because 0 would switch that timer off.
                 signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
 
 

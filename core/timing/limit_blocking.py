@@ -37,6 +37,8 @@ class LimitBlocking(Generic[T]):
             except StopIteration as done:
                 return done.value
             try:
+                # Errors of the awaited future, cancellation included, must reach the coroutine itself: it may catch
+                # them.
                 send = yield waits_for
             except (Exception, asyncio.CancelledError) as error:
                 send = error
@@ -46,6 +48,7 @@ class LimitBlocking(Generic[T]):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        # A signal is the only way to interrupt code that never returns to the event loop.
         before = signal.signal(signal.SIGALRM, self._stop)
         outer_s, _ = signal.setitimer(signal.ITIMER_REAL, self.seconds)
         try:

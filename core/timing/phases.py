@@ -45,6 +45,7 @@ class Activity(StrEnum):
     RELOAD = "reload"
 
 
+# Earlier entries win where activities overlap; see ActivityTimer.
 TRAINER_ACTIVITIES = (Activity.TRAIN, Activity.LOGP, Activity.SYNC, Activity.SAVE)
 ENGINE_ACTIVITIES = (Activity.SYNC, Activity.GENERATE, Activity.ENVIRONMENT, Activity.REWARD)
 TURN_PHASES = (Phase.SLEEP, Phase.RELOAD, Phase.OFFLOAD, Phase.WAKE)

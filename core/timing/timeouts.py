@@ -19,6 +19,7 @@ async def wait_or_cancel(call: Awaitable[T], seconds: float) -> T | None:
         async with deadline:
             return await call
     except TimeoutError:
+        # Both raise TimeoutError; only the deadline object knows whose it is.
         if deadline.expired():
             return None
         raise
@@ -26,6 +27,7 @@ async def wait_or_cancel(call: Awaitable[T], seconds: float) -> T | None:
 
 def probe_with_timeout(ask: Callable[[], str | None], *, timeout_s: float, silence: str) -> str:
     """Return why `ask` failed: its result or error, or `silence` after `timeout_s` seconds; "" on success."""
+    # The last entry counts. It is `silence` only as long as the thread has added none.
     failures = [silence]
 
     def run() -> None:

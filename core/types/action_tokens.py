@@ -58,6 +58,7 @@ def find_bins(values: ArrayLike, low: ArrayLike, high: ArrayLike, n: int) -> lis
     """
     lowest = np.asarray(low, np.float64)
     share = (np.asarray(values, np.float64) - lowest) / (np.asarray(high, np.float64) - lowest)
+    # Clipped, because `high` itself would fall into a bin n that does not exist.
     return np.clip(np.floor(share * n), 0, n - 1).astype(int).reshape(-1).tolist()
 
 

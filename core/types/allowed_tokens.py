@@ -50,11 +50,13 @@ class AllowedTokens:
         if self.allowed is not None:
             # Select before the conversion, so that only A of the V columns exist in float32.
             logits = logits.index_select(-1, _to_tensor(self.allowed, logits))
+        # bfloat16 has 8 significant bits, too few for log-probabilities; a float64 model keeps its own dtype.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         return logits.index_fill(-1, _to_tensor(self.banned, logits), LOWEST) if self.banned else logits
 
     def to_columns(self, ids: Tensor) -> Tensor:
         """Map token ids to columns of the restricted logits. Every id must be in the set."""
+        # `allowed` is sorted, so the column of an id is its rank in it.
         return ids if self.allowed is None else torch.searchsorted(_to_tensor(self.allowed, ids), ids)
 
     def to_ids(self, columns: Tensor) -> Tensor:

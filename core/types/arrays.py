@@ -43,11 +43,15 @@ def check_column(name: str, column: Any, dtype: np.dtype[Any], length: int) -> N
             f"the arrays of a Sample must have one length: token_ids has {length}, {name} has the shape "
             f"{list(column.shape)}"
         )
+    # As Ray returns them: code that writes into an array must fail in a local run too.
+    # As Ray returns them: code that writes into an array must fail in a local run too.
     column.setflags(write=False)
 
 
 def to_column(values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Convert a list or array to `dtype`. Raises ValueError if an integer or boolean would change."""
+    # numpy would cut 1.5 to 1, and read 2 as True, without a word; so the result is compared.
+    # numpy would cut 1.5 to 1, and read 2 as True, without a word; so the result is compared.
     column = np.array(values, dtype=dtype)
     if dtype.kind != "f" and not np.array_equal(column, values):
         raise ValueError(f"{values!r:.60} cannot be written as {dtype}")
@@ -116,10 +120,8 @@ def without_tensors(record: Any) -> dict[str, Any]:
 
 
 def with_tensors(kind: type[Record], given: Mapping[str, Any]) -> Record:
-    """Rebuild the record of `without_tensors`.
-
-    Memory shared between processes is read-only, and a loss may write into its tokens. So such arrays are copied.
-    """
+    """Rebuild the record of `without_tensors`; read-only arrays are copied."""
+    # Memory shared between processes is read-only, and a loss may write into its tokens. So such arrays are copied.
     there = {
         name: torch.from_numpy(v if v.flags.writeable else v.copy()) if isinstance(v, np.ndarray) else v
         for name, v in given.items()

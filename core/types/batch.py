@@ -61,6 +61,8 @@ class Tokens:
     def __post_init__(self) -> None:
         for name in list_fields(Tokens):
             if getattr(self, name) is None:
+                # Deleted, so that a loss that reads it fails with the name of the column, and not in arithmetic with
+                # None.
                 delattr(self, name)
 
     def __getattr__(self, name: str) -> Any:  # called for absent attributes only
@@ -81,6 +83,7 @@ class Tokens:
 
     def replace(self, **changes: Any) -> Tokens:
         """Return the same tokens with some fields changed."""
+        # dataclasses.replace would read absent columns too, and raise.
         there = {name: getattr(self, name) for name in list_fields(Tokens) if self.has(name)}
         return Tokens(**(there | changes))
 
@@ -130,6 +133,7 @@ class Batch:
 
 
 def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[str, Any]:
+    # Absent columns raise MissingColumn, an AttributeError, for which getattr returns the default.
     there = ((name, getattr(record, name, None)) for name in list_fields(type(record)))
     return {name: v.to(device) for name, v in there if isinstance(v, Tensor)}
 

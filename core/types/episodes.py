@@ -32,6 +32,7 @@ def number_episodes(group: Group) -> list[int]:
     """
     numbers: dict[tuple[str, int], int] = {}
     return [
+        # len(numbers) is evaluated before a new episode is inserted, so it is the next free number.
         numbers.setdefault(("alone", i) if s.episode is None else ("of", s.episode), len(numbers))
         for i, s in enumerate(group)
     ]
@@ -161,6 +162,7 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
             turns.append((first + piece.turn[0] - piece.begin, first + piece.turn[1] - piece.begin))
         first += piece.end - piece.begin
     last = branches[pieces[-1].branch]
+    # A branch without turn rewards earned 0 in its turns if another branch has them.
     has_rewards = any(s.turn_rewards for s in branches)
 
     def gather(values: Callable[[Sample], NDArray[Any]]) -> NDArray[Any]:
@@ -213,10 +215,12 @@ def _cut_into_pieces(branches: Sequence[Sample]) -> list[_Piece]:
     for b, s in enumerate(branches):
         spans, begin = s.spans, 0
         if not spans:
+            # -1: without a turn it has no place in time, and comes before all turns.
             pieces.append(_Piece(branch=b, begin=0, end=len(s.token_ids), turn=None, earned=0.0, number=-1))
         for k, turn in enumerate(spans):
             end = len(s.token_ids) if k + 1 == len(spans) else turn[1]
             earned = s.turn_rewards[k] if s.turn_rewards else 0.0
+            # Without numbers the branches followed one another, in the order of the list.
             number = s.turn_numbers[k] if s.turn_numbers else len(pieces)
             pieces.append(_Piece(branch=b, begin=begin, end=end, turn=turn, earned=earned, number=number))
             begin = end
@@ -235,6 +239,7 @@ def _get_excluded(sample: Sample) -> Mask:
 
 def _take_back(sample: Sample, joined: Sample, place: NDArray[np.intp]) -> Sample:
     """Return a branch with the joined episode's advantages, exclusions and columns."""
+    # The zeros that a branch without trained tokens has in the joined sample are no values of its own.
     columns = {name: values[place] for name, values in joined.columns.items()} if sample.n_trained else {}
     return replace(
         sample,

@@ -124,6 +124,7 @@ def _convert(image: Image) -> Image:
     upright = ImageOps.exif_transpose(image)
     if upright.mode == "I;16":  # grey in 16 bits
         return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
+    # A PNG may make one colour transparent, and still call itself RGB.
     if upright.mode == "RGB" and "transparency" not in upright.info:
         return upright.copy()
     clear = upright.convert("RGBA")

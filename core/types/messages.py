@@ -88,6 +88,7 @@ def with_text(message: Message, text: str) -> Message:
     if "parts" in message:
         parts = message["parts"]
         before = list(takewhile(_is_image, parts))
+        # Only of the parts after `before`: a message of images alone must not repeat them.
         after = list(takewhile(_is_image, reversed(parts[len(before) :])))[::-1]
         changed["parts"] = [*before, {"type": "text", "text": text}, *after]
     return changed

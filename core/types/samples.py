@@ -129,6 +129,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         n, floats = len(self.token_ids), self.float_dtype
+        # At every creation, `replace` included: a wrong array fails where it is made, and not in a loss.
         check_column("token_ids", self.token_ids, INTS, n)
         check_column("action_mask", self.action_mask, BOOLS, n)
         check_column("rollout_logp", self.rollout_logp, floats, n)
@@ -152,6 +153,7 @@ class Sample:
     @property
     def float_dtype(self) -> np.dtype[Any]:
         """Dtype of all floats of the sample."""
+        # A list has no dtype; `check_column` then raises the error that names the field.
         return DOUBLE if getattr(self.rollout_logp, "dtype", SINGLE) == DOUBLE else SINGLE
 
     @property
@@ -181,11 +183,13 @@ class Sample:
         """Number of trained tokens."""
         if self.failure or self.excluded is not None:
             return int(np.count_nonzero(self.loss_mask))
+        # Counted from the second token on, because nothing predicts the first.
         return int(np.count_nonzero(self.action_mask[1:]))  # the same, without a copy
 
     def with_advantage(self, advantage: float | Floats) -> Sample:
         """Return the sample with an advantage: a number for all tokens, or an array [L]."""
         each = np.empty(len(self.token_ids), dtype=self.float_dtype)
+        # Copied into an array of its own, because the caller's array may still change.
         each[:] = advantage
         each.setflags(write=False)
         return replace(self, advantage=each)

@@ -57,5 +57,6 @@ def check_turns(turns: Spans, rewards: Sequence[float], numbers: Sequence[int], 
             )
     if not np.isfinite(rewards).all():
         raise UserError(f"turn_rewards of a Sample must be finite, found {[*rewards]}")
+    # Through a set, so that equal numbers are refused too.
     if [*numbers] != sorted({*numbers}):
         raise UserError(f"turn_numbers of a Sample must rise from turn to turn, found {[*numbers]}")

@@ -24,6 +24,7 @@ def split_into_buckets(items: Iterable[T], bytes_of: Callable[[T], int], max_byt
     held = 0
     for item in items:
         size = bytes_of(item)
+        # An empty bucket takes any item, because a tensor is never split.
         if bucket and held + size > max_bytes:
             yield bucket
             bucket, held = [], 0
