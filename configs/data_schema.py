@@ -19,6 +19,7 @@ class SourceConfig(StrictModel):
     path: str
     """Parquet, JSONL or CSV file (also .jsonl.gz, .csv.gz), folder written by datasets.save_to_disk, or hub:NAME
     (hub:NAME/CONFIG)."""
+    # No slash, because the name is one part of a metric's name: data/<name>/rows.
     name: str = Field("", pattern="^[^/]*$")
     """Name of the source in the log, without "/" and unique in a mixture. Unset: name of the file or data set."""
     ratio: float = Field(1.0, gt=0)
@@ -99,6 +100,7 @@ class DataConfig(TemplateConfig):
     def a_mixture_has_names(self) -> DataConfig:
         if not self.train:
             raise ValueError("train names no source: give a path, or a list of sources")
+        # Metrics and rewards are logged by these names: two sources of one name would overwrite each other.
         names = [source.log_name for source in self.list_sources("train")]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two sources of train are called {twice[0]}: give them names of their own (name: ...)")
@@ -123,6 +125,7 @@ class RowDataConfig(DataConfig):
 
     @model_validator(mode="after")
     def trains_on_something(self) -> RowDataConfig:
+        # Without a role no token has a weight, and every update would be empty.
         if not self.train_on:
             raise ValueError("train_on names no role: give some, such as [assistant]")
         return self

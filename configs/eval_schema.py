@@ -89,6 +89,7 @@ class EvalRolloutConfig(RolloutConfig):
     @field_validator("temperature")
     @classmethod
     def is_greedy_or_warm(cls, given: float) -> float:
+        # vLLM itself would raise such a temperature to 0.01.
         if 0 < given < 0.01:
             raise ValueError(f"temperature={given:g} is not valid: set 0 for greedy sampling, or 0.01 and more")
         return given
@@ -97,6 +98,7 @@ class EvalRolloutConfig(RolloutConfig):
 class EvalConfig(StrictModel):
     """Configuration of main_eval.py."""
 
+    # The name begins that of a folder: no slash, no control character, not hidden.
     name: str = Field(pattern=r"^[^/\x00-\x1f.][^/\x00-\x1f]{0,99}$")
     """Name of the evaluation; the run folder is <run_dir>/<name>-<time>."""
     seed: int = Field(0, ge=0)
@@ -157,6 +159,7 @@ class EvalConfig(StrictModel):
             raise ValueError(
                 f"k names {too_many[0]}, and no prompt has more than {max(counts)} samples: raise samples, or lower k"
             )
+        # Equal samples would make pass@k, pass^k and majority@k look like estimates, and all be pass@1.
         if self.rollout.temperature == 0 and max(counts) > 1:
             raise ValueError(
                 f"rollout.temperature=0 makes the {max(counts)} samples of a prompt equal: set samples to 1, or raise "

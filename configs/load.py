@@ -24,6 +24,8 @@ def read_recipe(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(recipe, str):
         raw, seen = read_yaml(recipe), [Path(recipe).resolve()]
     else:
+        # A copy, because overrides change it in place. The made-up name stands for a file in the working folder, to
+        # which `base` is then relative.
         raw, seen = copy.deepcopy(dict(recipe)), [Path("the given keys").resolve()]
     while (base := raw.pop("base", None)) is not None:
         if not isinstance(base, str) or not base.isprintable():
@@ -102,6 +104,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         raise UserError(f"override {item!r:.200}: a key has at most {DEEPEST} sections above it, found {len(parents)}")
     node = raw
     for i, key in enumerate(parents):
+        # An empty section is None in YAML.
         if node.get(key) is None:
             node[key] = {}
         node = node[key]
@@ -122,6 +125,7 @@ def validate(cls: type[BaseModel], raw: dict[str, Any], *, prefix: str) -> Any:
         return cls.model_validate(raw)
     except ValidationError as error:
         found = without_branches(error.errors(include_url=False))
+        # One at a time, because a mistake often causes the errors after it.
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UserError(describe_error(cls, found[0], prefix) + more) from error
 
@@ -148,6 +152,7 @@ def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:
         case "extra_forbidden":
             known = list(section_at(cls, loc[:-1]).model_fields)
             close = difflib.get_close_matches(loc[-1], known, n=1)
+            # All known keys only if none is close, because the list can be long.
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
             return f"{key} is not a known key; {hint}"
         case "missing":
@@ -162,6 +167,7 @@ def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:
 def section_at(cls: type[BaseModel], loc: list[str]) -> type[BaseModel]:
     """Return the configuration section at a location."""
     for key in loc:
+        # A number is a place in a list, whose items are all of one class.
         if key.isdigit():
             continue
         inside = sections_in(cls.model_fields[key].annotation)

@@ -18,6 +18,7 @@ RewardWeights = float | dict[str, float]
 def _check_weights(given: Any) -> Any:
     """Validate a function's weight, or the weights of its parts."""
     numbers = list(given.values()) if isinstance(given, dict) else [given]
+    # Not isinstance, for which `true` would be a number too.
     if not numbers or not all(type(n) in (int, float) and abs(n) <= 1e6 for n in numbers):
         raise ValueError(
             f"a weight is expected, or a weight for each part that counts ({{correct: 1.0}}), found {given!r:.100}"
@@ -156,6 +157,7 @@ class EngineRange(StrictModel):
     @field_validator("max")
     @classmethod
     def there_is_a_range(cls, given: int, info: ValidationInfo) -> int:
+        # pydantic leaves `min` out of info.data if it is invalid itself; that error is reported anyway.
         if given <= info.data.get("min", 0):
             raise ValueError(
                 f"{given} must be above min: write a plain number (num_engines: {given}) for one that stays"
@@ -189,6 +191,7 @@ class RolloutConfig(StrictModel):
     """Maximum number of restarts of dead engines, over all engines of a run. Unfinished groups are generated again, by
     other engines or by the restarted engine after a weight sync. 0: an engine's death ends the run. With a varying
     number of engines, an engine that died with its machine does not count."""
+    # Log-probabilities are of logits divided by it, so it is not 0. vLLM raises a value below 0.01 to 0.01.
     temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature. top-p, top-k and min-p are not available: they renormalise over a subset of the vocabulary
     that changes with every token, so the trainer's log-probabilities would silently belong to another policy.

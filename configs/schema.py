@@ -334,6 +334,7 @@ class SLConfig(RunConfig):
             return self
         steps = math.ceil(self.epochs * rows / self.rows_per_step)
         try:
+            # model_copy validates nothing, and only here are the steps known.
             check_warmup(self.trainer, steps)
         except ValueError as error:
             raise UserError(str(error)) from error

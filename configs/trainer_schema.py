@@ -131,6 +131,7 @@ class TrainerConfig(StrictModel):
 
     @model_validator(mode="after")
     def a_fall_has_its_keys(self) -> TrainerConfig:
+        # A key that nothing reads would be a mistake that shows nowhere.
         if self.lr_schedule == "constant" and self.lr_min_fraction:
             raise ValueError("lr_min_fraction is where a falling learning rate ends, and lr_schedule is constant")
         if self.lr_schedule == "wsd" and self.decay_fraction is None:
@@ -160,6 +161,7 @@ class TrainerConfig(StrictModel):
 
     def count_decay_updates(self, total_updates: int) -> int:
         """Return the number of updates in which wsd decays; 0 for other schedules."""
+        # At least one: a short run with wsd must not end without its decay.
         return 0 if self.decay_fraction is None else max(1, round(self.decay_fraction * total_updates))
 
     @field_validator("deepspeed")
@@ -168,6 +170,7 @@ class TrainerConfig(StrictModel):
         zero = given.get("zero_optimization", {})
         if not isinstance(zero, dict):
             raise ValueError(f"zero_optimization must hold keys of DeepSpeed's ZeRO, found {zero!r:.60}")
+        # Of this section only the stage is ours: its other keys are what `deepspeed` is for.
         nested = ["zero_optimization.stage"] if "stage" in zero else []
         # These keys are merged last, so they would silently override the recipe's own.
         if taken := [key for key in given if key in OURS_OF_DEEPSPEED] + nested:
@@ -219,6 +222,7 @@ class CheckpointConfig(StrictModel):
     def lower_is_better(self) -> bool:
         """Whether lower values of that metric are better."""
         if self.best_mode == "auto":
+            # Losses and divergences are better if lower; rewards and accuracies if higher.
             return self.best_metric.endswith(("loss", "nll", "kl"))
         return self.best_mode == "lowest"
 
