@@ -133,12 +133,14 @@ def list_checkpoints(home: Path, *, say: Callable[[str], None] | None = None) ->
             continue
         if checkpoint is not None:
             found.append(checkpoint)
+    # By number, because the name step_100000 sorts before step_99999.
     return sorted(found, key=lambda c: c.state.steps_done)
 
 
 def find_best(checkpoints: Sequence[Checkpoint], by: BestBy) -> Checkpoint | None:
     """Return the checkpoint with the best value (the oldest of equals); None if no value was measured."""
     measured = [c for c in checkpoints if by.metric in c.state.metrics]
+    # min returns the first of equals, and the list is sorted: the oldest.
     sign = 1 if by.lower else -1
     return min(measured, key=lambda c: sign * c.state.metrics[by.metric], default=None)
 
@@ -180,6 +182,7 @@ def find_checkpoint(resume: str, *, say: Callable[[str], None] = print) -> Check
 def _set_link(link: Path, checkpoint: Checkpoint) -> None:
     new = link.with_name(link.name + PARTIAL)
     new.unlink(missing_ok=True)
+    # Relative, so that the run folder can be moved; replaced in one step, so that a reader always finds a link.
     new.symlink_to(checkpoint.folder.name)
     os.replace(new, link)
 

@@ -53,6 +53,7 @@ def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote
     model = load_model(
         found.base,
         dtype=found.dtype,
+        # No forward pass is made, so the kernel does not matter.
         attention="sdpa",
         lora=found.lora,
         key=f"{found.folder}, model.path",

@@ -178,13 +178,11 @@ class RunContext:
                 self.facts["best"] = {"steps_done": state.steps_done, keys.best: best.state.metrics[keys.best]}
 
     def _check_best(self, metric: str | None, *, is_last: bool) -> None:
-        """Raise RunStopped if no step has logged the metric of checkpoint.best.
-
-        At the end it is only reported, because the trained model still has to be saved.
-        """
+        """Raise RunStopped if no step has logged the metric of checkpoint.best; at the end, report it."""
         if metric is None or metric in self.names_logged:
             return
         said = f"checkpoint.best={metric}: no step has logged it; the steps log {', '.join(sorted(self.logged))}"
+        # At the end it is only reported, because the trained model still has to be saved.
         if not is_last:
             raise RunStopped(said)
         self.console.say(said)
@@ -329,6 +327,7 @@ def run_in_context(
         end_on_signals(at_once=at_once)
         console.say(f"run folder: {folder.path}")
         seldom = collecting_seldom(cfg.backend == "ray")
+        # Left in reverse order: the scratch folder last, because it kills every process of the run.
         with Scratch(logs=folder.path / "logs"), context.tracking(at_once), console, seldom:
             asyncio.run(run_body(context, body, at_once))
         reason = f"done early, {context.early_stop.reason}" if context.is_over else "done"

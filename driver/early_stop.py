@@ -24,6 +24,7 @@ class EarlyStop:
             return
         value = metrics.get(when.metric)
         if value is None:
+            # A step without the metric neither counts nor breaks the row: evaluations are not made at every step.
             self._check_name(when.metric, metrics)
             return
         is_met = value > when.above if when.above is not None else when.below is not None and value < when.below

@@ -16,10 +16,12 @@ T = TypeVar("T")
 
 def call_from_python(run: Callable[[], T]) -> T:
     """Return the result of `run` or raise its error; the caller's signal handlers are restored afterwards."""
+    # Only the main thread may set signal handlers, so there are none to restore.
     if threading.current_thread() is not threading.main_thread():
         return run()
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
+        # asyncio.run refuses to start inside a running event loop.
         return _in_thread(run) if _has_event_loop() else run()
     finally:
         for number, handler in handlers.items():
@@ -45,6 +47,7 @@ def _in_thread(run: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     for number in SIGNALS:
+        # Signals reach this thread, and the run is in the other one.
         signal.signal(number, lambda *_: pass_on_interrupt())
     thread = threading.Thread(target=call, daemon=True, name="run")
     thread.start()

@@ -55,11 +55,13 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
     spec, alg_class = find_algorithm(cfg.alg)
     alg = validate(alg_class, cfg.alg, prefix="alg.")
     if isinstance(cfg, RLConfig):
+        # Only here are both known: the algorithm's section does not see `rollout`.
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg)
     # A run's own config.yaml contains every key, used or not; only a recipe's keys are the user's intention.
     if given is not None:
         check_keys(cfg, alg, given)
+    # With the algorithm's defaults, so that config.yaml and a checkpoint contain every hyper-parameter.
     cfg = cfg.model_copy(update={"alg": alg.model_dump()})
     return Loaded(cfg=cfg, alg=alg, alg_spec=spec)
 

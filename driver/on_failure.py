@@ -31,6 +31,7 @@ def run_with_resumes(attempt: Callable[[Loaded[C]], T], loaded: Loaded[C]) -> T:
             print(f"stopped: {death}", flush=True)
             print(f"on_failure=resume: resuming from {where} ({n} of max_resumes={resumes})", flush=True)
             loaded = replace(loaded, cfg=loaded.cfg.model_copy(update={"resume": newest}))
+    # The last attempt is outside the loop, so that its error is raised.
     return attempt(loaded)
 
 

@@ -56,6 +56,7 @@ def launch_run(
     from driver.context import run_in_context
     from driver.on_failure import run_with_resumes
 
+    # Before the data is loaded, which may take minutes.
     if loaded.cfg.backend == "ray":
         refuse_second_ray()
 

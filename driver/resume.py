@@ -57,6 +57,7 @@ def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -
                 hashes[f"data.train[{i}]" if i else "data.train"] = hashlib.file_digest(file, "sha256").hexdigest()
     in_package = sorted(key for key, spec in specs.items() if spec.in_package)
     settings = {
+        # Without secrets, because a checkpoint contains these settings.
         "settings": flatten_settings(hide_settings(cfg.model_dump(mode="json"))),
         "sha256": hashes,
         "in_package": in_package,
@@ -72,6 +73,7 @@ def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> 
         return None
     checkpoint = find_checkpoint(cfg.resume)
     then, is_rl = checkpoint.state.recipe, isinstance(cfg, RLConfig)
+    # Only RL recipes have this key.
     if ("groups_per_step" in then["settings"]) != is_rl:
         raise UserError(
             f"resume={cfg.resume} is a run of the other program (main_rl.py or main_sl.py): resume it there"

@@ -60,6 +60,7 @@ def split_values(text: str) -> list[str]:
     values, depth, quote, begin = [""], 0, "", True
     for i, char in enumerate(text):
         if quote:
+            # In YAML only double quotes know a backslash as an escape.
             is_escaped = quote == '"' and text[:i].endswith("\\")
             quote = "" if char == quote and not is_escaped else quote
         elif char in "'\"" and begin:  # a quote within a word is an apostrophe
@@ -115,6 +116,7 @@ def run_sweep(
         done.append(read_run(run_dir, own, codes[-1]))
         # After every run, so that an interrupted sweep keeps the results so far.
         _write_table(home / "sweep.json", done)
+        # Ctrl-C is meant for the sweep, and not only for the run that it reached.
         if codes[-1] == EXIT_CODE:
             break
     show_table(done)
@@ -133,6 +135,7 @@ def _check_folders(configs: list[RunConfig], combinations: list[list[str]]) -> N
             raise UserError(
                 f"{key}={places[0]} would be written by several runs of the sweep: leave it out, or sweep it"
             )
+    # `index` finds the first equal configuration.
     if any(configs.index(cfg) != i for i, cfg in enumerate(configs)):
         raise UserError("two runs of the sweep are the same: give different values")
 
@@ -163,7 +166,9 @@ def read_run(run_dir: Path, overrides: list[str], code: int) -> SweptRun:
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     after = {
-        name if name.startswith("eval/") else names.EVAL.format(name): v for name, v in summary.get("after", {}).items()
+        # An RL run stores these names without the prefix eval/, a supervised run with it.
+        name if name.startswith("eval/") else names.EVAL.format(name): v
+        for name, v in summary.get("after", {}).items()
     }
     reason = summary.get("exit_reason", f"exit code {code}")
     return SweptRun(overrides=overrides, folder=str(folder), exit_reason=reason, metrics=metrics | after)

@@ -67,6 +67,7 @@ def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> Allo
     """Return the allowed tokens. Raises UserError for a stop or an allowed token that can never occur."""
     rollout = cfg.rollout
     check_stops(tokenizer, rollout.stop, rollout.stop_token_ids, tokenizer.vocabulary)
+    # Stop tokens are always allowed: without one, no reply could end before the budget.
     stops = Stops(tokenizer, rollout.stop, rollout.stop_token_ids)
     allowed_tokens = resolve_allowed_tokens(tokenizer, rollout.allowed_tokens, stops.token_ids)
     if (

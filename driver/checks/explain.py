@@ -87,6 +87,7 @@ def describe_schedule(cfg: RLConfig) -> str:
         publishes += f", or earlier where train/mismatch/kl is above {cfg.weight_sync.max_kl:g}"
     if cfg.max_staleness == 0:
         return f"waits for every weight sync (max_staleness=0); {publishes}"
+    # A step takes groups_per_step / sample_reuse new groups; generation may be max_staleness steps beyond the next.
     ahead = (cfg.max_staleness + 1) * cfg.groups_per_step // cfg.sample_reuse
     return f"runs up to {ahead} groups ahead of the trainer (max_staleness={cfg.max_staleness}); {publishes}"
 
@@ -96,6 +97,7 @@ def describe_micro_batches(tokens: int, cfg: TrainerConfig) -> str:
     who = "rank" if each == 1 else f"group of {each} ranks"
     groups = "one such group" if parts == 1 else f"{parts} such groups"
     where = f"{cfg.ranks} ranks" if each == 1 else f"{groups} (trainer.sequence_parallel)"
+    # Rounded up, because the last micro-batch may be partly full.
     most = -(-tokens // (budget * parts))
     return f"at most {budget:,} tokens each -> at most about {most} per {who} and update, on {where}"
 
@@ -180,11 +182,13 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
     critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
     tower = count_frozen_tower(cfg)
+    # max: without a value model, critic is 0, and has no tower to subtract.
     in_training = (n - tower if lora is None else adapter) + max(0, critic - tower)
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
     beside = [path for path in alg.frozen_models.values() if path or not spared]
     frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) if path else n for path in beside)
+    # Otherwise only the adapter is saved.
     merges = lora is None or lora.merge_on_save
     return MemoryEstimate(
         parameters=n,
@@ -206,12 +210,14 @@ def count_held(cfg: RunConfig) -> int:
 
 def count_states(cfg: RunConfig) -> int:
     """Return the bytes of optimizer states per parameter."""
+    # AdamW keeps two float32 numbers: the running means of gradient and squared gradient.
     return 8 if cfg.trainer.optimizer == "adamw" else 0
 
 
 def count_bytes(cfg: RunConfig) -> BytesEach:
     """Return the bytes per parameter on a trainer rank."""
     held = count_held(cfg)
+    # float32 weights are their own master copy.
     master = 4 if held == 2 else 0
     ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
     if cfg.backend == "ray" and cfg.trainer.strategy == "fsdp2":

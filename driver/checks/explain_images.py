@@ -47,6 +47,7 @@ def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart:
         layers=vision.num_hidden_layers if has_tiles else vision.depth,
         width=getattr(vision, "embed_dim", vision.hidden_size),  # of Qwen2-VL hidden_size is the language part's
         patches=side**2,
+        # Red, green and blue of every pixel, over the frames that a patch spans.
         numbers=3 * frames * vision.patch_size**2,
     )
 

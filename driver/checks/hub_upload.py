@@ -28,10 +28,12 @@ def check_hub_upload(cfg: RunConfig) -> None:
     except Exception as error:  # a border: whatever the library raises
         raise UserError(f"{key}: {constants.ENDPOINT} does not know the token: {first_line(error)}") from error
     role = known.get("auth", {}).get("accessToken", {}).get("role")
+    # The rights of a fine-grained token show only at the upload; the role read surely cannot write.
     if role == "read":
         raise UserError(f"{key}: the token may only read: make one that may write")
     owners = [known["name"], *(org["name"] for org in known.get("orgs", []))]
     owner, slash, _ = cfg.push_to.partition("/")
+    # Without a slash the repository belongs to the token's own account.
     if slash and owner not in owners:
         raise UserError(f"{key}: the token is that of {', '.join(owners)}: name one of them before the slash")
 

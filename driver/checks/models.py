@@ -49,6 +49,7 @@ def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelCo
     for frozen in filter(None, alg.frozen_models.values()):
         trusts = model.trust_remote_code
         check_model_folder(frozen, key="alg", trust_remote_code=trusts)
+        # plain: its chat template is never used, and may be missing.
         own = ChatTokenizer(frozen, "plain", key="alg", trust_remote_code=trusts)
         if tokenizer.hf.get_vocab() != own.hf.get_vocab():
             raise UserError(

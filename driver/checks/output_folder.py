@@ -24,6 +24,7 @@ def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
         return
     reads = [cfg.model.path, *filter(None, alg.frozen_models.values())]
     key, folder = f"save_to={cfg.save_to}", Path(cfg.save_to).absolute()
+    # Saving would replace the model that a resumed run starts from.
     if used := [path for path in reads if folder.resolve() == Path(path).resolve()]:
         raise UserError(f"{key} is a model that this run reads ({used[0]}): name another folder")
     if Path(cfg.run_dir).resolve().is_relative_to(folder.resolve()):

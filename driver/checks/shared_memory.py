@@ -40,6 +40,7 @@ def plan_colocation(
 ) -> list[Need]:
     """Return the memory of every phase, without activations. gpu_gib: None on a CPU or without a visible GPU."""
     trainers = cfg.trainer.ranks * estimate.per_rank
+    # Colocated engines are of a fixed number, so the least is all.
     engines = cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size
     of_machine = partial(Need, place="this machine", there=machine_gib)
     on_vllm = cfg.rollout.engine.startswith("vllm")
@@ -65,6 +66,7 @@ def plan_colocation(
     sending = {
         "weights of the trainer": estimate.weights,
         "weights of the engine": estimate.per_engine,
+        # A bucket is received while the one before it is loaded.
         "two buckets": 2 * cfg.weight_sync.bucket_mib / 1024,
     }
     share = cfg.rollout.gpu_memory_utilization

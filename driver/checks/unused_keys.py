@@ -132,6 +132,7 @@ def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
 
     given: dotted keys that the recipe sets.
     """
+    # Only policy gradients have these terms. A key of such a name elsewhere has a meaning of its own.
     of_terms = TERM_RULES if isinstance(alg, PolicyGradient) else ()
     for rule, about in (*((rule, cfg) for rule in RULES), *((rule, alg) for rule in of_terms)):
         for key in rule.keys:
@@ -158,6 +159,7 @@ def _check_sources(cfg: RunConfig) -> None:
         for source in sources:
             if source is None or isinstance(source, str):
                 continue
+            # Of a source, pydantic knows which fields were written and which have their defaults.
             own = source.model_fields_set
             if "split" in own and source.path.endswith((".parquet", ".jsonl", ".csv", ".gz")):
                 raise UserError(f"{key}: split is set and would not be read, because {source.path} is one file")

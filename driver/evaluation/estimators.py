@@ -40,6 +40,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     >>> pass_at_k(4, 1, 2)
     0.5
     """
+    # Of exact integers, so that no product of many fractions rounds.
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
@@ -96,6 +97,7 @@ def estimate_means(values: Floats, *, resamples: int, seed: int) -> list[Estimat
     # A fixed seed, so that equal samples give equal intervals.
     draw = np.random.default_rng(seed)
     means = np.stack([values[draw.integers(n, size=n)].mean(axis=0) for _ in range(resamples)])
+    # In percent, half of the rest on either side.
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(means, [tail, 100 - tail], axis=0)
     columns = zip(values.mean(axis=0).tolist(), low.tolist(), high.tolist(), strict=True)

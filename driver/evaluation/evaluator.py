@@ -52,6 +52,7 @@ class Evaluator:
         are as frequent as syncs, because two of them would end in the same line.
         """
         cfg = self.cfg
+        # Both need the result in the line of the evaluated step.
         decides = cfg.stop_when is not None or (cfg.checkpoint.best or "").startswith(names.EVAL.format(""))
         sync_every = cfg.weight_sync.every
         return (
@@ -102,6 +103,7 @@ class Evaluator:
         versions = {int(v) for group in groups for s in group for v in s.versions[s.action_mask]}
         if len(versions) > 1:
             return None
+        # If every sample failed before its first token, no token names a version.
         [version] = versions or {self.generation.buffer.version}
         measured = measure_groups(groups)
         shown = {k: v for k, v in measured.items() if k.startswith("reward/") or k == names.ROLLOUT_FAILED}

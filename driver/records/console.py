@@ -67,6 +67,7 @@ class Console:
     def __init__(self, steps: int, clock: Clock, *, live: bool, display: Display = "auto"):
         self.display: Display = display
         self.terminal = make_terminal(display)
+        # A status line is redrawn in place, which a file or a dumb terminal cannot show.
         self.is_live = live and display == "auto" and self.terminal.is_terminal and not self.terminal.is_dumb_terminal
         self.steps, self.clock = steps, clock
         # Rounded up, so that there are never more than MAX_LINES lines.
@@ -171,6 +172,7 @@ class Console:
     def _describe_groups(self) -> str:
         assert self.groups is not None
         seconds = time.perf_counter() - self.clock.lap_started
+        # At least a millisecond, so that nothing is divided by zero.
         return f"{self.groups[0]} of {self.groups[1]} groups, {self.tokens / max(seconds, 1e-3):,.0f} tokens/s"
 
     def _describe_left(self) -> str:
@@ -191,6 +193,7 @@ class Console:
         self.terminal.print(table)
 
     def _print_event(self, event: str, **given: Any) -> None:
+        # soft_wrap: otherwise rich breaks the line at the terminal's width, and it is no JSON any more.
         self.terminal.print(json.dumps({"event": event, **given}), soft_wrap=True)
 
 

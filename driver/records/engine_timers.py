@@ -38,6 +38,7 @@ class EngineTimers:
 
     def _add_up(self, rank: int) -> Seconds:
         total: Seconds = {}
+        # Each process of the engine started its timer at zero, so their last readings add up.
         for seconds in self.last[rank].values():
             total = {name: total.get(name, 0.0) + value for name, value in seconds.items()}
         return total | {Activity.RESTART: self.engines.away_s(rank)}

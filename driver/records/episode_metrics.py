@@ -32,6 +32,7 @@ def measure_counts(samples: Sequence[Sample]) -> dict[str, float]:
     measured: dict[str, float] = {}
     for name in counted:
         if name.partition("/")[0] not in WITHOUT_MEAN:
+            # An episode without this count is left out: it did not count 0.
             values = [counts[name] for counts in episodes if name in counts]
             measured[MEANS.get(name, names.ROLLOUT_COUNT.format(name))] = sum(values) / len(values)
     return measured | _measure_errors(episodes) | _measure_fractions(episodes)

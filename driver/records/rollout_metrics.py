@@ -70,6 +70,7 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
         names.ROLLOUT_BRANCHES: len(samples) / len(joined),
         names.ROLLOUT_FAILED: float(len(joined) - len(rewarded)),
         names.ROLLOUT_TOKENS: float(sum(lengths)),
+        # At least 1: every sample may have failed before its first token.
         names.ROLLOUT_TRAINED: sum(s.n_trained for s in samples) / max(1, sum(lengths)),
         names.ROLLOUT_TOKENS_MEAN: sum(lengths) / len(joined),
         names.ROLLOUT_TOKENS_MAX: float(max(lengths)),
@@ -105,6 +106,7 @@ def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, 
     episodes = [list_episodes(part) for group in groups for part in split_players(group)]
     size = min(map(len, episodes))
     solved = [(len(own), sum(s.reward is not None and s.reward >= pass_reward for s in own)) for own in episodes]
+    # pass@1 of a single sample is only the mean of a threshold on the reward.
     ks = choose_ks(size) if size > 1 else []
     return {names.PASS_AT.format(k): sum(pass_at_k(n, c, k) for n, c in solved) / len(solved) for k in ks}
 
@@ -146,10 +148,13 @@ def name_train_metrics(measured: Mapping[str, float]) -> dict[str, float]:
     own = {name: value for name, value in measured.items() if not name.startswith(names.COMPARE_LOSSES)}
     named = {f"{names.TRAIN}{name}": value for name, value in own.items()}
     if (ratio_sq := named.pop(names.MISMATCH_RATIO_SQ, None)) is not None:
+        # Kish's effective sample size as a fraction: mean(w)^2 / mean(w^2).
         named[names.MISMATCH_ESS] = named[names.MISMATCH_RATIO] ** 2 / ratio_sq
     return_sq, error, error_sq = (named.pop(name, None) for name in names.VALUE_MOMENTS)
     if return_sq is not None and error is not None and error_sq is not None:
+        # Var(x) = E[x^2] - E[x]^2. The trainers average moments, because variances of micro-batches cannot be averaged.
         variance = return_sq - named[names.VALUE_RETURN] ** 2
+        # Equal returns leave nothing to explain.
         if variance > 0:
             named[names.EXPLAINED_VARIANCE] = 1 - (error_sq - error**2) / variance
     return named

@@ -49,6 +49,7 @@ def _make_folder(run_dir: Path, name: str) -> Path:
             (path := run_dir / f"{name}{number}").mkdir(parents=True)
             return path
         except FileExistsError:
+            # The same error if run_dir itself is a file; then no number helps.
             if not run_dir.is_dir():
                 raise
     raise UserError(f"run_dir={run_dir} holds a thousand runs called {name}: name the run otherwise")

@@ -25,6 +25,7 @@ class SampleFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        # One thread, so that the files are written in the order of the steps.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._waiting: deque[Future[None]] = deque()
 

@@ -121,6 +121,7 @@ def average_device(kind: str, devices: dict[str, Seconds]) -> Seconds:
 def explain_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
     """Split a trainer rank's idle time by the driver's activity."""
     busy = {name: value for name, value in seconds.items() if name != IDLE}
+    # By the driver's clock, so that the rows of every device sum to the same total.
     idle = driver["all"] - sum(busy.values())
     waits, evaluates = driver.get(Phase.WAIT_FOR_DATA, 0.0), driver.get(Phase.EVALUATE, 0.0)
     # The driver's remaining phases: packing, logging, the engines' part of a weight sync.

@@ -87,6 +87,7 @@ class Colocation:
         # the states are a cycle: index -1 of the first is the last
         before = states[states.index(after) - 1]
         if self.turn is not before:
+            # Python would warn of a coroutine that is never awaited.
             call.close()
             raise RunStopped(
                 f"colocation is in state '{self.turn}'; expected '{before}' before switching to '{after}': call "
@@ -99,6 +100,7 @@ class Colocation:
             raise ProcessDied(f"between '{before}' and '{after}', {error}", worker=error.worker) from error
         except CallFailed as error:
             raise type(error)(f"between '{before}' and '{after}', {error}") from error
+        # Only after success: a failed switch leaves the device in no known state, and the run ends.
         self.turn = after
         return result
 
@@ -112,6 +114,7 @@ def make_colocation(
 ) -> Colocation:
     """Return the colocation state machine, for offloaded trainers and awake engines."""
     away: Workers[OffloadedTrainer] = trainers.attribute("offloaded")
+    # Engines fall asleep only after their groups have ended, which takes longer than a step of a sync.
     sleepers = engines
     if isinstance(engines, Remote) and isinstance(away, Remote):
         deadline_s, key = cfg.weight_sync.timeout_s + SYNC_TIMEOUT_GRACE_S, "weight_sync.timeout_s"

@@ -81,6 +81,7 @@ class RunEvaluation:
                 found = self.evaluator.measure(await run.while_trainers_wait(self.evaluator.sample()), when)
             if found is not None:
                 return found
+            # Colocated engines are never restarted, so a sync would change nothing.
             if run.colocation is None:
                 await run.sync_weights(run.steps_done)
         raise RunStopped(

@@ -96,6 +96,7 @@ class RunObservers(RunObserver):
     ) -> dict[str, float]:
         found = dict[str, float]()
         for observer in self.observers:
+            # Each sees the metrics of those before it: a step snapshot contains those of compared losses.
             found |= await observer.on_step(step, measured, {**metrics, **found})
         return found
 

@@ -96,10 +96,8 @@ class Run:
             return groups, staleness | measure_drawn(drawn) | self.prompts.count_draws(drawn[-1].ticket + 1)
 
     async def compute_columns(self, groups: list[Group]) -> list[Group]:
-        """Compute the columns that the algorithm requires, with the trainer's models as they are now.
-
-        With one update per step the proximal policy is the one in training, so only more updates need its column.
-        """
+        """Compute the columns that the algorithm requires, with the trainer's models as they are now."""
+        # With one update per step the policy in training is the proximal policy itself.
         proximal: frozenset[ScoredColumn] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
         with self.context.clock.phase(Phase.LOGP):
             columns = self.alg.required_columns | proximal
@@ -121,6 +119,7 @@ class Run:
         async with self.observers.around_updates(step):
             with clock.phase(Phase.TRAIN):
                 self.time.prefetch_engine_timers()
+                # Every rank returns the metrics of the whole step.
                 measured, *_ = await self.trainers.scatter(Trainer.step, step.shard(len(self.trainers)))
                 self.time.prefetch_trainer_timers()
             self.steps_done += 1
@@ -158,6 +157,7 @@ class Run:
                 proof = None
                 while proof is None:  # an engine died during the sync: repeat it with the engines that remain
                     proof = await self._publish(version, await self.engines.wait_for(self.engines.taking_weights))
+        # After the proof: from here on, new groups count as sampled by this version.
         self.buffer.set_version(version)
         return proof
 
@@ -226,6 +226,8 @@ class Run:
             return
         if self.colocation is None:
             return await self._write_checkpoint(step, metrics)
+        # At this point the trainers are offloaded, and a checkpoint reads their states. So the device changes hands
+        # once more, while no group may start.
         async with self.generation.held():
             await self.colocation.give_to_trainers()
             await self._write_checkpoint(step, metrics)

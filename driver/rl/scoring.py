@@ -23,6 +23,7 @@ async def compute_columns(
     shards = copy_to_groups(plan.batches(), len(trainers))
     scored = await trainers.scatter(Trainer.compute_columns, shards, columns)
     filled = add_columns(plan, first_of_groups(scored, len(plan.bins)))
+    # A sample without trained tokens is in no micro-batch, and stays as it is.
     return [[filled.get(id(s), s) for s in group] for group in groups]
 
 

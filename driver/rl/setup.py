@@ -242,16 +242,19 @@ async def start_workers(
     await claim_machines(context, roles, {"model.path": cfg.model.path})
 
     async def start_engines() -> Workers[RolloutWorker]:
+        # Stored at once, so that `close` reaches the engines even if the trainers fail to start.
         context.engines = await start_rollouts(context.cluster, cfg, rollouts)
         return context.engines
 
     if plan.shares_device:
         trainers = await start_trainers(context.cluster, cfg, plan)
+        # Before the engines start, because they measure the free memory of the device then.
         gpus = await offload_after_start(trainers)
         per_engine = cfg.rollout.tensor_parallel_size
         rollouts = replace(rollouts, devices=share_devices(gpus, per_engine=per_engine))
         return trainers, await start_engines()
     calls: list[Coroutine[Any, Any, Any]] = [start_trainers(context.cluster, cfg, plan), start_engines()]
+    # Side by side, because both load the model, and neither needs the other.
     trainers, engines = await gather_fail_fast(calls)
     return trainers, engines
 

@@ -77,6 +77,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
+    # Only after loading is the number of valid rows known, and so the steps of `epochs`.
     loaded = replace(loaded, cfg=cfg.with_steps(len(rows.all())))
     settings = collect_settings(loaded, {})
     return Prepared(
@@ -164,6 +165,7 @@ class Run:
     def draw_rows(self, step: int) -> list[Group]:
         """Return the rows of a step."""
         n = self.cfg.rows_per_step
+        # Rows depend on the step alone, so a resumed run needs no data position.
         return [self.rows.draw(ticket) for ticket in range(step * n, (step + 1) * n)]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -178,6 +180,7 @@ class Run:
             batches = plan.batches()
             # one update: [rank][update][micro-batch] with a single update
             shards = copy_to_groups([[micro] for micro in batches], len(self.trainers))
+            # Every rank returns the metrics of the whole step.
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
             of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.measure_shared(batches)}
         return name_train_metrics(measured) | of_plan
@@ -223,6 +226,7 @@ class Run:
         feeds = [self.rows] if self.held_out is None else [self.rows, self.held_out]
         with self.context.clock.phase(Phase.LOGP):
             groups = self.alg.prepare_groups([group for feed in feeds for group in feed.all()])
+            # The untrained model is the reference, so its own log-probabilities serve, without a second model.
             filled = await compute_columns(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
         self.reference = index_reference(filled)
 

@@ -17,6 +17,7 @@ def count_gpus() -> int:
 
 def list_cores(info: RankInfo | None) -> list[int]:
     """Return the CPU cores of an engine: an equal share of this machine, or all cores for a single engine."""
+    # The cores that this process may use: in a container or a job, fewer than the machine has.
     cores = sorted(os.sched_getaffinity(0))
     if info is None or info.size > len(cores):
         return cores
@@ -65,6 +66,7 @@ def check_devices(cfg: RunConfig) -> str | None:
             f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks {both} {wanted} GPUs, and this machine has "
             f"{gpus}: lower trainer.ranks, rollout.num_engines or rollout.tensor_parallel_size"
         )
+    # Trainers and engines share a CPU's cores, so the larger number counts.
     if not uses_gpus(cfg) and max(cfg.trainer.ranks, engines) > cores:
         return (
             f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks are more than this machine's {cores} CPU "

@@ -33,6 +33,7 @@ def plan_observers(loaded: Loaded[RLConfig]) -> dict[str, ObserverPlan]:
 def load_plan(key: str, module: str, loaded: Loaded[RLConfig]) -> ObserverPlan:
     """Return the observer plan of a key from a module of analysis/. Raises PartMissing without that module."""
     with needs_part(key):
+        # By name, because an import statement would make analysis/ a requirement of every run.
         found = importlib.import_module(module)
     return found.plan_observer(loaded)
 

@@ -164,6 +164,7 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
         return ("ipc",)
     separate_on_gpus = can.nccl and uses_gpus(cfg) and cfg.placement == "separate"
     first: TransportName = "nccl" if separate_on_gpus else "gloo"
+    # The fallbacks form no process group, which is what may have failed. Both send chunks.
     return (first, "direct", "disk") if can.chunks else (first,)
 
 
@@ -206,6 +207,7 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
 def share_for_engine(cfg: RLConfig | EvalConfig) -> Resources:
     """Return the resources of an engine: separate GPUs, or none if it is colocated with trainers."""
     resources = share_machine(cfg, cfg.rollout.least_engines, gpus=cfg.rollout.tensor_parallel_size)
+    # Ray has given these GPUs to the trainers; CUDA_VISIBLE_DEVICES shows them to the engine.
     return replace(resources, gpus=0) if shares_devices(cfg) else resources
 
 

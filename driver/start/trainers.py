@@ -72,6 +72,7 @@ def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         "has_ref_logp": plan.has_ref_logp,
     }
     if info is None:
+        # Imported where it is used, so that DeepSpeed loads only in runs with it.
         from trainers.local import LocalTrainer
 
         return LocalTrainer(plan.model, plan.trainer, plan.alg, **settings)

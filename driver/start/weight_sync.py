@@ -42,6 +42,7 @@ def make_probe(cfg: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt
     """
     prompt = prompts[0]
     if tokenizer.images is not None:
+        # A text prompt would leave the vision part of the weights unproven.
         prompt = next((p for p in prompts if find_images(p.messages)), prompt)
     ids = tokenizer.render(prompt.messages, prompt.tools)
     if len(ids) < 2:
@@ -74,6 +75,7 @@ def make_weight_sync(
     """
     max_bytes = cfg.weight_sync.bucket_mib * 2**20
     scope: ExportScope = "adapter" if cfg.weight_sync.lora == "adapter" else "whole"
+    # In one process the tensors are handed over, without any transport.
     if isinstance(trainers, Local) and isinstance(workers, Local):
         trainer, worker = trainers.worker, workers.worker
         return LocalWeightSync(trainer, worker.engine, (trainer.timer, worker.timer), probe, max_bytes, scope)

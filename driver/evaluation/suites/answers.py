@@ -26,6 +26,7 @@ def find_final_answer(reply: str) -> str:
     if found is None and (numbers := NUMBER.findall(reply)):
         found = numbers[-1]
     plain = "".join((reply if found is None else found).split())
+    # Only of a number: in other answers, such as a tuple, a comma has a meaning.
     return plain.replace(",", "") if NUMBER.fullmatch(plain) else plain
 
 
@@ -38,6 +39,7 @@ def list_boxes(text: str) -> list[str]:
     found: list[str] = []
     after = 0
     for box in BOX.finditer(text):
+        # A box within a box is a part of the outer answer.
         if box.start() >= after and (content := _read_box(text, box.end())) is not None:
             found.append(content)
             after = box.end() + len(content)

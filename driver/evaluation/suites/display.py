@@ -33,6 +33,7 @@ class EvalDisplay:
         for metric, value in measured.items():
             self.sums[name][metric] = self.sums[name].get(metric, 0.0) + value
         done, whole = sum(self.done.values()), sum(self.sets.values())
+        # True LINES times, whenever another tenth of the prompts is done.
         if not quiet and not self.console.is_live and done * LINES // whole > (done - 1) * LINES // whole:
             self.console.say(f"{done} of {whole} prompts: {MEAN} {self._total(MEAN) / done:.3f}")
 

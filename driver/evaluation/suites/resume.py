@@ -51,6 +51,7 @@ class Resumed:
 def collect_eval_settings(cfg: EvalConfig, code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
     """Return the configuration by dotted key, and hashes of the user's files and models."""
     nested = cfg.model_dump(mode="json")
+    # By name, so that another order of the data sets is no difference.
     nested["data"]["sets"] = {one.source.log_name: one.model_dump(mode="json") for one in cfg.data.sets}
     hashes = {key: spec.sha256 for key, spec in code.items() if spec is not None and not spec.in_package}
     for key, path in {"model.path": cfg.model.path, "model.adapter": cfg.model.adapter}.items():
@@ -63,6 +64,7 @@ def hash_model(folder: Path) -> str:
     """Hash names, sizes and both ends of a model folder's files; saving a model again changes the hash."""
     found = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin", ".model")):
+        # Reading hundreds of GB would take minutes. A safetensors file begins with all names and shapes.
         size = path.stat().st_size
         found.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -60,6 +60,7 @@ class EvalRun:
         """Sample every prompt that has no samples yet, and write the samples in parts."""
         display = EvalDisplay({one.name: len(one.prompts) for one in self.sets}, self.ks, self.context.console)
         for (name, _), rows in self.done.items():
+            # Quiet, because these prompts were reported by the run that sampled them.
             display.count(name, measure_prompt(self._grade(rows), self.ks), quiet=True)
         if self.done:
             self.context.console.say(f"resumed: the samples of {len(self.done)} prompts are there")
@@ -85,6 +86,7 @@ class EvalRun:
                 await gather_fail_fast(missing)
         finally:
             back.cancel()
+            # After an error too: a resumed evaluation continues from these samples.
             self.writer.flush()
             remove_merged(self.merged)
 
@@ -147,6 +149,7 @@ def grade_prompt(rows: Sequence[Generation], *, by: Sequence[str], pass_reward: 
     labels = {column: label_text(extra[column]) for column in by if column in extra}
     return GradedPrompt(
         labels=labels | {OF_SET: rows[0].set},
+        # A failure counts as wrong: leaving it out would favour a model whose replies break the reward.
         rewards=[row.reward or 0.0 for row in rows],
         passes=[row.reward is not None and row.reward >= pass_reward for row in rows],
         answers=[row.final_answer for row in rows],

@@ -104,4 +104,5 @@ def _sort_key(value: str) -> tuple[bool, float, str]:
         number = float(value)
     except ValueError:
         number = math.nan
+    # The text "nan" is read as a number too, and has no place among numbers.
     return (True, 0.0, value) if math.isnan(number) else (False, number, value)

@@ -80,6 +80,7 @@ class Feeder:
         if self._thread.is_alive() and not self.dropped:
             self.dropped = True
             said.append(f"{self.name} did not take everything within {TRACKER_FINISH_TIMEOUT_S:g} s of the run's end")
+            # In a thread of its own, because `abandon` may hang as the call before it does.
             self._thread = threading.Thread(target=self._abandon, name=f"tracker {self.name}, abandoned", daemon=True)
             self._thread.start()
         if self.dropped:
@@ -95,6 +96,7 @@ class Feeder:
         if self.dropped:
             return
         try:
+            # The run never waits for a tracker: what does not fit is lost, and reported.
             self._calls.put_nowait((call, given))
         except queue.Full:
             if not self.failure:

@@ -77,6 +77,7 @@ class Trackers:
             file.finish(outcome)
         deadline = time.monotonic() + TRACKER_FINISH_TIMEOUT_S
         for feeder in self.feeders:
+            # All begin before the first is waited for, because the deadline is common.
             feeder.begin_finish(outcome, deadline)
         for feeder in self.feeders:
             for sentence in feeder.end_finish(deadline):
@@ -85,6 +86,7 @@ class Trackers:
 
     def _remember(self, name: str, identity: Identity) -> None:
         """Write the tracker's own name of the run into trackers.json."""
+        # The trackers' threads write one file.
         with self._lock:
             self._identities[name] = identity
             text = json.dumps({name: asdict(one) for name, one in self._identities.items()}, indent=1)

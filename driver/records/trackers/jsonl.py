@@ -21,6 +21,7 @@ class Jsonl(Tracker):
     def start(self, run: TrackedRun) -> Identity | None:
         self.path = run.folder / FILE
         with writing(self.path):
+            # Unbuffered: a line is in the file when the call returns, even if the process is killed next.
             self.file = self.path.open("ab", buffering=0)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:

@@ -34,6 +34,7 @@ class Mlflow(Tracker):
 
     def start(self, run: TrackedRun) -> Identity | None:
         for name, value in (PATIENCE | QUIET).items():
+            # Before the import, because some are read then; values that the user has set are kept.
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
 
@@ -106,6 +107,7 @@ class Mlflow(Tracker):
         from mlflow.entities import Metric
 
         assert self.run_id is not None
+        # MLflow's timestamps are in milliseconds.
         now = int(time.time() * 1000)
         self.client.log_batch(
             self.run_id, metrics=[Metric(make_name(name), value, now, step) for name, value in values.items()]
@@ -133,4 +135,5 @@ def make_name(name: str) -> str:
     >>> make_name("reward/is it right?"), make_name("a" * 300) == "a" * 250
     ('reward/is it right_', True)
     """
+    # 250 characters are MLflow's limit of a name.
     return re.sub(r"[^/\w.\- :]", "_", name)[:250]

@@ -45,6 +45,7 @@ class Wandb(Tracker):
         self.wandb: Any = wandb  # half typed
         self.offline = choose_mode(run.settings) == "offline"
         settings, project = run.settings, run.settings.wandb_project or os.environ.get("WANDB_PROJECT") or "feynrl"
+        # An id is known only within its project, so a run of another project is not continued.
         where = f"{settings.wandb_entity or os.environ.get('WANDB_ENTITY') or ''}/{project}"
         previous = run.previous.id if run.previous is not None and run.previous.where == where else None
         self.run: Any = self.wandb.init(
