@@ -38,7 +38,6 @@ class CaptureConfig(StrictModel):
     @classmethod
     def on_is_a_word(cls, given: Any) -> Any:
         """Restore the key `on`, which YAML 1.1 reads as true."""
-        # YAML 1.1 reads the bare words on, off, yes and no as booleans, also in the place of a key.
         if isinstance(given, dict) and True in given:
             return {("on" if key is True else key): value for key, value in given.items()}
         return given
