@@ -73,6 +73,7 @@ def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], b
     if name_or_path.endswith(".py") or "/" in name_or_path:
         return _resolve_file(name_or_path, key)
     spec = _spec_in_package(package, name_or_path)
+    # A package also has modules that are no plug-ins, such as helpers.
     if spec is None or not offers(_load_plugin(spec, key)):
         names = list_plugins(package, offers)
         raise UserError(
@@ -157,7 +158,7 @@ def _spec_in_package(package: str, name: str) -> FileSpec | None:
 def load_module(spec: FileSpec) -> ModuleType:
     """Import the file of `spec`; a second call returns the same module.
 
-    Raises UserError if the file is missing, has changed since `resolve`, or cannot be imported in time, and
+    Raises UserError if the file is missing, has changed since `resolve`, or cannot be imported in time. Raises
     ModuleNotFoundError if it imports an optional part that this clone lacks.
     """
     path = _own_copy(spec) if spec.in_package else Path(spec.path)

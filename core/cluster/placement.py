@@ -147,6 +147,7 @@ def list_machines(resource: str, own: dict[str, float] | None = None) -> list[Ma
             total=node["Resources"].get(resource, 0.0),
             free=free.get(node["NodeID"], {}).get(resource, 0.0) + (own or {}).get(node["NodeID"], 0.0),
         )
+        # Machines that have left are listed too.
         for node in ray.nodes()
         if node["Alive"]
     ]

@@ -30,7 +30,7 @@ SETTINGS = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0
 
 
 def refuse_second_ray() -> None:
-    """Raise UserError where this process is connected to a Ray cluster.
+    """Raise UserError if this process is connected to a Ray cluster.
 
     Ray holds one connection per process. The start of another one changes the token of the first, and Ray ends a
     process at once whose token is missing or wrong.
@@ -45,7 +45,7 @@ def refuse_second_ray() -> None:
 
 @contextmanager
 def borrowing_process() -> Generator[None]:
-    """Set what a cluster needs in this process, and let Ray be quiet; afterwards all is as the caller had it."""
+    """Set Ray's environment variables and silence its logs during the body; then restore the caller's state."""
     variables = {name: os.environ.get(name) for name in (*SETTINGS, "PYTHONBREAKPOINT")}
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -58,7 +58,7 @@ def borrowing_process() -> Generator[None]:
 
 
 def start_private_ray(folder: Path, environment: Mapping[str, str], **settings: Any) -> None:
-    """Start Ray with its session in `folder`, where nobody else may look: Ray lets everybody write into its own.
+    """Start a private Ray cluster with its session in `folder`, to which no other user has access.
 
     environment: variables of every process of the cluster.
     """
@@ -68,6 +68,7 @@ def start_private_ray(folder: Path, environment: Mapping[str, str], **settings: 
     # The mode is set at creation: before a later chmod, others could read the token.
     with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
+    # In the run's folder, because Ray's usual session folder is open to every user.
     names = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": str(folder), **environment}
     before = {name: os.environ.get(name) for name in (*names, "RAY_AUTH_TOKEN")}
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win over the file
@@ -82,7 +83,7 @@ def start_private_ray(folder: Path, environment: Mapping[str, str], **settings: 
 
 
 def join_ray(address: str, **settings: Any) -> None:
-    """Connect to a cluster of the user's, with the user's token. Raises UserError where it refuses."""
+    """Connect to the user's Ray cluster with the user's token. Raises UserError if it refuses."""
     import ray
     from ray.exceptions import AuthenticationError
 
@@ -98,7 +99,8 @@ def join_ray(address: str, **settings: Any) -> None:
 
 
 def check_is_ray(address: str) -> None:
-    """Raise UserError where the server at host:port does not name a cluster: Ray itself would ask for minutes."""
+    """Raise UserError unless the head of a Ray cluster answers at host:port."""
+    # Ray itself would retry for minutes on any other gRPC server.
     failure = probe_with_timeout(
         partial(connect_to_ray_head, address),
         timeout_s=ADDRESS_CHECK_TIMEOUT_S,

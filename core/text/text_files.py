@@ -64,6 +64,7 @@ def decode_text(whole: bytes, where: str) -> str:
             f"{where}, line {line} is not UTF-8 (byte 0x{whole[error.start]:02x}): convert the file; if it is Latin-1, "
             "with iconv -f LATIN1 -t UTF-8"
         ) from error
+    # As Python's text mode does, so that a file from Windows gives the same tokens.
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 

@@ -58,6 +58,7 @@ def limit_import(path: Path) -> Generator[None]:
 
 def _is_debugging(frame: FrameType | None) -> bool:
     """Tell whether a debugger traces this thread or shows a prompt."""
+    # pydevd is the debugger of PyCharm and VS Code; it may work without a trace function.
     if sys.gettrace() is not None or "pydevd" in sys.modules:
         return True
     while frame is not None:

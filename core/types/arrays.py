@@ -100,6 +100,7 @@ def from_json(value: Any) -> Any:
         return value
     if value.keys() == {"dtype", "base64"}:
         found = np.frombuffer(base64.b64decode(value["base64"]), dtype=value["dtype"])
+        # torch accepts arrays in the machine's own byte order only.
         return found.astype(found.dtype.newbyteorder("="), copy=False)
     return {name: from_json(v) for name, v in value.items()}
 

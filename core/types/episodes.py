@@ -88,6 +88,7 @@ def join_episodes(group: Group) -> JoinedGroup:
     samples: Group = []
     places: list[NDArray[np.intp] | None] = [None] * len(group)
     for own in members.values():
+        # The sample is the whole episode, and needs no mapping back.
         if len(own) == 1:
             samples.append(group[own[0]])
             continue
@@ -171,6 +172,7 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
     # A branch without trained tokens was never scored, so it has no columns. The joined sample still gets them.
     trained = [s for s in branches if s.n_trained]
     names = [n for n in (trained[0].columns if trained else ()) if all(n in s.columns for s in trained)]
+    # Reward and prompt are equal in all branches, and the first has the counts.
     joined = replace(
         branches[0],
         token_ids=gather(lambda s: s.token_ids),
@@ -180,6 +182,7 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
         columns={name: gather(lambda s, n=name: _get_column(s, n)) for name in names},
         excluded=None if all(s.excluded is None for s in branches) else gather(_get_excluded),
         advantage=None,
+        # The episode ended where its last turn did.
         completion=last.completion,
         stop=last.stop,
         turns=tuple(turns),

@@ -153,6 +153,7 @@ def read_data_uri(uri: str) -> bytes:
     if not head.endswith(";base64"):
         return unquote_to_bytes(body)
     try:
+        # In a URI the characters + and / of base64 may be written as %2B and %2F.
         return base64.b64decode(unquote(body), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageRefused(f"the base64 text of a data URI is damaged ({error})") from error

@@ -159,6 +159,7 @@ class Sample:
     @property
     def loss_mask(self) -> Mask:
         """[L] bool, True for trained tokens; never the first token, nor any token of a failed sample."""
+        # Without a reward there is no advantage to train on.
         if self.failure:
             return np.zeros(len(self.action_mask), dtype=BOOLS)
         chosen = self.action_mask.copy()
