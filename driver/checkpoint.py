@@ -114,6 +114,7 @@ def _check_sizes(folder: Path) -> None:
         then: dict[str, int] = dict(json.loads((folder / COMPLETE).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"the checkpoint {folder} is damaged: {COMPLETE}: {first_line(error)}") from error
+    # Sizes instead of hashes, because reading hundreds of GB again would take minutes.
     now = measure_sizes(folder)
     for name, size in then.items():
         if now.get(name) != size:

@@ -45,6 +45,7 @@ def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     trainer = cfg.trainer
     if isinstance(cfg, SLConfig):
         rows = loaded.alg.rows
+        # A pair is two sequences, each with the prompt.
         tokens = cfg.rows_per_step * cfg.data.max_tokens * (2 if rows == "pairs" else 1)
         return [
             ("a step", f"{cfg.rows_per_step} {ROWS[rows]} -> at most {tokens:,} tokens -> 1 optimizer update"),

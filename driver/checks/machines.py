@@ -20,6 +20,7 @@ async def claim_machines(context: RunContext, roles: Sequence[Role], models: Map
     if not cluster.is_private:  # else all is on this machine, in this environment
         cluster.check = MachineCheck.begin(context.folder.path, models)
     await cluster.reserve(roles, timeout_s=context.cfg.timeout_s, say=context.console.say)
+    # Empty on a single machine, where `find_hosts` names none.
     placed = {slots.name_worker(rank): host for slots in cluster.slots.values() for rank, host in slots.hosts.items()}
     if placed:
         context.facts["machines"] = placed

@@ -17,9 +17,9 @@ class BytesEach:
     weights: float
     """Weight of a parameter in training."""
     idle: float
-    """Weight of one that is not trained, in a model that is."""
+    """Weight of a frozen parameter in a trained model."""
     reference: float
-    """Weight of one in a frozen model beside it."""
+    """Weight of a parameter in a frozen model."""
     gradients: float
     optimizer: float
 

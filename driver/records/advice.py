@@ -186,6 +186,7 @@ class Adviser:
         rules = DURING | AT_END if is_last else DURING
         new: list[tuple[str, str]] = []
         for name, rule in rules.items():
+            # Once per rule: the same advice after every step would bury the lines.
             if name not in self.given and (text := rule(history, self.settings)) is not None:
                 self.given[name] = Warned(step=int(line[names.STEP_NUMBER]), rule=name, text=text)
                 new.append((name, text))

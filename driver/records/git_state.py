@@ -15,6 +15,7 @@ def read_git_state(clone: Path = CLONE) -> GitState | str:
     try:
         commit = _ask_git(clone, "rev-parse", "HEAD")
         branch = _ask_git(clone, "rev-parse", "--abbrev-ref", "HEAD")
+        # Only files that git knows: run folders and notes beside the code are no change of it.
         changed = _ask_git(clone, "status", "--porcelain", "--untracked-files=no")
     except OSError:
         return "unknown: git is not installed"

@@ -55,6 +55,7 @@ def name_end(error: BaseException | None) -> str:
         case bdb.BdbQuit():
             return "interrupted in the debugger"
         case RunStopped() | UserError():
+            # An error may quote an address with its password, and this text goes to files and trackers.
             return f"stopped: {hide_secrets(str(error))}"
         case _:
             return f"error: {type(error).__name__}: {hide_secrets(str(error))}"

@@ -37,6 +37,7 @@ def write_sample(step: int, record: dict[str, Any]) -> str:
     prompt = join_messages(record["prompt"])
     return "\n".join(
         [
+            # Line ends too: a failure's text must not begin a line that looks like one of ours.
             escape_controls(f"{head}, stop: {record['stop']}", keep=""),
             *mark_lines("  | ", shorten_middle(prompt, LONGEST_PROMPT)),
             *_write_completion(record),

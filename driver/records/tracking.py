@@ -94,6 +94,7 @@ def make_sample_rows(step: int, groups: list[Group], n: int) -> list[dict[str, A
             "advantage": record["advantage"],
             "stop": record["stop"],
             "new_tokens": record["new_tokens"],
+            # An error may quote an address with its password, and a tracker sends rows to a server.
             "failure": hide_secrets(record["failure"]),
         }
         for record in records

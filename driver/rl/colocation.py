@@ -117,6 +117,7 @@ def make_colocation(
     # Engines fall asleep only after their groups have ended, which takes longer than a step of a sync.
     sleepers = engines
     if isinstance(engines, Remote) and isinstance(away, Remote):
+        # In one process a call cannot be interrupted, so only remote workers have a deadline.
         deadline_s, key = cfg.weight_sync.timeout_s + SYNC_TIMEOUT_GRACE_S, "weight_sync.timeout_s"
         away, engines = away.with_deadline(deadline_s, key=key), engines.with_deadline(deadline_s, key=key)
     return Colocation(trainers=away, engines=engines, sleepers=sleepers, weights=weights, clock=clock)

@@ -87,6 +87,7 @@ class Run:
             groups, drawn = await self.while_trainers_wait(self.buffer.next_step_groups(step))
         with self.context.clock.phase(Phase.CHECK):
             check_failures([d.group for d in drawn], max_failed_fraction=self.cfg.reward.max_failed_fraction)
+            # The buffer gives up after a number of rejected groups, rather than generate without end.
             if len(groups) < self.cfg.groups_per_step:
                 raise RunStopped(
                     f"of {len(drawn)} groups, the algorithm accepts {len(groups)} of the groups_per_step="
@@ -240,6 +241,7 @@ class Run:
 
     async def save(self) -> None:
         """Write the trained model and the time breakdown."""
+        # Now, because a failed write of samples must be known before the run counts as done.
         await self.context.folder.samples.flush()
         if self.colocation is not None:
             await self.colocation.give_to_trainers()

@@ -207,6 +207,7 @@ def make_generation(
 
     return Generation(
         engines,
+        # A ticket always draws the same prompt, so a resumed run can draw its groups again.
         draw_prompt=prepared.prompts.draw,
         accept_group=partial(accepts_group, prepared.alg),
         buffer=buffer,

@@ -94,6 +94,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
 def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
     """Raise UserError if the recipe does not fit the algorithm's kind of rows."""
     size, budget = cfg.data.max_tokens, cfg.trainer.micro_batch_tokens
+    # The loss of a pair needs both completions in one forward pass.
     if alg.rows != "conversations" and 2 * size > budget:
         raise UserError(
             f"two completions of data.max_tokens={size} may have to be in one micro-batch, and trainer."
@@ -120,6 +121,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     with context.clock.phase(Phase.START):
         await claim_machines(context, [plan_trainer_role(cfg)], {"model.path": cfg.model.path})
         trainers = await start_trainers(context.cluster, cfg, plan)
+        # Whether rows can be packed depends on the loaded models, so only a trainer knows it.
         layout = await trainers.call_one(0, Trainer.describe_layout)
     run = Run(
         cfg=cfg,

@@ -48,6 +48,7 @@ def check_devices(cfg: RunConfig) -> str | None:
     """Return an error sentence if this machine lacks devices for the run, or None."""
     rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
     engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
+    # Colocated engines use the trainers' devices.
     wanted = cfg.trainer.ranks + (0 if shares_devices(cfg) else engines)
     gpus, cores = count_gpus(), os.cpu_count() or 1
     if isinstance(cfg, RLConfig) and cfg.weight_sync.transport == "nccl" and not uses_gpus(cfg):

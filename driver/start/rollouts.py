@@ -177,6 +177,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         from rollouts.agents.processes import AgentProcesses
 
         agents = AgentProcesses(plan.agent)
+    # The cores follow from the rank, which only this process knows.
     engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
     return RolloutWorker(
         engine,

@@ -101,6 +101,7 @@ class EvalRun:
         order = {one.name: i for i, one in enumerate(self.sets)}
         with self.context.clock.phase(Phase.SAVE):
             rows = join_parts(self.context.folder.path, order)
+            # After the samples are written, so that they can be read even if there are too many failures for a result.
             self._check_failures(rows)
             by = [*([OF_SET] if len(self.sets) > 1 else []), *self.cfg.data.by]
             groups: dict[tuple[str, int], list[Generation]] = {}

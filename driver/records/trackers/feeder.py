@@ -118,6 +118,7 @@ class Feeder:
                 f"{self.name} failed and gets nothing more, the run goes on without it: "
                 f"{hide_secrets(name_error(error))}"
             )
+            # An earlier sentence, that the tracker is slow, may have been told; this one replaces it.
             self._told = False
             self._abandon()
 

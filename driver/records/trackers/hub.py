@@ -37,6 +37,7 @@ class Trackers:
         self._lock = threading.Lock()
         self._identities: dict[str, Identity] = {}
         self.run = run
+        # Without a thread, because metrics.jsonl is part of the run: a full disk must stop the loop.
         self.files = [cls() for cls in classes.values() if issubclass(cls, Jsonl)]
         self.feeders = [
             Feeder(name, cls(), replace(run, previous=previous.get(name)), on_start=self._remember)

@@ -51,12 +51,14 @@ class Wandb(Tracker):
         self.run: Any = self.wandb.init(
             project=project,
             entity=settings.wandb_entity,
+            # A continued run keeps its name.
             name=None if previous else run.name,
             id=previous,
             resume="allow" if previous else None,
             dir=str(run.folder),
             mode=choose_mode(settings),
             config=run.config,
+            # A resumed run may have other settings than the run that it continues.
             allow_val_change=True,
             settings=wandb.Settings(
                 console="off",  # the terminal is ours
