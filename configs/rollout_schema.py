@@ -282,4 +282,5 @@ class WeightSyncConfig(StrictModel):
 
     def bound_probe(self, dtype: str) -> float:
         """Return probe_tolerance, or the default of a model's dtype, in nats."""
+        # `or` means unset here, because the key must be above 0.
         return self.probe_tolerance or PROBE_TOLERANCE[dtype]
