@@ -44,13 +44,11 @@ def check_column(name: str, column: Any, dtype: np.dtype[Any], length: int) -> N
             f"{list(column.shape)}"
         )
     # As Ray returns them: code that writes into an array must fail in a local run too.
-    # As Ray returns them: code that writes into an array must fail in a local run too.
     column.setflags(write=False)
 
 
 def to_column(values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Convert a list or array to `dtype`. Raises ValueError if an integer or boolean would change."""
-    # numpy would cut 1.5 to 1, and read 2 as True, without a word; so the result is compared.
     # numpy would cut 1.5 to 1, and read 2 as True, without a word; so the result is compared.
     column = np.array(values, dtype=dtype)
     if dtype.kind != "f" and not np.array_equal(column, values):
