@@ -23,8 +23,8 @@ from core.timing.deadlines import ADDRESS_CHECK_TIMEOUT_S
 from core.timing.timeouts import probe_with_timeout
 
 TOKEN = "if it was started with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-# By default Ray lowers its workers' priority, and hides all GPUs from an actor that reserves none. Colocated engines
-# reserve none.
+# By default Ray lowers its workers' priority. Older versions also hide all GPUs from an actor that reserves none, as
+# colocated engines do.
 SETTINGS = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 """Variables of Ray, where the user has set none. Without the last it reports its use to its authors."""
 
