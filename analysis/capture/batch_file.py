@@ -31,6 +31,7 @@ def in_order(of_updates: list[list[T]]) -> list[T]:
     >>> in_order([["a", "c"], ["b", "d"]])
     ['a', 'b', 'c', 'd']
     """
+    # the reverse of StepSnapshot.groups_of: one group of each update in turn restores the order of the step
     return [group for together in zip(*of_updates, strict=True) for group in together]
 
 
@@ -41,6 +42,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
         "lengths": np.array([len(s.token_ids) for s in samples], dtype=np.int64),
         "group_sizes": np.array([len(g) for g in groups], dtype=np.int64),
     }
+    # every sample has these four, so they need no mark
     for name in ("token_ids", "action_mask", "rollout_logp", "versions"):
         arrays[name] = np.concatenate([getattr(s, name) for s in samples])
     columns = sorted({name for s in samples for name in s.columns})
@@ -93,6 +95,7 @@ def read_images(folder: Path) -> dict[str, EncodedImage]:
     """Return the images by their hash. Raises ValueError if an image does not match the hash in the file name."""
     there = sorted((folder / IMAGES).iterdir()) if (folder / IMAGES).is_dir() else []
     found = {path.name: read_image(path.read_bytes()) for path in there}
+    # records refer to an image by its hash alone, so a changed file would silently be another input
     if wrong := [name for name, image in found.items() if image.hash != name]:
         raise ValueError(f"{IMAGES}/{wrong[0]} holds another image")
     return found
@@ -109,7 +112,9 @@ def read_batch(folder: Path) -> list[Group]:
     records = [json.loads(line) for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines()]
     with np.load(folder / ARRAYS, allow_pickle=False) as found:
         arrays = {name: found[name] for name in found.files}
+    # np.split cuts before each index, so the end of the last sample is left out
     ends = np.cumsum(arrays["lengths"])[:-1]
+    # the number of tokens tells the arrays of tokens from those with an entry per sample or group
     parts = {name: np.split(a, ends) for name, a in arrays.items() if len(a) == int(arrays["lengths"].sum())}
     images = read_images(folder)
     for record in records:
@@ -126,6 +131,7 @@ def read_batch(folder: Path) -> list[Group]:
 
 def _read_sample(i: int, record: dict[str, Any], parts: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sample:
     def get(name: str) -> Any:
+        # a copy, because np.split returns views, each of which would keep the array of the whole step alive
         return parts[name][i].copy() if f"has/{name}" in arrays and arrays[f"has/{name}"][i] else None
 
     columns = {name.removeprefix("has/column/"): None for name in arrays if name.startswith("has/column/")}

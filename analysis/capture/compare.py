@@ -47,6 +47,7 @@ def compare_losses(name: str, one: Computed, own: Computed, of_kl: Gradient) -> 
         for layer, names in group_by_layer(list(one.gradient)).items()
         if (cosine := compute_cosine(pick(one.gradient, names), pick(own.gradient, names))) is not None
     }
+    # tokens that neither loss trains on would dilute every share
     judged = judge_tokens(one, own)[one.trained | own.trained]
     return Comparison(
         name=name,
@@ -65,6 +66,7 @@ def compare_losses(name: str, one: Computed, own: Computed, of_kl: Gradient) -> 
 
 def judge_tokens(one: Computed, own: Computed) -> NDArray[np.int8]:
     """Return for every token whether two losses disagree on it: OPPOSITE, ONE_SILENT, or 0."""
+    # signs only: the size of a slope depends on how each loss scales its advantages
     signs = np.sign(one.slopes), np.sign(own.slopes)
     judged = np.zeros(len(one.slopes), dtype=np.int8)
     judged[(signs[0] == 0) != (signs[1] == 0)] = ONE_SILENT
@@ -76,6 +78,7 @@ def compute_cosine(one: Gradient, other: Gradient) -> float | None:
     """Return the cosine between two gradients of the same parameters; None if either is zero."""
     a, b = list(one.values()), list(other.values())
     lengths = math.sqrt(inner(a, a)), math.sqrt(inner(b, b))
+    # rounding can push the cosine of parallel gradients beyond 1
     return max(-1.0, min(1.0, inner(a, b) / (lengths[0] * lengths[1]))) if all(lengths) else None
 
 
@@ -83,6 +86,7 @@ def change_per_step(gradient: Gradient, of_kl: Gradient) -> float:
     """Return the derivative of the KL along the step of length 1 against a gradient; 0 for a gradient of zero."""
     step = list(gradient.values())
     length = math.sqrt(inner(step, step))
+    # minus, because gradient descent steps against the gradient
     return -inner(step, list(of_kl.values())) / length if length else 0.0
 
 
@@ -98,6 +102,7 @@ def group_by_layer(names: list[str]) -> dict[str, list[str]]:
     """
     layers: dict[str, list[str]] = {}
     for name in names:
+        # the first number in a name is the layer's: experts and other lists inside a layer have theirs behind it
         found = re.search(r"(?:^|\.)(\w+\.\d+)\.", name)
         plain = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         layers.setdefault(found[1] if found else plain, []).append(name)

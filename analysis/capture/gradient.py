@@ -65,6 +65,7 @@ def compute_update(trainer: LocalTrainer, alg: Algorithm, plan: Plan, groups: li
 
     groups: those that `plan` splits, as `alg` credited them.
     """
+    # with_totals sums what trainer.alg asks for over the update
     trainer.alg = alg
     meter = Meter()
     columns: list[list[dict[str, Floats]]] = []
@@ -77,6 +78,7 @@ def compute_update(trainer: LocalTrainer, alg: Algorithm, plan: Plan, groups: li
     learner = trainer.policy
     assert isinstance(learner, TorchLearner)
     gradient = take_gradient(learner)
+    # this process has computed the batches of every rank, so there are no other ranks to sum over
     metrics = meter.compute_means(lambda values: values)
     laid = lay_out_columns(plan, columns, fill=0.0)
     samples = [s for g in groups for s in g]
@@ -89,6 +91,7 @@ def compute_update(trainer: LocalTrainer, alg: Algorithm, plan: Plan, groups: li
         loss=metrics["loss"],
         metrics=metrics,
         gradient=gradient,
+        # before clipping, as the recorded norm is
         grad_norm=float(nn.utils.get_total_norm(list(gradient.values()))),
         slopes=join("slope"),
         trained=np.concatenate([s.loss_mask for s in samples]),
@@ -104,12 +107,15 @@ def _add_gradient(trainer: LocalTrainer, alg: Algorithm, batch: Batch, meter: Me
     loss, metrics = check_per_token(alg, alg.objective(cut, batch.tokens), batch.tokens)
     if not loss.requires_grad:
         raise UserError(f"{type(alg).__name__}: the loss has no gradient: compute it from policy.logp")
+    # ends at the leaves: it fills in the slopes, and reaches no weight of the model
     (loss * batch.tokens.weight).sum().backward()
     meter.add(batch.tokens.weight, {"loss": loss, **metrics})
+    # a loss may depend on the entropy alone, and then no gradient arrives at the log-probabilities
     slope = torch.zeros_like(cut.logp) if cut.logp.grad is None else cut.logp.grad
     # the trainer's own backward pass takes a scalar: this one has the gradient of the loss
     total = (policy.logp * slope).sum()
     if policy.entropy is not None and cut.entropy is not None and cut.entropy.grad is not None:
+        # the entropy is a function of the weights too, and not of the sampled token's log-probability
         total = total + (policy.entropy * cut.entropy.grad).sum()
     learner: Learner = trainer.policy
     learner.backward(total)
@@ -124,7 +130,9 @@ def take_gradient(learner: TorchLearner) -> Gradient:
     """Return the accumulated gradient, and reset it."""
     names = [name for name, p in learner.model.named_parameters() if p.requires_grad]
     gradient = {
-        name: torch.zeros_like(m) if m.grad is None else m.grad for name, m in zip(names, learner.master, strict=True)
+        # gradients of two losses are compared by name, so every parameter needs an entry
+        name: torch.zeros_like(m) if m.grad is None else m.grad
+        for name, m in zip(names, learner.master, strict=True)
     }
     for m in learner.master:
         m.grad = None
@@ -137,4 +145,5 @@ def inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     >>> inner([torch.ones(2)], [torch.full((2,), 3.0)])
     6.0
     """
+    # float64: a float32 sum over all parameters would drop the many small products
     return float(sum(torch.dot(a.flatten().double(), b.flatten().double()) for a, b in zip(one, other, strict=True)))

@@ -21,6 +21,7 @@ from core.errors import UserError
 from core.types.samples import Column, Group, Sample
 from driver.load_recipe import with_length_limit
 
+# no slash: a label is one part of the names of metrics
 LABEL = r"[\w.+-]{1,60}"
 
 
@@ -77,5 +78,6 @@ def credit_groups(loss: NamedLoss, groups: list[Group], *, stale: bool) -> list[
 
 
 def _without_credit(sample: Sample, columns: Collection[Column]) -> Sample:
+    # advantages and exclusions of the run's own algorithm must not leak into another one
     own = {name: values for name, values in sample.columns.items() if name in columns}
     return replace(sample, advantage=None, excluded=None, columns=own)

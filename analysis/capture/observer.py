@@ -92,6 +92,7 @@ class Recorder(RunObserver):
     @asynccontextmanager
     async def around_updates(self, step: PlannedStep) -> AsyncGenerator[None]:
         """Record the updates, if the step may be kept. One that ends the run is kept by non_finite."""
+        # only the metrics after the updates tell of an event, so until the limit is reached every step is recorded
         waits_for_events = bool(self.cfg.on) and self.kept_by_events < self.cfg.most
         self._is_recording = self._is_due(step) or waits_for_events
         if not self._is_recording:
@@ -103,6 +104,7 @@ class Recorder(RunObserver):
         try:
             yield
         except RunStopped as stopped:
+            # after a failed call or a dead process, the trainers can no longer return their records
             if not isinstance(stopped, CallFailed | ProcessDied) and "non_finite" in self.cfg.on:
                 try:
                     await self._keep(step, f"non_finite: the run stopped: {stopped}", {})
@@ -119,12 +121,14 @@ class Recorder(RunObserver):
             return {}
         with self.clock.phase(Phase.CAPTURE):
             event, is_due = self.triggers.find_event(metrics), self._is_due(step)
+            # capture.most limits the steps that are kept for an event alone
             self.kept_by_events += bool(event) and not is_due
             reason = event or (f"every: step {step.step}, capture.every={self.cfg.every}" if is_due else "")
             if reason:
                 await self._keep(step, reason, metrics)
             else:
                 await self.recorders.call_all(StepRecorder.end, keep=False)
+                # the weights before the updates had to be written before anybody knew whether the step would be kept
                 if self.cfg.weights:
                     await asyncio.to_thread(shutil.rmtree, snapshot_folder(self.home, step.step))
         return {}
@@ -169,5 +173,6 @@ class Recorder(RunObserver):
         own = self.home / "checkpoints" / f"step_{step:05d}"
         if own.is_dir():
             return str(own)
+        # the first step after a resume begins with the weights of the resumed checkpoint
         resumed = self.resumed_from
         return str(resumed) if resumed is not None and resumed.name == own.name else None

@@ -17,6 +17,7 @@ class PieceDecoder:
         self.tokenizer = tokenizer
         # a token in front: some decoders drop the space before the first token
         self.anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[:1]
+        # length of the anchor's own text, which is cut off from every decoded text
         self.before = len(self._decode_whole([]))
         self.known: dict[int, str] = {}
 
@@ -32,6 +33,7 @@ class PieceDecoder:
             else:
                 pieces.append(text)
                 run = []
+        # the sequence ends inside a character: its bytes are shown as the decoder writes them
         if run:
             pieces[-1] = self._decode_after_anchor(run)
         return pieces
@@ -45,6 +47,7 @@ class PieceDecoder:
         return self._decode_whole(tokens)[self.before :]
 
     def _decode_whole(self, tokens: list[int]) -> str:
+        # no clean-up: it deletes spaces, and the pieces would no longer join to the text
         return self.tokenizer.decode(
             [*self.anchor, *tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -101,6 +101,7 @@ def replay(
     trainer, weights = load_trainer(snapshot, update, model)
     groups = snapshot.groups_of(update, snapshot.groups)
     plan = snapshot.plan_of(update)
+    # another kernel on this machine may need padded rows or unshared prefixes, which the recorded split does not fit
     if trainer.describe_layout() != run.layout:
         plan = plan_again(snapshot, trainer, own, groups)
     first = compute_update(trainer, own, plan, groups)
@@ -145,7 +146,9 @@ def check_columns(losses: Sequence[NamedLoss], snapshot: StepSnapshot) -> None:
 
 def differentiate_kl(trainer: LocalTrainer, own: Algorithm, plan: Plan, groups: list[Group]) -> tuple[Gradient, str]:
     """Return the gradient of the KL to an anchor, the reference model or else the engine's policy, and its name."""
+    # without a reference model the sampling policy is the only other policy whose log-probabilities exist
     of_reference = "ref_logp" in own.required_columns
+    # a mean over tokens, so that the KL change does not depend on the run's loss_norm
     by_sample = dict(zip((id(s) for g in groups for s in g), token_weights(groups, "token", horizon=1), strict=True))
     by_token = replace(plan, weights=[by_sample[id(s)] for s in plan.samples])
     distance = Distance(anchor="ref_logp" if of_reference else "rollout_logp")
@@ -172,10 +175,12 @@ def measure_difference(loss: float, again: float, norm: float | None, norm_again
     """Return the larger of two differences: relative for the norm, and for a loss above 1; else absolute."""
     if norm is None or not math.isfinite(loss):
         return None
+    # a policy loss is often close to 0, where a relative difference means nothing
     return max(abs(again - loss) / max(abs(loss), 1.0), abs(norm_again - norm) / max(norm, 1e-12))
 
 
 def choose_tolerance(run: RunFacts, device: str) -> float:
     """Return the difference that counts as reproduced."""
     tolerance = TOLERANCE[run.model["dtype"]]
+    # the wider tolerance never tightens that of bfloat16
     return tolerance if run.on_cpu == (device == "cpu") else max(tolerance, ON_ANOTHER_DEVICE)

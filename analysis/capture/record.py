@@ -66,6 +66,7 @@ def describe_updates(of_updates: list[list[Group]], plans: list[Plan], recorded:
                 episodes=plan.episodes,
                 has_seq_ids=plan.has_seq_ids,
                 loss=average_loss([batch for rank in recorded for batch in rank[u].tokens]),
+                # the norm is that of all ranks, and only the first rank computes checksums: its record has both
                 grad_norm=of_ranks[0].norms.get("grad_norm"),
                 fingerprints=of_ranks[0].fingerprints,
             )

@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> int:
     if args.page is not None:
         from analysis.report.replay_page import write_replay_page
 
+        # with --json, standard output holds the JSON and nothing else
         print(write_replay_page(found, args.page), file=sys.stderr if args.json else sys.stdout)
+    # None is no failure: the run skipped the update, so there is nothing to compare with
     return 1 if found.is_reproduced is False else 0
 
 

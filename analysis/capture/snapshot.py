@@ -106,6 +106,7 @@ class StepSnapshot:
     def alg_file(self) -> FileSpec:
         """File of the run's algorithm: the copy in the snapshot, or a module of algs/ as it is now."""
         spec = self.manifest.run.alg_file
+        # found by module name: the path is that of the machine of the run
         if spec.in_package:
             return FileSpec(module=spec.module, path=spec.path, sha256=hash_file(own_module(spec)), in_package=True)
         return FileSpec(module=spec.module, path=str(self.folder / ALGORITHM), sha256=spec.sha256, in_package=False)
@@ -143,6 +144,7 @@ def write_snapshot(
         folder.mkdir(parents=True, exist_ok=True)
         write_captured(folder, captured)
         write_batch(folder, in_order(of_updates))
+        # a module of algs/ is in every clone, and its hash shows whether it has changed; a user's file may be gone
         if not manifest.run.alg_file.in_package:
             shutil.copyfile(manifest.run.alg_file.path, folder / ALGORITHM)
         # the manifest makes the snapshot complete, so all other files must be on the disk before it
@@ -162,6 +164,7 @@ def read_snapshot(folder: Path) -> StepSnapshot:
         if raw["format"] != FORMAT:
             raise UserError(f"{folder}: the snapshot has format {raw['format']}, and this version reads {FORMAT}")
         sizes: dict[str, int] = raw.pop("sizes")
+        # sizes are enough to find a copy that was cut short, and need no second read of large files
         for name, size in sizes.items():
             if not (folder / name).is_file() or (folder / name).stat().st_size != size:
                 raise UserError(f"the snapshot {folder} is damaged: {name} is missing or has another size than {size}")
@@ -173,6 +176,7 @@ def read_snapshot(folder: Path) -> StepSnapshot:
 def _parse_manifest(raw: dict[str, Any]) -> Manifest:
     run = dict(raw.pop("run"))
     run |= {"alg_file": FileSpec(**run["alg_file"]), "layout": RowLayout(**run["layout"])}
+    # JSON has lists only, and AllowedTokens holds tuples
     allowed, banned = run["allowed_tokens"]["allowed"], run["allowed_tokens"]["banned"]
     run["allowed_tokens"] = AllowedTokens(allowed=None if allowed is None else tuple(allowed), banned=tuple(banned))
     updates = [UpdateFacts(**u) for u in raw.pop("updates")]

@@ -65,6 +65,7 @@ class StepRecorder(Observer):
     def end(self, *, keep: bool) -> list[RecordedUpdate]:
         """Stop recording. Return one record per update, or discard them."""
         assert self.updates is not None, "begin() comes first"
+        # forgotten before the conversion, so that a failure does not leave the recorder active
         updates, self.updates = self.updates, None
         return [_with_arrays(update) for update in updates] if keep else []
 
@@ -101,6 +102,7 @@ def fingerprint_weights(trainer: Trainer) -> dict[ExportScope, dict[str, int]]:
     """Return the checksum of every tensor of the policy; on other ranks than the first they are not computed."""
     found: dict[ExportScope, dict[str, int]] = {}
     for scope in ("whole", "adapter") if trainer.lora else ("whole",):
+        # small buckets of 64 MiB: of every tensor only a checksum stays
         buckets = trainer.policy.export_weights(2**26, scope)  # gathering a sharded parameter needs every rank
         found[scope] = {k: v for bucket in buckets if trainer.rank == 0 for k, v in fingerprint(bucket).items()}
     return found
@@ -109,6 +111,7 @@ def fingerprint_weights(trainer: Trainer) -> dict[ExportScope, dict[str, int]]:
 def describe_tokens(policy: Policy, tokens: Tokens, loss: Tensor, metrics: Metrics) -> dict[str, Tensor]:
     """Return the numbers of each token under the names of analysis/capture/tokens.py, [M] each and detached."""
     logp = policy.logp.detach()
+    # with one update per step there is no column prox_logp, and the ratio is 1 by definition
     tokens = with_prox(policy, tokens)
     found = {
         "advantage": tokens.advantage,

@@ -30,6 +30,7 @@ def describe_replay(found: Replay) -> str:
     ]
     for row in found.losses:
         worst = list(row.layers.items())[:WORST]
+        # the run's own loss has a cosine of 1 with itself in every layer
         if row.name != OWN and worst:
             lines.append(f"{row.name}: lowest cosine in {', '.join(f'{layer} {cos:.4f}' for layer, cos in worst)}")
     return "\n".join([*lines, *MEANINGS[:-1], f"{MEANINGS[-1]} {found.kl_anchor}."])

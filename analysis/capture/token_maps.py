@@ -78,15 +78,19 @@ def describe_tokens(name: str, one: Computed, own: Computed) -> LossTokens:
 def read_update(snapshot: StepSnapshot, update: int) -> list[CapturedSample]:
     """Return the samples of an update with texts, in group order."""
     captured = read_snapshot_samples(snapshot.folder, snapshot.manifest.step)
+    # the groups of StepSnapshot.groups_of: every n-th one, from the update's number on
     return [s for s in captured if s.group % snapshot.manifest.run.updates_per_step == update]
 
 
 def list_disagreements(maps: TokenMaps, loss: LossTokens, most: int) -> list[Disagreement]:
     """Return the tokens on which a loss and the run's own disagree, at most `most`, those that differ most first."""
+    # a token that only one of the losses trains on has the slope 0 under the other
     own, other = (np.nan_to_num(one.slope.astype(np.float64)) for one in (maps.losses[0], loss))
     places = np.flatnonzero(np.nan_to_num(loss.judged))
+    # stable: equal differences keep the order of the tokens, so the list is the same every time
     worst = places[np.argsort(-np.abs(own[places] - other[places]), kind="stable")][:most]
     firsts = np.array([span.start for _, span in maps.spans()])
+    # the last sample that begins at or before the token
     numbers = np.searchsorted(firsts, worst, side="right") - 1
     return [
         Disagreement(

@@ -74,6 +74,7 @@ def snapshot_folder(run_folder: Path, step: int) -> Path:
 
 def captured_steps(run_folder: Path) -> list[int]:
     """Return the steps with a complete snapshot, in order."""
+    # five digits are the least width: from step 100000 on there are more
     named = (re.fullmatch(r"step_(\d{5,})", p.name) for p in (run_folder / SNAPSHOTS).glob("step_*"))
     steps = sorted(int(found[1]) for found in named if found)
     return [step for step in steps if (snapshot_folder(run_folder, step) / MANIFEST).is_file()]
@@ -129,6 +130,7 @@ def write_captured(folder: Path, samples: Iterable[CapturedSample]) -> None:
     with writing(folder):
         with (folder / SAMPLES).open("w", encoding="utf-8") as file:
             for s in listed:
+                # JSON has no NaN
                 reward = None if np.isnan(s.reward) else s.reward
                 record = {"group": s.group, "sample": s.sample, "reward": reward, "pieces": s.pieces}
                 file.write(json.dumps(record) + "\n")

@@ -30,11 +30,13 @@ class Triggers:
                 found = f"kl: {name} is {metrics[name]:.4g}, above capture.kl_above={cfg.kl_above:g}"
         norm = metrics.get(names.TRAIN_GRAD_NORM)
         if norm is not None and "grad_norm" in cfg.on:
+            # the median, because a single spike must not raise the bar for the next one
             usual = statistics.median(self.norms) if len(self.norms) >= LEAST else None
             if usual is not None and not found and norm > cfg.grad_norm_times * usual:
                 found = (
                     f"grad_norm: {names.TRAIN_GRAD_NORM} is {norm:.4g}, more than capture.grad_norm_times="
                     f"{cfg.grad_norm_times:g} times {usual:.4g}, the median of the {len(self.norms)} steps before"
                 )
+            # also after an event, so that a lasting change becomes the usual norm
             self.norms.append(norm)
         return found

@@ -46,6 +46,7 @@ def load_trainer(snapshot: StepSnapshot, update: int, model: str | None) -> tupl
         except UserError as error:
             tried.append(f"{name} ({first_line(error)})")
             continue
+        # a place is no proof: model.path or a checkpoint may have been overwritten since the run
         if not (difference := describe_difference(expected, fingerprint_weights(trainer))):
             return trainer, name
         tried.append(f"{name} ({difference})")
@@ -59,6 +60,7 @@ def load_trainer(snapshot: StepSnapshot, update: int, model: str | None) -> tupl
 def list_sources(snapshot: StepSnapshot, update: int) -> dict[str, Callable[[], LocalTrainer]]:
     """Return the loaders of the weights by place, in the order to try."""
     manifest, found = snapshot.manifest, dict[str, Callable[[], LocalTrainer]]()
+    # first: written for this very update, while the other places hold weights from before the step
     own = snapshot.folder / "weights" / f"update_{update}"
     if own.is_dir():
         found[str(own)] = partial(load_folder, snapshot, str(own), key="snapshot")
@@ -69,6 +71,7 @@ def list_sources(snapshot: StepSnapshot, update: int) -> dict[str, Callable[[], 
     for folder in [beside, *named]:
         if folder.is_dir():
             found[str(folder)] = partial(load_checkpoint, snapshot, folder)
+    # version 0: no step has changed the weights of model.path yet
     if manifest.version == 0:
         found[str(manifest.run.model["path"])] = partial(make_trainer, snapshot)
     return found
@@ -78,8 +81,10 @@ def make_trainer(snapshot: StepSnapshot, path: str | None = None) -> LocalTraine
     """Return a trainer of the run's model, or of another folder's, without optimizer state and without losses."""
     run = snapshot.manifest.run
     given: dict[str, Any] = run.model | ({} if path is None else {"path": path})
+    # the kernel exists on GPUs only, and a run of a GPU may be replayed on a CPU
     if not torch.cuda.is_available() and given["attention"] == "flash_attention_2":
         given["attention"] = "auto"
+    # one process computes the whole update, whatever the number of ranks in the run
     settings: dict[str, Any] = run.trainer | {"ranks": 1, "deepspeed": {}}
     cfg = TrainerConfig(**settings)
     return LocalTrainer(
@@ -117,6 +122,7 @@ def load_adapter(trainer: LocalTrainer, folder: Path, *, key: str) -> None:
     wanted = {exported.name: exported.parameters[0] for exported in exported_tensors(trainer.model)["adapter"]}
     wrong = [n for n in {*saved, *wanted} if n not in saved or n not in wanted or saved[n].shape != wanted[n].shape]
     if wrong:
+        # min: `wrong` comes from a set, whose order changes from one process to the next
         raise UserError(f"{key} {folder} does not hold the adapter of this run: {min(wrong)} does not fit")
     for name, parameter in wanted.items():
         parameter.copy_(saved[name])

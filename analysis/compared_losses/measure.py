@@ -38,6 +38,7 @@ class ComparedLossMeter(Observer):
         if not norms:  # skipped: as for the loss that trains, it does not count
             return
         for name, alg in self.losses.items():
+            # totals, such as P3O's effective sample size, need every batch of the update before the first loss
             own = [(as_needed_by(alg, policy), tokens[name]) for policy, tokens in seen]
             totals = sum_totals(alg, own, self.rank.sum_over_rows)
             for policy, plain in own:

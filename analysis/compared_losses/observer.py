@@ -68,6 +68,7 @@ class ComparedLossesPlan:
 
     def start(self, run: StartedRun) -> ComparedLosses:
         cfg = run.loaded.cfg
+        # from the second update on, the policy is no longer the one that the step began with
         stale, say = cfg.updates_per_step > 1, run.context.console.say
         return ComparedLosses(self.losses, cfg.rollout.max_new_tokens, stale=stale, say=say)
 
@@ -91,6 +92,7 @@ class ComparedLosses(RunObserver):
         groups = in_order(step.groups)
         for loss in self.losses:
             credited = credit_groups(loss, groups, stale=self.stale)
+            # by identity: the plan holds these very objects, and samples of arrays cannot be compared or hashed
             by_sample = {id(s): own for g, h in zip(groups, credited, strict=True) for s, own in zip(g, h, strict=True)}
             for batches, plan, of_update in zip(step.batches, step.plans, step.groups, strict=True):
                 own = [[by_sample[id(s)] for s in g] for g in of_update]

@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sampling = Sampling(sequences=args.sequences, tokens=args.tokens, bound=args.bound)
             examined = examine(target, prepared, sampling, say)
             report["mismatch"] = examined.to_json()
+            # an unknown cause is a mismatch too
             code = 0 if examined.verdict.kind == "none" else 1
     if args.json:
         print(json.dumps(report, indent=1))

@@ -94,6 +94,7 @@ class Bench:
         self.version = 0
 
     def _make_requests(self, prepared: Prepared, sequences: int) -> list[Request]:
+        # rounded up, so that a last prompt with fewer siblings is drawn too
         prompts = [prepared.prompts.draw(i) for i in range(-(-sequences // SIBLINGS))]
         ids = [self.tokenizer.render(prompt.messages, prompt.tools) for prompt in prompts]
         images = [find_places(self.tokenizer, i, p.messages) for i, p in zip(ids, prompts, strict=True)]
@@ -139,6 +140,7 @@ class Bench:
                 f"rollout.engine={self.cfg.rollout.engine}: {error}, and the doctor runs both in one: add "
                 "load_weights, as in rollouts/engines/hf.py"
             ) from error
+        # every transfer is a new version to the engine, even with unchanged weights
         self.version += 1
         return describe_difference(sent.checksums, await self.engine.read_fingerprint())
 
@@ -156,10 +158,12 @@ class Bench:
         """Sample all sequences at once, with a separate request for every token."""
         done: list[list[Completion]] = [[] for _ in requests]
         for turn in range(min(tokens, self.max_new_tokens)):
+            # a request for one token ends with "length" unless that token ended the reply
             live = [i for i, parts in enumerate(done) if not parts or parts[-1].stop == "length"]
             steps = [
                 Request(
                     prompt_ids=requests[i].prompt_ids + [t for part in done[i] for t in part.token_ids],
+                    # a new seed for every token: with the same one each would be drawn with the same random number
                     seed=make_seed(requests[i].seed, turn, 0, 0),
                     images=requests[i].images,
                 )
@@ -181,6 +185,7 @@ class Bench:
         """Return the samples with the column prox_logp: the trainer's log-probabilities, or those of `compute`."""
         layout = self.trainer.describe_layout()
         plan = plan_update(
+            # siblings form a group, so prefixes are shared as in training
             [list(samples[i : i + SIBLINGS]) for i in range(0, len(samples), SIBLINGS)],
             "token",
             min(TOKENS_AT_ONCE, self.cfg.trainer.micro_batch_tokens),
@@ -224,6 +229,7 @@ class Bench:
 def in_one_process(cfg: RLConfig) -> RLConfig:
     """Return the configuration with a single trainer rank and engine, both in this process."""
     changes: dict[str, Any] = {
+        # one process, because the toggles change the trainer's weights and the engine's settings directly
         "backend": "local",
         "trainer": cfg.trainer.model_copy(update={"ranks": 1, "deepspeed": {}}),
         "rollout": cfg.rollout.model_copy(update={"engines": 1, "tensor_parallel_size": 1}),

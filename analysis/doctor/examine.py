@@ -117,6 +117,7 @@ async def _examine(target: Target, prepared: Prepared, sampling: Sampling, say: 
                 trials.append(trial)
         fitted = fit_tokens(bench, second) if facts.draws_otherwise else None
     finally:
+        # also after an error: an engine may have processes of its own
         await bench.engine.close()
     verdict = decide(facts, trials, temperature=cfg.rollout.temperature, fitted=fitted)
     say(f"\n{verdict.sentence}")
@@ -160,6 +161,7 @@ def move_weights(bench: Bench, samples: list[Sample]) -> float:
     _, before = collect(samples)
     moved, wanted = 0.0, min(MOVE_BOUNDS * bench.bound, MOST_MOVED)
     for share in MOVES:
+        # always from the start, so that the moves do not add up
         bench.set_weights([w + share * size * n for w, n, size in zip(start, noise, sizes, strict=True)])
         _, after = collect(bench.score(samples))
         moved = float(abs(after - before).mean())

@@ -43,6 +43,7 @@ def measure_gap(samples: Sequence[Sample]) -> Gap:
         mean=float(apart.mean()),
         p99=float(np.quantile(apart, 0.99)),
         largest=float(apart.max()),
+        # k3 = rho - 1 - log rho: never negative, and unbiased for tokens that the engine sampled
         kl=float((rho - 1 - rho.log()).mean()),
         tokens=len(apart),
     )

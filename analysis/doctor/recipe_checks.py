@@ -76,6 +76,7 @@ class Parts:
 
     def take(self, tokenizer: ChatTokenizer, feeds: dict[str, Feed[Any] | None]) -> None:
         """Use parts that have been read already."""
+        # takes the place of the cached property, so that the tokenizer is not read twice
         self.tokenizer = tokenizer
         self.feeds = feeds
 

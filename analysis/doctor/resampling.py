@@ -38,10 +38,12 @@ async def try_pushed_again(bench: Bench, before: Gap) -> Trial:
 async def try_batch_of_one(bench: Bench, samples: Sequence[Sample]) -> Trial:
     """Sample one request at a time."""
     n = min(FEW, len(bench.requests))
+    # few, because sequential requests take that many times as long
     after = await measure_again(bench, n, together=False)
     return Trial(
         toggle=Toggle.BATCH,
         change=f"{n} sequences were sampled one after the other",
+        # the same requests before and after, or the choice of requests could close the gap
         before=measure_gap(samples[:n]),
         after=after,
         means="the engine's numbers depend on the other requests of the batch",
@@ -75,6 +77,7 @@ async def try_cold_cache(bench: Bench, before: Gap, old: Weights) -> Trial:
     current = bench.copy_weights()
     await bench.engine.close()
     bench.open_engine(prefix_cache=False)
+    # the same two transfers as to the first engine, so that the cache is the only difference
     bench.set_weights(old)
     await bench.push_weights()
     bench.set_weights(current)

@@ -59,6 +59,7 @@ def search_temperature(cost: Callable[[float], float], usual: float) -> float:
     """
     costs = {factor: cost(usual * factor) for factor in GRID}
     at = GRID.index(min(GRID, key=lambda factor: costs[factor]))
+    # in logarithms: a temperature acts as a factor
     low, high = (math.log(usual * GRID[max(0, min(i, len(GRID) - 1))]) for i in (at - 1, at + 1))
     left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)  # golden section
     of_left, of_right = cost(math.exp(left)), cost(math.exp(right))
@@ -74,6 +75,7 @@ def search_temperature(cost: Callable[[float], float], usual: float) -> float:
     best, found = min((of_left, math.exp(left)), (of_right, math.exp(right)))
     for digits in (1, 2, 3):  # what somebody would have written into a setting
         rounded = round(found, digits)
+        # the second bound is for a cost near 0, of which no share is large enough
         if rounded > 0 and abs(rounded - found) <= 0.01 * found and cost(rounded) <= max(1.5 * best, 1e-5):
             return rounded
     return round(found, 3)
@@ -86,6 +88,7 @@ def try_dtypes(bench: Bench, samples: Sequence[Sample], before: Gap) -> Iterator
     model: Any = bench.trainer.model
     head = model.get_output_embeddings()
     if isinstance(head, ScoringHead):
+        # not in chunks: they install a function of their own in the head, which would replace this one
         with head.computing(partial(compute_logits, head, dtype=DTYPES[other])):
             after = measure_gap(bench.score(samples, partial(bench.run_model, in_chunks=False)))
         yield Trial(
@@ -119,6 +122,7 @@ def load_in(bench: Bench, dtype: str) -> nn.Module:
     ).to(bench.trainer.device)
     own = dict(bench.trainer.model.named_parameters())
     for name, parameter in model.named_parameters():
+        # from the trainer and not from the files: its weights have been moved since
         parameter.copy_(own[name])
     return model
 
@@ -128,6 +132,7 @@ def try_old_weights(bench: Bench, samples: Sequence[Sample], before: Gap, old: W
     current = bench.copy_weights()
     bench.set_weights(old)
     after = measure_gap(bench.score(samples))
+    # the next trials score with the weights that the engine should have
     bench.set_weights(current)
     return Trial(
         toggle=Toggle.WEIGHTS,
@@ -181,10 +186,12 @@ def with_other_ids(
     """
     if sample.images:
         return None
+    # the first True, and so the length of the prompt
     given = int(np.argmax(sample.action_mask))
     prompt, reply = sample.token_ids[:given].tolist(), sample.token_ids[given:].tolist()
     new_prompt = of_prompt(prompt)
     new_reply = reply if of_reply is None else of_reply(reply)
+    # the engine's log-probabilities belong to its tokens one by one
     if len(new_reply) != len(reply) or not new_prompt:
         return None
     n = len(new_prompt)
@@ -213,6 +220,7 @@ def measure_surprise(bench: Bench, samples: Sequence[Sample]) -> tuple[float, fl
 
     bench.score(samples, compute)
     values = np.array(surprise)
+    # given the tokens before it each surprise has mean 0, so those of a sequence are uncorrelated
     error = float(values.std() / math.sqrt(len(values)))
     return float(values.mean()), float(values.mean() / error) if error else 0.0
 

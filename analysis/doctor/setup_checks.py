@@ -103,6 +103,7 @@ def check_packages(pins: dict[str, str], wanted: list[str]) -> Iterator[Finding]
         installed, pinned = find_version(name), pins.get(name) or pins.get(f"{name}-cpu", "")
         if installed is None:
             yield Finding(check="packages", level="error", found=f"{name} is not installed: run make install")
+        # a build label such as +cpu does not make it another version
         elif installed.partition("+")[0] != pinned.partition("+")[0]:
             found = (
                 f"{name} is {installed}, and {pinned or 'no version'} was tested (constraints.txt): run make install"
@@ -169,6 +170,7 @@ def check_disk(cfg: RunConfig, estimate: MemoryEstimate) -> Finding:
         samples = tokens * BYTES_PER_TOKEN / GIB
     parts = {"checkpoints": kept * estimate.checkpoint, "models": models * estimate.saved, "samples": samples}
     described = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
+    # run_dir itself is made by the run, and a file system is asked at a folder that exists
     home = find_existing(Path(cfg.run_dir))
     if not os.access(home, os.W_OK | os.X_OK):
         found = f"run_dir={cfg.run_dir}: {home} cannot be written to: name another folder"

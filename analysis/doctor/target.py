@@ -61,6 +61,7 @@ def _with_newest_weights(loaded: Loaded[Any], folder: Path) -> Target:
         newest = found[-1]
         where = f"the checkpoint after step {newest.state.steps_done}"
         return Target(loaded=loaded, given=given, weights=where, checkpoint=newest.folder)
+    # with LoRA the saved folder may hold the adapter alone
     if (model / "config.json").is_file() and loaded.cfg.model.lora is None:
         cfg = loaded.cfg.model_copy(update={"model": loaded.cfg.model.model_copy(update={"path": str(model)})})
         return Target(loaded=replace(loaded, cfg=cfg), given=given, weights=str(model))

@@ -37,6 +37,7 @@ class Trial:
 
     def closes(self, bound: float) -> bool:
         """Return True if there was a gap, and the change closes it."""
+        # both bounds: a gap just above the bound may fall below it by chance
         return self.before.mean > bound >= self.after.mean and self.after.mean <= CLOSED_SHARE * self.before.mean
 
     @property

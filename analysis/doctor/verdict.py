@@ -38,6 +38,7 @@ class Facts:
     @property
     def draws_otherwise(self) -> bool:
         """True if the log-probabilities agree, but the tokens were sampled from another distribution."""
+        # with a gap, the surprise would only show the same mismatch again
         return self.second.mean <= self.bound and abs(self.sigmas) > MOST_SIGMAS
 
     @property
@@ -104,6 +105,7 @@ def _name_closing(facts: Facts, trials: Sequence[Trial]) -> Verdict:
             sentence=f"cause unknown: {facts.second.describe()}, and no single toggle closes the gap; the largest "
             f"part goes where {helps}",
         )
+    # trials run from the most specific to the least (run_trials), and a later one often contains an earlier one
     cause = closing[0].toggle
     chosen = min((trial for trial in closing if trial.toggle is cause), key=lambda trial: trial.after.mean)
     said = f"cause: {chosen.means}: gap {chosen.before} -> {chosen.after} ({chosen.change})"

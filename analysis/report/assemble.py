@@ -30,6 +30,7 @@ def make_html(
         "BLOCKS": "".join(blocks),
         "SCRIPT": script,
     }
+    # one pass over the template: a text that is filled in may itself contain @@
     pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
     return "".join(filled[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 

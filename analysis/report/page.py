@@ -40,6 +40,7 @@ class Beside:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         text = f'feynrl_receive("{name}","{pack(value)}")\n'
+        # ASCII, because base64 is, and a script file names no encoding
         (self.folder / f"{name}.js").write_text(text, encoding="ascii")
         self.files += 1
 
@@ -108,9 +109,11 @@ def describe_with_blocks(
         blocks.append(data_element(name, pack(small)))
         counts[step] = [sum(len(group["samples"]) for group in small["groups"]), len(rows)]
         accounts[step] = account_tokens(lines.get(step, {}), rows)
+        # the page itself holds every sample of a small step
         if beside and counts[step][0] < len(rows):
             beside.write(name, make_whole_step(rows, step=step))
     for step, line in lines.items():
+        # a step without a sample file has its numbers in the log all the same
         accounts.setdefault(step, account_tokens(line, []))
     description["sample_counts"] = counts
     description["captured"] = [*add_captured(run, key, limit, beside, blocks)]

@@ -63,6 +63,7 @@ def choose_samples(maps: TokenMaps, worst: dict[str, list[Disagreement]], limit:
     listed = Counter(one.sample for found in worst.values() for one in found)
     columns = [column for loss in maps.losses for column in (loss.judged, loss.clipped) if column is not None]
     seen = [sum(int((column[span] > 0).sum()) for column in columns) for _, span in maps.spans()]
+    # the last key makes the choice the same every time
     order = sorted(range(len(maps.samples)), key=lambda i: (-listed[i], -seen[i], i))
     return sorted(order[:limit])
 

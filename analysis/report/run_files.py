@@ -50,6 +50,7 @@ def read_run(folder: Path) -> RunRecord:
         raise UserError(f"{quote(folder)} is no folder: name a run folder, such as runs/NAME-TIME")
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"{quote(folder)} is no run folder, it has no metrics.jsonl: name one, such as runs/NAME-TIME")
+    # the folder's name is that of the run, and `.` has none
     folder = folder.absolute()
     summary: object = {}
     if (folder / "summary.json").is_file():
@@ -106,6 +107,7 @@ def read_samples(file: Path) -> list[Row]:
     for where, text in numbered_lines(file):
         odd: list[str] = []
         try:
+            # called for NaN and Infinity, which are no JSON; append returns None, which becomes the value
             row = json.loads(text, parse_constant=odd.append)
         except ValueError:
             row = parse_json(text, where)
@@ -126,6 +128,7 @@ def is_unfinished(run: RunRecord, step: int) -> bool:
 
 def numbered_lines(file: Path) -> Iterator[tuple[str, str]]:
     """Yield file and number of each line that is not empty, and its text."""
+    # not splitlines: it also cuts at characters such as U+2028, which a JSON string may hold
     for number, text in enumerate(read_text(file, str(file)).split("\n"), 1):
         if text.strip():
             yield f"{file}, line {number}", text

@@ -52,6 +52,7 @@ def choose_samples(samples: Sequence[Entry], limit: int, *, step: int) -> list[C
         "failed": sorted(failed, key=lambda g: luck[g]),
         "random": sorted(members, key=lambda g: luck[g]),
     }
+    # a page with room for all of few groups may take more than a fourth of each
     largest = max(1, limit // SHARE_OF_A_GROUP, -(-limit // max(1, len(members))))
     chosen: dict[int, Chosen] = {}
     left = limit
@@ -60,6 +61,7 @@ def choose_samples(samples: Sequence[Entry], limit: int, *, step: int) -> list[C
             break
         group = next((g for g in orders[why] if g not in chosen), None)
         if group is None:
+            # the loop ends when every order is used up
             orders[why] = []
             continue
         kept = thin_out(members[group], [samples[i].reward for i in members[group]], min(largest, left))

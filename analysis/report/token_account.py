@@ -25,12 +25,15 @@ def account_tokens(line: dict[str, float], rows: Sequence[Row]) -> dict[str, flo
     if names.ROLLOUT_TOKENS not in line or names.TRAIN_TOKENS not in line:
         return {}
     failed = sum(row.get("new_tokens") or 0 for row in rows if row.get("failure"))
+    # the log counts failed samples among a step's tokens, although nothing is learnt from them
     kept = line[names.ROLLOUT_TOKENS] - failed
     wasted = line.get(names.ROLLOUT_WASTED, 0.0)
+    # the log has the wasted tokens only as a share of all generated ones
     generated = kept / (1 - wasted) if wasted < 1 else line[names.ROLLOUT_TOKENS]
     trained = min(line[names.TRAIN_TOKENS], kept)
     silent = sum(row.get("new_tokens") or 0 for row in rows if row.get("advantage") == 0 and not row.get("failure"))
     no_signal = min(float(silent), trained)
+    # the share is approximate, and the parts must add up
     clipped = min(trained * sum(line.get(name, 0.0) for name in names.SILENCED), trained - no_signal)
     return {
         "contributing": trained - no_signal - clipped,
