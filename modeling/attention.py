@@ -116,6 +116,7 @@ def attend_by_sequence(
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         raise ValueError(f"attention {BY_SEQUENCE} is for training: it takes neither a mask nor a cache")
     if segments is None:
+        # padding on the right is a part of the segment: no real token attends to it, because attention is causal
         whole = Segments([query.shape[2]], [-1])
         mask = whole.find_mask(whole.runs[0], sliding_window, query.device)
         return _attend(query, key, value, mask, scaling).transpose(1, 2), None
@@ -140,6 +141,7 @@ def attend_row(
     for run, q, k, v in zip(segments.runs, queries, keys, values, strict=True):
         mask = segments.find_mask(run, window, query.device)
         done = _attend(_as_batch(q, run), _as_batch(k, run), _as_batch(v, run), mask, scaling)
+        # the layout that the attention interface returns: positions before heads
         parts.append(done.transpose(1, 2).flatten(0, 1))  # [count * own, H, D]
     return torch.cat(parts)[None]
 
@@ -152,6 +154,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,
+        # torch then shares the heads of keys itself, without the copies of repeat_interleave
         enable_gqa=q.shape[1] != k.shape[1],
     )
 
@@ -164,6 +167,7 @@ def _as_batch(x: Tensor, run: EqualSegments) -> Tensor:
 def _keys_of_runs(x: Tensor, segments: Segments) -> list[Tensor]:
     """Return keys or values per run: for each segment, those of its ancestors and of itself."""
     if not segments.are_shared:
+        # without ancestors the keys of a run lie together as its queries do, and nothing is copied
         return list(x.split([run.own * run.count for run in segments.runs], dim=2))
     pieces = x.split(segments.lengths, dim=2)
     return [

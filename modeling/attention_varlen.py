@@ -48,6 +48,7 @@ def attend_varlen(
     if index.keys is not None:
         k, v = k.index_select(0, index.keys), v.index_select(0, index.keys)
     done = varlen_attn(
+        # the transpose above is a view
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),

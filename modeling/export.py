@@ -96,6 +96,7 @@ def export_adapter(model: PeftModel) -> list[ExportedTensor]:
 
 
 def _name_in_file(name: str) -> str:
+    # PEFT's files leave the adapter's name out, so that it can be loaded under any name
     return name.replace(f"lora_magnitude_vector.{ADAPTER}.weight", "lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
 
 
@@ -111,7 +112,9 @@ def gather_tensors(
 ) -> dict[ExportScope, dict[str, Tensor]]:
     """Return copies of the exported tensors on the CPU, by scope and name."""
     return {
-        scope: {n: t.to("cpu", copy=True) for bucket in export(2**28, scope) for n, t in bucket} for scope in scopes
+        # a copy, because an exported tensor may be the parameter's own memory, which the next update changes
+        scope: {n: t.to("cpu", copy=True) for bucket in export(2**28, scope) for n, t in bucket}
+        for scope in scopes
     }
 
 
@@ -124,6 +127,7 @@ def save_exported(model: nn.Module, folder: Path, parts: dict[ExportScope, dict[
 
     if "whole" in parts:
         base = model.get_base_model() if "adapter" in parts else model
+        # the given state: the model's own tensors may be sharded, wider, or without the merged adapter
         base.save_pretrained(folder, state_dict=parts["whole"])
         _write_dtype(folder, parts["whole"])
     if "adapter" in parts:

@@ -137,9 +137,11 @@ def compute_token_logp(
 def _compute_chunk(
     logits: Tensor, labels: Tensor, temperature: float, entropy: bool, allowed_tokens: AllowedTokens
 ) -> tuple[Tensor, Tensor | None]:
+    # divided by the temperature before the softmax, so that logp is that of the distribution the engine samples from
     logits = allowed_tokens.restrict(logits, temperature)  # [m, A]
     norm = logits.logsumexp(-1)  # [m]
     logp = logits.gather(-1, allowed_tokens.to_columns(labels)[:, None])[:, 0] - norm
+    # H = log sum exp(z) - sum p z, which needs no log of p
     return logp, norm - (torch.softmax(logits, -1) * logits).sum(-1) if entropy else None
 
 
@@ -171,6 +173,7 @@ def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group
         "segments": Segments.of_batch(batch, sequence_group),
     }
     mine = own.find_own(batch.at)
+    # positions in the slice, since the model sees no other part of the row
     columns = batch.at[mine] - own.begin
     return _Part(inputs=inputs, at=(torch.zeros_like(columns), columns), labels=batch.labels[mine], mine=mine)
 
@@ -189,6 +192,7 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
             raise ValueError("rows that share prefixes cannot be padded: set trainer.share_prefixes=off")
         n_rows, width = len(batch.parents), int(batch.position_ids.max()) + 1
         inputs = {"input_ids": batch.input_ids.new_full((n_rows, width), choose_padding(model))}
+        # without shared prefixes each segment is a sequence, and so a row
         inputs["input_ids"][batch.segment_ids, batch.position_ids] = batch.input_ids
         if rope is not None:
             inputs["position_ids"] = rope.new_zeros(3, n_rows, width)
@@ -221,6 +225,7 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
         return {"segments": segments}
     lengths = torch.bincount(batch.segment_ids)
     if kernel in TAKE_BORDERS:
+        # int32 is the kernel's type
         ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         longest = int(lengths.max())
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

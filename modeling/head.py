@@ -57,6 +57,7 @@ def use_scoring_head(model: nn.Module) -> None:
     head = hf.get_output_embeddings()
     if type(head) is not nn.Linear:
         return
+    # on the meta device: the parameters of the old head are put in, so tied embeddings stay tied
     ours = ScoringHead(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
     ours.weight, ours.bias = head.weight, head.bias
     hf.set_output_embeddings(ours.train(head.training))
@@ -73,6 +74,7 @@ def choose_chunk(model: nn.Module, n_tokens: int, mib: int) -> int | None:
     vocabulary, budget = hf.config.get_text_config().vocab_size, mib * 2**20
     if COPIES_AT_ONCE * hf.dtype.itemsize * n_tokens * vocabulary <= budget:
         return None
+    # one token at least, even where the budget is smaller than its logits
     return max(1, budget // (BYTES_PER_LOGIT * vocabulary))
 
 
@@ -103,6 +105,7 @@ def score_in_chunks(
     def compute_scores(hidden: Tensor) -> Tensor:
         chosen = hidden[at]  # [M, H]
         with torch.no_grad():
+            # [1, 1, V] passes through the model's code after the head like any logits, at the cost of one token
             first.append(linear(chosen[:1], head.weight, head.bias)[None])  # [1, 1, V]
         return _Chunks.apply(chosen, labels, score_finished, size, *head.parameters())
 
@@ -192,6 +195,7 @@ def _differentiate_chunk(
     score: Score, inputs: Sequence[Tensor], needs: Sequence[bool], labels: Tensor, grad: Tensor
 ) -> list[Tensor | None]:
     """Return the gradient of a chunk's hidden states [m, H], weight and bias; None if not needed."""
+    # detached, so that the pass ends at the chunk and frees its logits at once
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
     with torch.enable_grad():
         scores = score(linear(*leaves), labels)

@@ -164,6 +164,7 @@ def _load_pretrained(
     if attention == "auto":
         attend_by_sequence_if_able(model)
     if checkpointing:
+        # non-reentrant: the other kind gives no gradient if no input needs one, as with LoRA's frozen embeddings
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 

@@ -42,6 +42,7 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
         AutoConfig, path, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **settings
     )
     found = _find_class(auto, config)
+    # make_sharded_class subclasses a class of transformers, and the model's own code has another one
     if found is None or hasattr(config, "auto_map"):
         return load_pretrained(auto, path, trust_remote_code=trust_remote_code, **settings)
     unused["dtype"] = settings["dtype"]  # the config has taken it, and the model takes its own

@@ -94,12 +94,14 @@ class Segments:
         Row t is token `above + t` of its sequence: it attends to the tokens before it and itself, at most the last
         `window`.
         """
+        # a window wider than the sequence hides nothing, and no mask is the fast kernel
         banded = window is not None and run.above + run.own > window
         if run.above == 0 and not banded:
             return None
         # Runs of equal shape share a mask, and so do all layers.
         key = (run.own, run.above, window if banded else None)
         if key not in self._masks:
+            # tril(above): row t is token above + t, so the diagonal lies `above` columns to the right
             seen = torch.ones(run.own, run.above + run.own, dtype=torch.bool, device=device).tril(run.above)
             self._masks[key] = seen.triu(run.above + 1 - window) if banded and window is not None else seen
         return self._masks[key]

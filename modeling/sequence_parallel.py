@@ -112,6 +112,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # sending piece i to rank i twice restores the order, so the exchange is its own transpose
         return _exchange(grad, ctx.group), None
 
 
@@ -127,6 +128,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, mine: Tensor, group: Any) -> Tensor:
         ctx.save_for_backward(mine)
+        # zeros at the tokens of other ranks: a sum over the ranks then collects values without their positions
         whole = own.new_zeros(*own.shape[:-1], len(mine))
         whole[..., mine] = own
         if len(mine):  # the same on all ranks

@@ -43,6 +43,7 @@ class Tiles:
         self.tokens: int = processor.get("image_seq_len", 169)
         patches = self.edge // config.vision_config.patch_size
         makes = patches**2 // config.scale_factor**2
+        # features fill the tokens in order, so another number would shift every image behind the first
         if makes != self.tokens:
             raise UserError(
                 f"{who}: its processor writes {self.tokens} tokens for a tile of {self.edge} pixels, and its model "
@@ -77,6 +78,7 @@ class Tiles:
         size = self.images.size
         if not size["longest_edge"]:
             return size["height"], size["width"]
+        # transformers' function takes an image, and reads only its shape
         of_that_size = np.broadcast_to(np.uint8(0), (3, height, width))  # takes no memory
         return get_resize_output_image_size(of_that_size, resolution_max_side=size["longest_edge"])
 
@@ -114,6 +116,7 @@ class Tiles:
         joined = {"pixel_values": torch.cat(pixels)[None]}
         if len({*sizes}) > 1 or any("pixel_attention_mask" in one for one in each):
             masks = [one.get("pixel_attention_mask", _all_seen(one["pixel_values"])) for one in each]
+            # the mask tells padding from black pixels: without one the model would attend to it
             joined["pixel_attention_mask"] = torch.cat([_pad_to(mask, height, width) for mask in masks])[None]
         return joined
 
@@ -143,6 +146,7 @@ class Patches:
         wanted = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
         wanted["temporal_patch_size"] = vision.temporal_patch_size
         for name, value in wanted.items():
+            # otherwise the number of tokens would not be the number of features
             if getattr(images, name) != value:
                 raise UserError(
                     f"{who}: its processor has {name}={getattr(images, name)}, and its model {value}: take config and "

@@ -36,6 +36,7 @@ class ImageMedia:
             batch = add_blank(batch, self.processor)
         self._check_tokens(batch)
         media = self.processor.collate(batch.images)
+        # whole numbers are sizes and grids, not pixels
         ready = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in media.items()}
         return replace(batch, media=ready)
 
@@ -82,5 +83,6 @@ def make_blank() -> EncodedImage:
     from PIL import Image
 
     file = io.BytesIO()
+    # grey and not black: a tile of zeros would count as padding (families.Tiles.read)
     Image.new("RGB", (32, 32), (96, 96, 96)).save(file, format="PNG")
     return read_image(file.getvalue())

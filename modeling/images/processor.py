@@ -90,6 +90,7 @@ class ImageProcessor:
         self.chat_template: str | None = _find_template(described.get("chat_template"))
         """Template of the processor; None: the tokenizer's applies."""
         self._expand_size = lru_cache(MOST_SIZES)(self._expand_anew)
+        # a part of the cache's key: policy and reward model may cut the same image in other ways
         self._settings = f"{type(self.images).__qualname__} {self.images.to_json_string()}"
 
     def expand(self, image: EncodedImage) -> Expansion:
@@ -107,6 +108,7 @@ class ImageProcessor:
 
     def check_texts(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
         """Raise ImageRefused for a text that contains a reserved image token."""
+        # such a text would be taken for an image, and shift the features of the real ones
         tokens = re.compile("|".join(map(re.escape, self.reserved)))
         for message in messages:
             texts = [message["content"], message.get("reasoning", ""), str(message.get("tool_calls", ""))]

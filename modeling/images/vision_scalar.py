@@ -39,5 +39,6 @@ def with_scalar_head(model: nn.Module) -> nn.Module:
     with torch.device("meta"):
         scalar = scalar_class(lm.config.model_type)(lm.config)
     scalar.model = lm.model
+    # no bias, as in the sequence classifiers of transformers
     scalar.score = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, dtype=lm.dtype)
     return scalar
