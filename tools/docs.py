@@ -60,6 +60,7 @@ def recipes() -> str:
         *("", "| recipe | what it does |", "|---|---|"),
     ]
     for path in sorted((ROOT / "configs").glob("*.yaml")):
+        # the first comment of a recipe is its title
         first = path.read_text().splitlines()[0].removeprefix("# ")
         parts.append(f"| [`{path.name}`]({path.name}) | {first} |")
     return "\n".join(parts) + "\n"
@@ -97,6 +98,7 @@ def data_sections() -> list[str]:
     """List the keys of `data`: those of both programs, those of each, and those of a source."""
     both = RLConfig.model_fields["data"].annotation, SLConfig.model_fields["data"].annotation
     assert both[0] is not None and both[1] is not None
+    # each table leaves out what another one lists, so that every key is listed once
     of_rl, of_sl = ({*cls.model_fields} for cls in both)
     parts = section("`data`, in every run", "data.", both[0], leave_out=of_rl - of_sl)
     parts += section("`data`, in reinforcement learning", "data.", both[0], leave_out=of_sl)
@@ -135,6 +137,7 @@ def algorithms() -> str:
     for name in list_algorithms():
         spec, cls = find_algorithm({"name": name})
         parts += ["", f"## {name}", "", "```text", (load_module(spec).__doc__ or "").strip(), "```"]
+        # inherited keys are listed once, at the end of the page
         own = set(cls.model_fields) - set(cls.__annotations__)
         if cls.__annotations__.keys() & cls.model_fields.keys():
             parts += section("", "alg.", cls, leave_out=own)[2:]
@@ -191,6 +194,7 @@ def count_lines(page: str) -> str:
     made: list[str] = []
     total = files = 0
     for line in page.split("\n"):
+        # only counts and summaries are made anew: the list of files comes from a traced run, which takes minutes
         if found := re.match(r"\| \[`([\w/]+\.py)`\]\(\S+\) \| \d+ \| (.*)$", line):
             n = len((ROOT / found[1]).read_text(encoding="utf-8").splitlines())
             line = f"| [`{found[1]}`](../../{found[1]}) | {n} | {summarize(found[1])} |"
@@ -204,6 +208,7 @@ def count_lines(page: str) -> str:
 def summarize(file: str) -> str:
     """Return the first sentence of a file's docstring."""
     said = " ".join((ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or "").split())
+    # a dot after a word and before a space: `core.types` is no end of a sentence
     return escape(re.split(r"(?<=\w)\.(?:\s|$)", said, maxsplit=1)[0])
 
 

@@ -14,6 +14,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     folder = posixpath.dirname(page.file.src_uri)
 
     def text_or_link(found: re.Match[str]) -> str:
+        # the site holds docs/ alone, so a link to a file of code would be broken there
         leaves = posixpath.normpath(posixpath.join(folder, found[2])).startswith("..")
         return found[1] if leaves else found[0]
 

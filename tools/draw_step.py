@@ -72,6 +72,7 @@ def draw() -> str:
 def text(x: float, y: float, what: str, *, size: int = 14, bold: bool = False, middle: bool = False) -> str:
     anchor = ' text-anchor="middle"' if middle else ""
     weight = ' font-weight="bold"' if bold else ""
+    # escaped, because a label may hold & or <
     return f'<text x="{x:g}" y="{y}" font-size="{size}"{anchor}{weight} fill="#222">{escape(what)}</text>'
 
 

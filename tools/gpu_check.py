@@ -40,6 +40,7 @@ CHECKS: dict[str, tuple[str, str]] = {
     "head": ("tools.gpu_runs", "peak memory with the head in chunks"),
 }
 """Name of each check -> module that has it as check_NAME, and what it looks at."""
+# no more than these, so that the checks run on a machine where FeynRL is not installed
 WANTED = ("torch", "transformers", "numpy", "pydantic")
 WITHOUT = ("ray", "deepspeed", "vllm", "peft", "pytest")
 LIMIT_S = 240.0
@@ -66,6 +67,7 @@ class Outcome:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.one:
+        # the child process of run_alone: its outcome goes through a file, since anything may write to its output
         outcome = run_check(args.one, Path(args.folder), small=args.small)
         Path(args.folder, f"{args.one}.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
         return 0
@@ -74,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="gpu_check") as folder:
         for name in args.only or CHECKS:
+            # a check that has begun is ended by this limit too, so the whole takes no longer than it says
             left = 60 * args.minutes - (time.monotonic() - began)
             home = Path(folder)
             if args.together:
@@ -133,6 +136,7 @@ def is_older(found: str, least: str) -> bool:
     >>> is_older("2.9.1+cu130", "2.13"), is_older("2.13.0", "2.13"), is_older("is missing", "2.13")
     (True, False, False)
     """
+    # without the build label, whose digits (+cu130) are no part of the version
     a, b = ([int(n) for n in re.findall(r"\d+", text.partition("+")[0])] for text in (found, least))
     return bool(a) and a < b
 
@@ -160,6 +164,7 @@ def run_alone(name: str, folder: Path, *, small: bool, limit_s: float) -> Outcom
             why = f"its process ended with exit code {code}"
         except subprocess.TimeoutExpired:
             why = f"it took more than {limit_s:g} seconds"
+    # the file and not the exit code: a process may crash at exit after its check has passed
     if written.exists():
         return Outcome(**json.loads(written.read_text(encoding="utf-8")))
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

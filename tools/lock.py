@@ -51,6 +51,7 @@ def lock(pyproject: dict[str, Any], installed: Installed) -> tuple[str, list[str
     """Return the text of constraints.txt, and what does not fit together."""
     project, ours = pyproject["project"], pyproject["tool"]["feynrl"]
     extras = project["optional-dependencies"]
+    # never: of no use on a CPU. later: only a larger set needs them
     never, later = set(ours["never"]), set(ours["later"])
     # setuptools too: the link to the clone is made without asking a package index
     run = [*pyproject["build-system"]["requires"], *project["dependencies"], *extras["cpu"]]
@@ -96,15 +97,19 @@ class Installed:
             if name not in self._all:
                 self.wrong.add(f"{who} asks for {wanted} (Python {python}), which is not installed")
                 continue
+            # prereleases too: what is installed is what was tested
             if not wanted.specifier.contains(self._all[name].version, prereleases=True):
                 self.wrong.add(f"{who} asks for {wanted} (Python {python}), and {self.version(name)} is installed")
             for extra in ("", *sorted(wanted.extras)):
+                # by Python and extra, because each asks for other packages; packages may also ask for each other in a
+                # circle
                 if (key := (python, f"{name}[{extra}]")) not in seen:
                     seen.add(key)
                     todo += self._asks(name, python, extra) if dependencies else []
         return {key.partition("[")[0] for _, key in seen}
 
     def _asks(self, name: str, python: str, extra: str) -> list[tuple[str, Requirement, str]]:
+        # the platform is this machine's, and only the Python is varied
         machine = {"python_version": python, "python_full_version": f"{python}.0", "extra": extra}
         all_of_them = [Requirement(line) for line in self._all[canonicalize_name(name)].requires or []]
         return [(python, one, name) for one in all_of_them if one.marker is None or one.marker.evaluate(machine)]

@@ -92,6 +92,7 @@ def make_mutant(file: str, entry: dict[str, Any]) -> Mutant:
     tests = entry.get("tests", [])
     settings = entry | {"tests": tuple([tests] if isinstance(tests, str) else tests)}
     mutant = Mutant(file=file, **settings)
+    # exactly one of them: a mutant is planted, or it is explained
     if bool(mutant.tests) == bool(mutant.equivalent):
         raise ListIsWrong(f"{file}: either tests or equivalent says what becomes of {mutant.old!r}")
     return mutant
@@ -109,6 +110,7 @@ def copy_tracked(root: Path, home: Path) -> None:
 def copy_repository(root: Path, home: Path) -> None:
     """Copy a repository, and compile it so that a file whose text changes is compiled anew."""
     copy_tracked(root, home)
+    # by hash and not by time: a bug is planted and removed within the same second
     compileall.compile_dir(home, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
@@ -118,6 +120,7 @@ def start_tests(home: Path, tests: list[str], *, slow: bool, log: Path) -> int:
         return pid
     code = 70
     try:
+        # a session of its own, so that everything that the tests start can be killed as a group
         os.setsid()
         with log.open("w") as file:
             for stream in (1, 2):
@@ -125,6 +128,7 @@ def start_tests(home: Path, tests: list[str], *, slow: bool, log: Path) -> int:
         os.chdir(home)
         sys.path[:] = [
             str(home),
+            # the original must not be importable, or the tests would run without the bug
             *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "tools")),
         ]
         import pytest
@@ -137,6 +141,7 @@ def start_tests(home: Path, tests: list[str], *, slow: bool, log: Path) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        # not sys.exit: a fork must not run the parent's clean-up, nor go on in its loop
         os._exit(code)
 
 
@@ -151,6 +156,7 @@ def kill_all_of(pid: int) -> None:
 def wait_for_one(running: dict[int, float], timeout_s: float) -> tuple[int, int]:
     """Wait until a process ends, or kill one that runs for too long; return its number and its exit code."""
     while True:
+        # polled, because a blocking wait could not kill a process that runs for too long
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             kill_all_of(pid)  # what a test left running
@@ -165,6 +171,7 @@ def wait_for_one(running: dict[int, float], timeout_s: float) -> tuple[int, int]
 
 def check_without_bugs(mutants: list[Mutant], home: Path) -> None:
     """Raise ListIsWrong where the tests of the list fail although nothing is planted, or do not exist."""
+    # apart, because fast tests run with pytest's usual marks and slow ones with all but gpu
     for slow in (False, True):
         tests = list(dict.fromkeys(test for m in mutants if m.slow == slow for test in m.tests))
         if tests:
@@ -190,6 +197,7 @@ def run_all(mutants: list[Mutant], root: Path, folder: Path, *, jobs: int) -> It
     for home in homes:
         copy_repository(root, home)
     check_without_bugs(mutants, homes[0])
+    # reversed, because pop takes from the end
     left, running = list(reversed(mutants)), dict[int, tuple[Mutant, Path, float]]()
     try:
         while left or running:
@@ -212,6 +220,7 @@ def judge(mutant: Mutant, code: int, root: Path, log: Path, seconds: float) -> O
     """Return what the exit code of its tests says of a mutant."""
     text = (root / mutant.file).read_text()
     line = text[: text.index(mutant.old)].count("\n") + 1
+    # a usage error or a crash of pytest says nothing about the bug
     if code not in (ALL_PASSED, SOME_FAILED):
         said = log.read_text()[-3000:]
         raise ListIsWrong(f"{mutant.file}:{line}: {mutant.breaks}: pytest ended with exit code {code}:\n{said}")

@@ -133,6 +133,7 @@ def read_names(tree: ast.Module) -> Names:
             case ast.Expr(value=ast.Constant() as text):
                 names.texts.add(id(text))
             case ast.JoinedStr(values=pieces):
+                # a piece of an f-string is half a text, and no name
                 names.texts.update(map(id, pieces))
             case _:
                 pass
@@ -179,6 +180,7 @@ def _look_at_import(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
     for alias in node.names:
         parts = f"{origin}{alias.name}".split(".")
+        # our own private modules may be imported: the rule is about other libraries
         is_private = parts[0] not in OURS and any(PRIVATE.fullmatch(part) for part in parts)
         if is_private or parts == ["core", "patches", "patched"]:
             yield ".".join(parts)
@@ -212,6 +214,7 @@ def _look_at_target(target: ast.expr, value: ast.expr | None, names: Names) -> I
         if _root_of(target) in names.foreign and path not in DOCUMENTED:
             yield f"{path} ="
         elif isinstance(target, ast.Attribute):
+            # a function that is assigned to another object's attribute replaces a method of that object
             is_method = _is_function(value, names) and not _is_self(target.value)
             if is_method or target.attr == "__class__":
                 yield f"{ast.unparse(target)} ="

@@ -59,6 +59,7 @@ def main() -> None:
 def list_docstrings(root: Path, file: str) -> Iterator[Docstring]:
     """Yield every bare string of a file: docstrings, and the texts below fields and constants."""
     for node in ast.walk(parse_file(root / file)):
+        # ast.get_docstring would miss the texts below fields and constants
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield Docstring(place=f"{file}:{node.lineno}", text=node.value.value.strip())
 
@@ -89,6 +90,7 @@ def comment_share(root: Path, files: list[str]) -> float:
 def count_doc_words(root: Path) -> int:
     """Count the words of README.md and docs/, code blocks included, without generated pages and the changelog."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    # generated pages repeat the code's own sentences
     own = [page for page in pages if not str(page.relative_to(root)).startswith(GENERATED)]
     return sum(len(page.read_text(encoding="utf-8").split()) for page in own)
 

@@ -36,13 +36,16 @@ def main() -> int:
 def list_commands(recipe: Path) -> Iterator[list[str]]:
     """Yield the commands of a recipe's head that are still to be run, each as words."""
     for line in read_text(recipe, str(recipe)).splitlines():
+        # the commands stand in the comments at the head only
         if not line.startswith("#"):
             return
         if found := re.match(r"# ((?:python|make) .*?)(?: comes? first\b.*)?$", line):
             command = shlex.split(found[1])
             output = output_of(command)
+            # without a named output nobody could tell whether the command has run, so it is not run by itself
             if output is None or (ROOT / output).exists():
                 continue
+            # a recipe that makes the model needs its own model and data first
             if "--config" in command:
                 yield from list_commands(ROOT / command[command.index("--config") + 1])
             yield command

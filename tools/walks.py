@@ -207,6 +207,7 @@ def trace(walk: Walk) -> tuple[list[str], list[str]]:
     root, names = f"{ROOT}{os.sep}", dict[CodeType, str]()
     on_walk, ran, passed = dict[str, None](), dict[str, None](), list[Event]()
 
+    # cached by code object: it is asked for every call of the run
     def file_of(code: CodeType) -> str:
         """Return the path from the root of a file of ours, "" for other code and for what runs at import."""
         found = names.get(code)
@@ -221,6 +222,7 @@ def trace(walk: Walk) -> tuple[list[str], list[str]]:
         if not file:
             return
         this = (file, frame.f_code.co_qualname)
+        # after the last event the walk is over, whatever the run does then
         if len(passed) == len(walk.events):
             return
         if this == walk.events[len(passed)]:
@@ -232,12 +234,14 @@ def trace(walk: Walk) -> tuple[list[str], list[str]]:
     def files_of_stack(frame: FrameType) -> list[str]:
         """Return our files on the stack, innermost first, up to ENDS or the task's event loop."""
         stack, at = list[str](), frame
+        # below the event loop a stack belongs to whoever started the loop, and not to this task
         while at is not None and not at.f_code.co_filename.endswith("asyncio/events.py"):
             stack += [name for name in [file_of(at.f_code)] if name]
             at = at.f_back if (file_of(at.f_code), at.f_code.co_name) not in ENDS else None
         return stack
 
     sys.settrace(note_call)
+    # sys.settrace is for this thread only, and rewards and engines may run in others
     threading.settrace(note_call)
     try:
         main_rl.run(str(ROOT / walk.recipe), walk.overrides)
@@ -282,6 +286,7 @@ def find_key_files() -> dict[str, list[str]]:
     fields = [(file, name) for file, tree in trees.items() for name in list_fields(tree)]
     times = Counter(name for _, name in fields)
     keys = [name for file, name in fields if layer_of(file) == "configs" and times[name] == 1]
+    # by syntax and not by text: a key in a comment or a sentence is no use of it
     names = {file: {getattr(node, a, "") for node in ast.walk(tree) for a in NAMED} for file, tree in trees.items()}
     own = [key for key in keys if len(key) > 2 and not hasattr(builtins, key)]
     return {key: [file for file in trees if key in names[file]] for key in own}

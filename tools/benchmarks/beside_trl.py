@@ -95,6 +95,7 @@ def _compare(benchmark: Benchmark, args: argparse.Namespace, trl_python: Path, s
     task |= _find_best_for_trl(benchmark, task, args.trl_batch, trl_python, scratch)
     runs: dict[str, list[Measured]] = {"ours": [], "trl": []}
     for pair in range(args.pairs):
+        # in turns, so that a machine whose speed drifts favours neither side
         for who in ("ours", "trl") if pair % 2 == 0 else ("trl", "ours"):
             runs[who].append(_run(benchmark, who, task, trl_python, scratch))
             say(f"pair {pair + 1}, {who}: {_speed(benchmark, task, runs[who][-1].seconds):.1f} tokens/s")
@@ -105,12 +106,14 @@ def _find_best_for_trl(
     benchmark: Benchmark, task: dict[str, Any], batches: list[int], trl_python: Path, scratch: Path
 ) -> dict[str, Any]:
     """Return the fastest of TRL's settings over one update after a warm-up."""
+    # one update to warm up, and one that is timed
     short = task | {"updates": task["updates"][:2]}
     rows = len(task["updates"][0])
     choices = [[(name, False), (name, True)] for name in benchmark.settings]
     settings = [{"trl_batch": b, **dict(rest)} for b in batches if rows % b == 0 for rest in product(*choices)]
     taken: list[float] = []
     for setting in settings:
+        # CPU seconds, which other work on the machine disturbs less than the wall clock
         taken.append(_run(benchmark, "trl", short | setting, trl_python, scratch).cpu_seconds[-1])
         say(f"TRL tries {setting}: {taken[-1]:.1f} CPU seconds for an update")
     return settings[taken.index(min(taken))]
@@ -137,6 +140,7 @@ def cut_updates(rows: list[Row], args: argparse.Namespace, length: Callable[[Row
     """Return the rows of every update, the longest first: in their order until all are used, then again."""
     drawn = [rows[n % len(rows)] for n in range(args.rows * (1 + args.updates))]
     cut = [drawn[n : n + args.rows] for n in range(0, len(drawn), args.rows)]
+    # TRL pads to the longest row of a forward pass, so sorted rows are its best case
     return [sorted(update, key=lambda row: -length(row)) for update in cut]
 
 
@@ -144,6 +148,7 @@ def _run_ours(benchmark: Benchmark, task: dict[str, Any]) -> dict[str, Any]:
     """Measure every update of our side, in this process."""
     losses: list[float] = []
     training = benchmark.train(task)
+    # up to the first yield: loading the model is not timed
     next(training)
     ends = [(time.perf_counter(), time.process_time())]
     for loss in training:
@@ -154,12 +159,14 @@ def _run_ours(benchmark: Benchmark, task: dict[str, Any]) -> dict[str, Any]:
         "seconds": [after[0] - before[0] for before, after in spans],
         "cpu_seconds": [after[1] - before[1] for before, after in spans],
         "losses": losses,
+        # ru_maxrss is in KiB on Linux
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
 def _speed(benchmark: Benchmark, task: dict[str, Any], seconds: list[float]) -> float:
     """Return the trained tokens per second after the warm-up."""
+    # the first update of both sides is warm-up
     trained = sum(benchmark.count_trained(row) for update in task["updates"][1:] for row in update)
     return trained / sum(seconds[1:])
 
@@ -186,6 +193,7 @@ def _report(benchmark: Benchmark, task: dict[str, Any], runs: dict[str, list[Mea
     print(f"{'peak memory, MiB':<26}{peak['ours']:>10.0f}{peak['trl']:>10.0f}{peak['ours'] / peak['trl']:>8.2f}")
     pairs = list(zip(runs["ours"][0].losses, runs["trl"][0].losses, strict=True))
     print("losses, ours and TRL's: " + ", ".join(f"{a:.4f} {b:.4f}" for a, b in pairs))
+    # the first loss is of equal weights; later ones drift with the order of sums
     same = abs(pairs[0][0] - pairs[0][1]) < 1e-3 and all(abs(a - b) < 1e-2 for a, b in pairs)
     reached = ratios["wall clock, median"] >= benchmark.goal and peak["ours"] <= peak["trl"] and same
     said = "reached" if reached else "missed"
@@ -211,6 +219,7 @@ def trl_environment() -> Path:
         if configured.returncode:  # PyPI itself has no CPU build
             subprocess.run([*install, *TORCH_INDEX, TORCH_CPU], check=True)
         subprocess.run([*install, *TRL], check=True)
+        # written last, so an installation that was stopped is made anew
         (python.parent.parent / "made").touch()
     return python
 

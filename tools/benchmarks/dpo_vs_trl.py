@@ -56,6 +56,7 @@ def make_updates(args: argparse.Namespace) -> list[list[Row]]:
 
     def reply_of(sample: Sample, prompt: int) -> list[int]:
         trained = sample.action_mask.nonzero()[0]
+        # up to the last trained token: what a template writes behind it is not trained on
         return sample.token_ids[prompt : trained[-1] + 1].tolist()
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -65,6 +66,7 @@ def make_updates(args: argparse.Namespace) -> list[list[Row]]:
         feed = load_groups(data, "train", ChatTokenizer(str(ROOT / args.model), "chat"), rows="pairs", seed=0)
     fitting: list[Row] = []
     for chosen, rejected in feed.all():
+        # the first True of the mask is where the prompt ends
         prompt = int(chosen.action_mask.argmax())
         fitting.append(
             {

@@ -49,6 +49,7 @@ STAGES = ("metrics", "credit", "plan", "batches", "serialise")
 def draw_sample(rng: random.Random, group: int, prompt: Ids) -> Sample:
     """Return a sample as an engine sends it; its tokens have one of two versions, or both."""
     sampled = rng.randint(SHORTEST, LONGEST)
+    # all old, all new, or cut by a weight sync: the three cases that staleness is measured of
     newer = rng.choice((0, sampled, rng.randint(0, sampled)))
     draw = np.random.default_rng(rng.getrandbits(32))
     n = PROMPT + sampled
@@ -101,6 +102,7 @@ def run_step(groups: list[Group]) -> dict[str, float]:
     _ = plan.measure_shared(batches), plan.padding  # for the log
     lap("batches")
     for shard in batches:
+        # out of band: Ray copies the buffers itself, and the driver's Python does not
         pickle.dumps([shard], protocol=5, buffer_callback=lambda _: None)
     lap("serialise")
     return seconds
@@ -115,6 +117,7 @@ def measure(tokens: int) -> dict[str, float]:
     keep_freed_memory()  # as the driver does
     run_step(make_groups(20_000))  # imports, and the threads of the libraries
     groups = make_groups(tokens)
+    # the groups are there in any case, so only what is above them is the step's
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with collecting_seldom(True):  # as a run on Ray does
         seconds = take_medians([run_step(groups) for _ in range(max(STEPS, MEASURED_TOKENS // tokens))])

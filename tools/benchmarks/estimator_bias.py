@@ -64,6 +64,7 @@ def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
     says = rollout.tolist()
 
     def sample(c: int, completion: tuple[int, ...], reward: float) -> Sample:
+        # prefix 0 is the empty one, with which every completion begins
         path = [0]
         for v in completion[:-1]:
             path.append(int(toy.following[path[-1], v]))
@@ -93,6 +94,7 @@ def all_groups(chance: Tensor, size: int) -> tuple[list[Step], Tensor]:
     groups = list(combinations_with_replacement(range(len(p)), size))
 
     def orders(group: tuple[int, ...]) -> int:
+        # the multinomial coefficient: how many ordered draws give this group
         return math.factorial(size) // math.prod(math.factorial(n) for n in Counter(group).values())
 
     probability = [orders(g) * math.prod(p[c] for c in g) for g in groups]
@@ -118,6 +120,7 @@ def estimates(alg: Algorithm, setting: Setting) -> tuple[Tensor, Tensor]:
         steps = [[cut_after_every_turn(group) for group in step] for step in steps]
     kept = [i for i, step in enumerate(steps) if all(accepts_group(alg, group) for group in step)]
     probability = probability[kept]
+    # conditional on acceptance: a rejected group is drawn anew, and never trained on
     return step_gradients(toy, alg, [steps[i] for i in kept]), probability / probability.sum()
 
 
@@ -127,6 +130,7 @@ def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor
     Credit and weights are those of the update alone. The losses of many are then taken in one call, as no token has a
     part in the loss of another sequence; unless the algorithm sums over what it believes to be the whole update.
     """
+    # totals are over an update, so updates must not be joined
     at_once = 1 if type(alg).totals is not Algorithm.totals else STEPS_AT_ONCE
     horizon = max(map(len, toy.completions))
     parts: list[Tensor] = []
@@ -140,6 +144,7 @@ def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor
         step_of = torch.tensor([i for i, s in rows for _ in range(s.n_trained)])  # [M]
         prefix = prefixes_of(toy, batch)[batch.at]  # [M]
         by_token = -logit_gradient(toy.pi[prefix], alg, batch, toy.allowed_tokens)
+        # many tokens share a prefix: their gradients are added up, as in a table of logits
         by_step = toy.pi.new_zeros(len(credited), *toy.pi.shape)
         parts.append(by_step.index_put((step_of, prefix), by_token, accumulate=True))
     return torch.cat(parts)
@@ -196,6 +201,7 @@ def measure(alg: Algorithm, setting: Setting) -> Measured:
     variance = (probability @ (gradients - mean).square().sum((1, 2))).item()
     return Measured(
         bias=(mean - target).norm().item() / size,
+        # the standard error of a mean of independent draws
         error=(variance / setting.draws) ** 0.5 / size if setting.draws else 0.0,
         spread=variance**0.5 / size,
         cosine=length * size / mean.norm().item(),

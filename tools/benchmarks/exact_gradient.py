@@ -105,10 +105,12 @@ def recipe(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value).replace("Infinity", ".inf")
 
 
+# the only norm without a length in it, so what is left is the bias of the estimator itself
 SUM: Settings = {"loss_norm": "sequence_sum"}
 PLAIN = SUM | {"leave_one_out": True}
 OFF, TOKEN, PRODUCT, MEAN = ({"level": level, "high": math.inf} for level in ("none", "token", "sequence", "geometric"))
 MASKS = ({"level": "sequence", "mode": "mask"}, {"level": "geometric", "mode": "mask", "low": 0.8, "high": 1.2})
+# bounds that never bind: the same loss without its clip
 WIDE: Settings = {"clip_low": 0.999, "clip_high": math.inf}
 
 
@@ -129,6 +131,7 @@ def on_policy(toy: Toy) -> list[Table]:
 
 def critics(toy: Toy) -> list[Table]:
     at, given = Setting(toy=toy), SUM | {"whiten": False}
+    # a critic may only change the spread: with lam 1 its error cancels, with less it does not
     untrained = replace(at, toy=replace(toy, values=torch.zeros_like(toy.values)))
     one, less, none = (use(PPO, lam=lam) for lam in (1.0, 0.95, 0.0))
     whitened = [use(PPO, whiten=True)]

@@ -55,12 +55,14 @@ class Panel(NamedTuple):
         return self.left + self.width * step / self.steps
 
     def y(self, reward: float) -> float:
+        # y grows downwards in SVG
         return self.top + self.height * (1 - reward)
 
 
 def keep(file: Path, panel: str, name: str, rewards: list[float]) -> None:
     """Put the rewards of one run into the JSON `file`, one line per run, beside what it holds."""
     curves: dict[str, Runs] = json.loads(file.read_text()) if file.exists() else {}
+    # rounded, and a line per run, so that a diff of the file can be read
     curves.setdefault(panel, {})[name] = [round(reward, 4) for reward in rewards]
     panels = []
     for key, runs in sorted(curves.items()):
@@ -87,6 +89,7 @@ def quickstart(runs: Runs) -> list[str]:
         looks[name] = Look(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)], 1.3)
     goal = f'<path d="M{panel.left:g},{panel.y(GOAL):g} h{panel.width:g}" stroke="#222" stroke-dasharray="7 4"/>'
     parts = [*axes(panel), goal, *legend(panel, looks)]
+    # the bold line last, because SVG paints in order
     for name in sorted(runs, key=lambda name: name == BOLD):
         rewards, look = runs[name], looks[name]
         parts += [curve(panel, rewards, look), dot(panel, len(rewards), rewards[-1], look.colour)]

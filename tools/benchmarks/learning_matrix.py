@@ -131,6 +131,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
     alg = dict(MATRIX[name])
     if alg.get("teacher") == TEACHER:
         alg["teacher"] = str(folder / f"{TEACHER}-{seed}")
+        # the teacher is the model that GRPO trained with the same seed
         if not Path(alg["teacher"]).exists():
             learn(TEACHER, seed, folder)
     run_dir = Path(tempfile.mkdtemp(dir=folder))
@@ -145,6 +146,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
         "data.eval": "null",
         "steps": STEPS,
         "seed": seed,
+        # an override is read as YAML, which writes infinity as .inf
         "alg": json.dumps(alg).replace("Infinity", ".inf"),
     }
     items = [f"{key}={value}" for key, value in overrides.items()]
@@ -160,6 +162,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
 
             async def log_until_there(step: int, groups: list[Group], metrics: dict[str, float]) -> None:
                 await log(step, groups, metrics)
+                # of all drawn groups: dynamic sampling leaves the solved ones out of reward/mean
                 if metrics["reward/mean_drawn"] >= GOAL and name != TEACHER:
                     raise Reached
 
@@ -176,6 +179,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
     metrics = read_metrics(run)
     rewards = [m["reward/mean_drawn"] for m in metrics]
     reached = next((i + 1 for i, r in enumerate(rewards) if r >= GOAL), None)
+    # the teacher trains on after the goal, which does not count
     seconds = sum(m["time/step_s"] for m in metrics[:reached])
     first, best = rewards[0], max(rewards)
     return Row(name=name, seed=seed, start=first, best=best, rewards=rewards, steps=reached, seconds=seconds)
@@ -184,6 +188,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
 def learn_all(names: list[str], seeds: list[int], folder: Path) -> Iterator[Row]:
     """Two runs at a time, one thread each: a model this small has no work for more."""
     tasks = list(product(seeds, names))
+    # not fork: torch's threads do not survive it
     spawn = get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield from pool.map(learn, [n for _, n in tasks], [s for s, _ in tasks], repeat(folder))

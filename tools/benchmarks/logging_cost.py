@@ -38,6 +38,7 @@ def compute_shares(lines: Sequence[dict[str, float]]) -> dict[str, float]:
 def read_shares(folder: Path) -> tuple[dict[str, float], float]:
     """Return the shares of a run without its first steps, and the mean seconds of a step."""
     rows = read_metrics(folder)
+    # the first steps load libraries and files, which a long run does once
     lines = rows[WARM_UP:] if len(rows) > WARM_UP else rows
     return compute_shares(lines), sum(line[names.STEP_SECONDS] for line in lines) / len(lines)
 
@@ -49,6 +50,7 @@ def run_quickstart(steps: int, place: Path) -> dict[str, Path]:
     there = ["jsonl", *(name for name in PACKAGES if importlib.util.find_spec(name) is not None)]
     more = [f"trackers=[{','.join(there)}]", "tracking.samples_every=1", "capture.every=10"]
     if "wandb" in there:
+        # no network: its speed would be measured, and not ours
         more.append("tracking.wandb_mode=offline")
     return {
         "as it is": measure(recipe, place / "plain", *always)[0],

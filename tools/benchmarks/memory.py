@@ -75,6 +75,7 @@ def compare(model: Path, args: argparse.Namespace) -> int:
     last = (0.0, 0.0)
     for tokens in sorted(args.tokens):
         whole, chunked = (run_alone(model, args.dtype, tokens, mib) for mib in (0, args.logits_mib))
+        # less memory is worth nothing if it computes another loss
         if abs(whole.loss - chunked.loss) > 1e-3:
             print(f"the losses differ: {whole.loss} and {chunked.loss}")
             return 1
@@ -107,13 +108,16 @@ def measure_step(model: str, dtype: str, tokens: int, mib: int) -> Measured:
     from tools.benchmarks.random_task import make_groups
     from trainers.local import LocalTrainer
 
+    # one micro-batch for all, so that the peak is that of `tokens` tokens
     cfg = TrainerConfig(optimizer="sgd", micro_batch_tokens=tokens + SEQUENCE, logits_mib=mib)
     trainer = LocalTrainer(ModelConfig(path=model, dtype=dtype), cfg, SFT(), temperature=1.0, total_updates=2)
     length = min(SEQUENCE, tokens)
+    # a prompt of one token, so that nearly every position has logits
     groups = make_groups(tokens // length, 1, prompt=1, response=length, vocabulary=1000)
     [batches] = micro_batches(groups, "token", cfg.micro_batch_tokens, padded=trainer.describe_layout().padded)
 
     on_gpu = torch.cuda.is_available()
+    # a peak counts from the start of the process, and the size before is that of the loaded model
     before, start = torch.cuda.memory_allocated() / 2**20 if on_gpu else read_status("VmRSS"), time.perf_counter()
     loss = trainer.step([batches])["loss"]
     peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else read_status("VmHWM")

@@ -30,6 +30,7 @@ def save_model(folder: Path, shape: dict[str, Any], *, dtype: torch.dtype) -> No
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # the same weights for every process that makes the model
     torch.manual_seed(0)
     config = Qwen3Config(**shape, dtype=dtype, bos_token_id=None, eos_token_id=None)
     Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
@@ -57,6 +58,7 @@ def make_random_sample(group: int, prompt: list[int], response: list[int], *, ad
         prompt=Prompt(id=str(group), messages=[]),
         token_ids=prompt + response,
         action_mask=[False] * len(prompt) + [True] * len(response),
+        # roughly what random weights give to a token of a large vocabulary
         rollout_logp=[0.0] * len(prompt) + [-10.0] * len(response),
         versions=[-1] * len(prompt) + [0] * len(response),
         reward=0.0,

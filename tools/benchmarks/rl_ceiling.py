@@ -43,6 +43,7 @@ def main() -> None:
 def generate(model: str, dtype: str, run: Path, work: Workload, *, once: bool) -> list[float]:
     """Measure the seconds of vLLM alone for the prompts of every step."""
     os.environ |= {
+        # one process, since nothing else runs beside it; no compilation, as in our engine on a CPU
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
@@ -62,6 +63,7 @@ def generate(model: str, dtype: str, run: Path, work: Workload, *, once: bool) -
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
+        # in a run the weights change between steps, so no step could use the cache of another
         llm.reset_prefix_cache()
     return seconds
 
@@ -90,6 +92,7 @@ def train(model: str, dtype: str, run: Path, work: Workload, *, once: bool) -> l
             hidden = lm.model(**inputs, use_cache=False).last_hidden_state
             row, column, labels = (torch.tensor(x) for x in zip(*at, strict=True))
             logp = lm.lm_head(hidden[row, column]).float().log_softmax(-1)
+            # the cost does not depend on the loss
             logp.gather(-1, labels[:, None]).mean().neg().backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
         optimizer.step()
@@ -102,6 +105,7 @@ def rows_of_samples(step: Step, max_tokens: int) -> Any:
     """Yield micro-batches of padded rows, the longest first: inputs, and [row, column, label] of every token."""
     import torch
 
+    # the longest together: padding is least where rows have similar lengths
     left = sorted((prompt, new) for prompt, replies in step for new in replies)
     while left:
         rows: list[tuple[int, int]] = []
@@ -131,6 +135,7 @@ def rows_of_groups(step: Step, max_tokens: int) -> Any:
                 positions[i, begin : begin + new] = prompt + torch.arange(new)
                 mask[i, begin : begin + new, :prompt] = True
                 mask[i, begin : begin + new, begin : begin + new] = torch.ones(new, new, dtype=torch.bool).tril()
+                # the first token of each reply is predicted by the prompt's last position, which all of them share
                 at += [(i, prompt - 1, 7), *((i, begin + t, 7) for t in range(new - 1))]
         ids = torch.randint(0, 1000, (len(rows), width))
         yield {"input_ids": ids, "position_ids": positions, "attention_mask": mask[:, None]}, at

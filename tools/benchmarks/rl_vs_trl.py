@@ -127,6 +127,7 @@ def measure(args: argparse.Namespace, trl_python: Path, scratch: Path) -> tuple[
         ("TRL", trl),
     ]
     for number in range(args.rounds):
+        # backwards every second time, so that a drift of the machine's speed cancels
         for name, part in parts[::-1] if number % 2 else parts:
             part()
             say(f"round {number + 1}, {name}: {sides[name].median:.2f} s (load {os.getloadavg()[0]:.1f})")
@@ -148,6 +149,7 @@ def fastest_batch(task: dict[str, Any], batches: list[int], trl_python: Path, sc
 
 def prompts_of(run: Path, samples: int) -> list[list[dict[str, Any]]]:
     """Return the prompts of our run with their answers, [step][prompt], in the columns that GRPOTrainer reads."""
+    # samples of a group lie together, so every n-th line has the next prompt
     groups = [step[::samples] for step in read_steps(run)]
     return [[{"prompt": row["prompt"], "answer": row["answer"]} for row in step] for step in groups]
 
@@ -161,6 +163,7 @@ def make_table(sides: dict[str, Measured], trl_batch: int) -> str:
     ours = sides["ours"]
     shown = {name: ours.phase(name) for name in ours.phases[0] if name != STEP}
     lines.append("ours by phase: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in shown.items()))
+    # how far one side differs from itself: no smaller ratio between two sides means anything
     spread = max(max(side.seconds) / min(side.seconds) for side in sides.values())
     counted = (
         f"{len(ours.seconds)} steps of each on {os.cpu_count()} cores; TRL with {trl_batch} rows in a forward pass"

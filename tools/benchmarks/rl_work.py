@@ -56,6 +56,7 @@ def write_prompts(data: Path, work: Workload, file: Path) -> Path:
     import pandas
 
     rows = pandas.read_parquet(data).to_dict("records")
+    # the same prompts in every run of the benchmark
     draw = random.Random(0)
     with file.open("w") as out:
         for row in rows[:256]:
@@ -96,6 +97,7 @@ def run_ours(model: str, data: Path, dtype: str, steps: int, work: Workload, sha
 def read_phases(run: Path) -> dict[str, float]:
     """Return the median seconds of each phase of a step, without the first step; `step` is the whole of it."""
     rows = read_metrics(run)[1:]
+    # an unknown phase would silently be missing from the table
     known = {time_metric(name): str(name) for name in (*Phase, REST, STEP)}
     logged = {name for row in rows for name in row if re.fullmatch(r"time/\w+_s", name)}
     if unknown := sorted(logged - known.keys()):

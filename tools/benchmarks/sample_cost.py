@@ -170,6 +170,7 @@ def run_ours(work: Workload, steps: int, scratch: Path, *overrides: str) -> tupl
     if process.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with exit code {process.returncode}")
     [metrics] = folder.glob("*/metrics.jsonl")
+    # the first step loads, compiles and warms up, and is not counted
     return metrics.parent, {place: after[place] - before.get(place, 0.0) for place in after}
 
 
@@ -194,6 +195,7 @@ def read_cpu(pid: int) -> dict[str, float]:
         try:
             times = process.cpu_times()
             seconds[find_place(process, pid)] += times.user + times.system
+        # a process may end between the listing and the reading
         except psutil.NoSuchProcess:
             continue
     return seconds
@@ -228,6 +230,7 @@ def measure_trl(args: argparse.Namespace, work: Workload, run: Path, scratch: Pa
         "threads": os.cpu_count(),
         "scratch": str(scratch),
         "updates": updates,
+        # a whole update in one forward pass: the model is tiny, so memory sets no limit
         "trl_batch": work.prompts * work.samples // updates,
     }
     file = scratch / "task.json"
@@ -285,6 +288,7 @@ def print_growth(growth: list[int], work: Workload, scratch: Path) -> None:
     print(f"{'samples':>8}{'s/step':>9}" + "".join(f"{place:>14}" for place in PLACES) + "   CPU ms a sample")
     for samples in growth:
         prompts = samples // work.samples
+        # more steps where each is short, because the clock of CPU seconds ticks in hundredths
         steps = 2 + max(2, min(20, 8192 // samples))
         sized = Workload(
             prompts=prompts, samples=work.samples, new_tokens=work.new_tokens, max_prompt=work.max_prompt, solved=0

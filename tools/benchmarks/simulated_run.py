@@ -38,7 +38,9 @@ class JumpingSelector(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        # real events first: signals and calls from other threads still arrive
         events = super().select(0)
+        # no timer and no event: a real loop would wait forever
         if timeout is None and not events:
             raise RuntimeError("deadlock: every task waits for another one")
         if timeout and not events:
@@ -77,6 +79,7 @@ class Times:
         """Lognormal with this mean and standard deviation."""
         if self.group_std == 0:
             return self.group
+        # of the logarithm; minus half of it in the mean, because exp of a normal number is larger on average
         variance = math.log(1 + (self.group_std / self.group) ** 2)
         drawn = draw_normals(self.seed, ticket // BLOCK)[ticket % BLOCK]
         return math.exp(math.log(self.group) - variance / 2 + variance**0.5 * drawn)
@@ -85,6 +88,7 @@ class Times:
 @cache
 def draw_normals(seed: int, block: int) -> list[float]:
     """Return standard normal numbers of BLOCK tickets."""
+    # in blocks, because making a generator costs much more than drawing a number
     return np.random.default_rng([seed, block]).standard_normal(BLOCK).tolist()
 
 
@@ -110,8 +114,10 @@ class SimulatedEngines:
         assert method is RolloutWorker.generate_group
         ticket: int = args[0]
         async with self.slots[rank]:
+            # weights that come later do not change the version: a group keeps that of its first token
             version, before = self.version, self.held_up
             await asyncio.sleep(self.times.of_group(ticket))
+            # a sync may come while this group already makes up for another one
             while (more := self.held_up - before) > 0:
                 before = self.held_up
                 await asyncio.sleep(more)
@@ -172,6 +178,7 @@ class SimulatedRun:
     ends: list[float] = field(default_factory=list)
     context: Any = field(default_factory=lambda: SimpleNamespace(clock=Clock()))
     colocation = None
+    # taken from Run and not written anew, so that a forecast is of the real schedule
     buffer = Run.buffer
     engines = Run.engines
     sync_weights = Run.sync_weights

@@ -65,6 +65,7 @@ def make_toy(
 
     Every policy would choose a token outside of `allowed_tokens` more often than all in it.
     """
+    # a generator of its own: the claims of the tables are tested on these very numbers
     random = torch.Generator().manual_seed(0)
     outside = allowed_tokens.find_outside(range(vocab))
     choices = [v for v in range(vocab) if v not in outside]
@@ -76,6 +77,7 @@ def make_toy(
         return logits + far * torch.randn(len(prefixes), vocab, generator=random, dtype=torch.float64)
 
     pi = near(0.0, 1.0)
+    # so that an estimator that forgets the restriction is far off, and not nearly right
     pi[:, outside] += 5.0
     toy = Toy(
         completions=completions,
@@ -88,6 +90,7 @@ def make_toy(
         values=torch.zeros(len(prefixes), dtype=torch.float64),
         allowed_tokens=allowed_tokens,
     )
+    # E[R | prefix] = E[R 1(prefix)] / P(prefix)
     return replace(toy, values=reach(toy, pi, toy.rewards) / reach(toy, pi))
 
 
@@ -123,6 +126,7 @@ Target = Callable[[Toy, Source], Tensor]
 
 
 def slope(value: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    # a clone, because the toy's own tensors are shared by all measurements
     at = logits.clone().requires_grad_()
     return torch.autograd.grad(value(at), at)[0]
 
@@ -147,6 +151,7 @@ def gradient_by_token(toy: Toy, source: Source, of: Callable[[Tensor, Tensor], T
 
     The distribution of prefixes is the sampler's, without gradient.
     """
+    # no gradient through the prefixes: a loss per token takes those that were sampled as given
     through, ref = reach(toy, played(toy, source)), toy.log_softmax(toy.ref)[:, toy.choices]
     return slope(lambda pi: through @ of(toy.log_softmax(pi)[:, toy.choices], ref), toy.pi)
 

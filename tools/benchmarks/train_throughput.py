@@ -78,6 +78,7 @@ def main() -> None:
     dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rate = measure_matmul(device, getattr(torch, dtype), 512 if args.small else 8192 if device == "cuda" else 2048)
+    # H100 is a part of the other two names, so those stand before it
     table = next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), None)
     peak = table if table and dtype == "bfloat16" else rate
     source = "data sheet" if peak is table else "measured product of matrices"
@@ -136,6 +137,7 @@ def measure_updates(
     trainer = LocalTrainer(chosen, TrainerConfig(**settings), alg, temperature=1.0, total_updates=args.updates + 1)
     sequence = min(args.sequence, tokens)
     samples = args.micro_batches * (tokens // sequence)
+    # groups of equal size, whatever fits into the micro-batches
     size = math.gcd(samples, GROUP)
     half = sequence // 2  # the last token of a sequence is no input
     groups = make_groups(samples // size, size, prompt=half, response=sequence - half + 1, vocabulary=vocabulary)
@@ -172,8 +174,10 @@ def count_flops(model: nn.Module, batch: Batch) -> float:
     """Count the operations of forward and backward pass: the backward pass makes twice those of the forward pass."""
     hf: Any = model
     config, head = hf.config, hf.get_output_embeddings()
+    # two operations for each weight and token: a product and a sum
     body = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
     pairs = float((batch.position_ids + 1).sum())  # a token attends to itself and to those before it
+    # two products of matrices, scores and values, of two operations each
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
     forward = 2 * body * len(batch.input_ids) + 2 * head.weight.numel() * len(batch.labels) + attention
     return 3 * forward
@@ -190,6 +194,7 @@ def measure_matmul(device: str, dtype: torch.dtype, size: int) -> float:
         torch.mm(a, b)
         synchronize()
         taken.append(time.perf_counter() - start)
+    # the fastest: what slows a product down is not the device's own rate
     return 2 * size**3 / min(taken[1:])
 
 

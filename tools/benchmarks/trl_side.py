@@ -75,6 +75,7 @@ def train_sft(task, watch):
 
     updates = task["updates"]
     rows = [row for update in updates for row in update]
+    # -100 is the label that Hugging Face's losses ignore
     labels = [[t if yes else -100 for t, yes in zip(r["ids"], r["mask"], strict=True)] for r in rows]
     config = SFTConfig(
         **make_settings(task, rows=len(updates[0]), steps=len(updates)),

@@ -61,6 +61,7 @@ def returns_of_tokens(game: Toy, discount: float) -> Tensor:
     by_token = torch.zeros_like(game.takes)
     for c, (completion, total) in enumerate(zip(game.completions, game.rewards.tolist(), strict=True)):
         earned = list(game.turn_rewards[c])
+        # the last turn earns what no turn has earned, as in algs/turns.py
         earned[-1] += total - sum(earned)
         prefix, t = 0, 0
         for k, length in enumerate(game.turns[c]):
@@ -108,6 +109,7 @@ class PerTurnIndex(RLOO):
         for group in groups:
             rows = [r for s in group if (r := self.turn_rewards(s)) is not None]
             if self.over == "returns":
+                # reversed sums from the end: the return from each turn on
                 rows = [np.cumsum(r[::-1])[::-1] for r in rows]
             for i, sample in enumerate(group):
                 centred = np.array([r - self.baseline(rows, i, k) for k, r in enumerate(rows[i])])
