@@ -188,6 +188,7 @@ class PolicyGradient(Algorithm):
         # checked before the correction, which would spread a mean over all tokens
         loss, metrics = check_per_token(self, self.loss(policy, tokens), tokens)
         rho = importance_ratio(prox, rollout)
+        # k3 of KL(rollout || prox): unbiased on the engine's samples, and never negative
         metrics["mismatch/kl"] = rho - 1 - rho.log()
         metrics["mismatch/abs_logp"] = (prox - rollout).abs()
         metrics["mismatch/clamped"] = reaches_clamp(policy.logp, prox, rollout)
@@ -198,6 +199,7 @@ class PolicyGradient(Algorithm):
             metrics["mismatch/weight"] = weight
             loss = loss * weight
         if tokens.has("ref_logp"):
+            # logged whatever the estimator in the loss, so that runs can be compared
             metrics["kl_ref"] = k3(policy.logp.detach(), tokens.ref_logp)
             metrics["kl_ref_capped"] = reaches_cap(policy.logp, tokens.ref_logp)
         if self.kl.in_loss:
@@ -216,6 +218,7 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
     """
     if not isinstance(alg, PolicyGradient):
         return alg.compute_advantages(groups)
+    # a group's mean is over episodes: one that is cut into many samples must not count more than once
     given, give_back = prepare_credit(groups)
     credited = alg.compute_advantages(given)
     check_samples(alg, given, credited)
@@ -315,6 +318,7 @@ class GroupRelative(TurnCredit):
             earned = [None if s.reward is None else rewards_of_turns(s, s.reward) for s in group]
             returns = [None if r is None else reward_to_go(r, self.turn_discount) for r in earned]
             return any(a.any() for a in turn_advantages(returns))
+        # equal rewards: every advantage is 0, and the prompt would cost an update and teach nothing
         scored = {s.reward for s in group if s.reward is not None}
         return not self.dynamic_sampling or len(scored) > 1
 
@@ -322,6 +326,7 @@ class GroupRelative(TurnCredit):
         credit = self._credit_turns(groups) if self.credit == "turn" else self._credit_episodes(groups)
         if self.whiten:
             samples = (s for g in groups for s in g)
+            # over tokens and not samples, because a long sample has more terms in the loss
             credit = whiten([np.broadcast_to(a, s.n_trained) for s, a in zip(samples, credit, strict=True)])
         return with_advantages(groups, credit)
 

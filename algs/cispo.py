@@ -34,5 +34,6 @@ class CISPO(GroupRelative):
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         old = tokens.prox_logp if self.anchor == "prox" else tokens.rollout_logp
         ratio = importance_ratio(policy.logp.detach(), old)
+        # detached above: a capped token keeps its gradient, with a smaller weight
         weight = ratio.clamp(self.min_weight, self.max_weight)
         return -weight * tokens.advantage * policy.logp, {"capped": (ratio > self.max_weight).to(ratio.dtype)}

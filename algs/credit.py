@@ -81,6 +81,7 @@ def whiten(values: Sequence[Floats]) -> list[Floats]:
     if not values or not (n := sum(map(len, values))):
         return [np.zeros(0) for _ in values]
     flat = np.concatenate(values, dtype=np.float64)
+    # the mean of all rows: centring each row would remove the signal
     centred = flat - sum_terms(flat) / n
     done = centred * (sum_terms(centred**2) / n + 1e-8) ** -0.5
     return np.split(done, np.cumsum([len(row) for row in values])[:-1])

@@ -46,6 +46,7 @@ class DPPO(GroupRelative):
             # log(1 - p) is -inf at p = 1, which rounding reaches for near-certain tokens.
             rest = torch.log1p(-q.clamp(max=1 - 1e-7)) - torch.log1p(-p.clamp(max=1 - 1e-7))
             far = q * (tokens.rollout_logp - logp) + (1 - q) * rest
+        # masked only while the update would move the policy further away
         out_high = (advantage > 0) & (p > q) & (far > self.delta_high)
         out_low = (advantage < 0) & (p < q) & (far > self.delta_low)
         weight = importance_ratio(logp, tokens.rollout_logp).clamp(max=self.max_weight)

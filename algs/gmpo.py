@@ -34,6 +34,8 @@ class GMPO(GroupRelative):
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         d = (policy.logp - tokens.prox_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # one-sided, as the minimum in PPO's clip: a token that moved against its advantage may come back
         bounded = torch.where(tokens.advantage > 0, d.clamp(max=self.clip), d.clamp(min=-self.clip))
+        # the mean of logs is the log of the geometric mean
         ratio = sequence_mean(bounded, tokens.seq_ids).exp()
         return -ratio * tokens.advantage, {"clip_frac": (bounded != d).to(d.dtype)}

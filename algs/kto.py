@@ -53,6 +53,7 @@ class KTO(Algorithm):
     def prepare_groups(self, groups: list[Group]) -> list[Group]:
         """Add a mismatched sample to every row: its prompt with the next row's completion, scored but untrained."""
         rows = [g[0] for g in groups]
+        # the last row takes the first one's completion, so that every row has a mismatch
         return [[s, make_mismatched(s, after)] for s, after in zip(rows, rows[1:] + rows[:1], strict=True)]
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:

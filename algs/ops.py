@@ -48,6 +48,7 @@ def sequence_ratio(logp: Tensor, old_logp: Tensor, seq_ids: Tensor, *, product: 
     It is the product of the token ratios, or their geometric mean (GSPO, https://arxiv.org/abs/2507.18071, Eq. 7).
     """
     over = sequence_sum if product else sequence_mean
+    # clamped after the sum: single tokens may be far off and cancel
     return over(logp - old_logp, seq_ids).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -56,6 +57,7 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float,
 
     `dual` bounds it if A < 0 and r > dual (dual-clip PPO, https://arxiv.org/abs/1912.09729).
     """
+    # the larger loss of the two: a ratio beyond the bound has no gradient only if it went where A points
     loss = torch.maximum(-ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage)
     if dual is None:
         return loss
@@ -68,6 +70,7 @@ def clip_metrics(ratio: Tensor, advantage: Tensor, low: float, high: float) -> d
     return {
         "clip_frac_high": ((advantage > 0) & (ratio > 1 + high)).to(ratio.dtype),
         "clip_frac_low": ((advantage < 0) & (ratio < 1 - low)).to(ratio.dtype),
+        # k3 with the old policy as sampler
         "approx_kl": ratio - 1 - ratio.log(),
     }
 

@@ -75,6 +75,7 @@ class PPO(TurnCredit):
     def _without_last(self, sample: Sample) -> Sample:
         if not (self.bootstrap_truncated and sample.stop == "length"):
             return sample
+        # the value before the last token stands in for the return from it on, so that token has no return of its own
         return replace(sample, excluded=np.arange(1, len(sample.action_mask) + 1) == len(sample.action_mask))
 
     def _values_before(self, sample: Sample) -> Floats:

@@ -60,11 +60,13 @@ class ReinforcePP(TurnCredit):
     def _sequence_rewards(self, group: Group) -> list[float]:
         """Return the reward of each completion, without the KL term; with `baseline` minus the group's mean."""
         whole = [None if s.reward is None else s.reward + self.overlong.compute_penalty(s) for s in group]
+        # a failed sample has no trained token, so its 0 reaches no mean
         return group_advantages(whole) if self.baseline else [r or 0.0 for r in whole]
 
     def _token_returns(self, sample: Sample, reward: float) -> Floats:
         rewards = self.kl_rewards(sample)
         if len(rewards):
+            # the reward of a completion is known after its last token
             rewards[-1] += reward
         return reward_to_go(rewards, self.gamma)
 

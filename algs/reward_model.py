@@ -49,6 +49,7 @@ def append_scored_token(sample: Sample) -> Sample:
     n = len(sample.token_ids) + 1
     return replace(
         sample,
+        # which token is appended does not matter: it is predicted, and never read
         token_ids=np.append(sample.token_ids, sample.token_ids[-1]),
         action_mask=np.arange(1, n + 1) == n,
         rollout_logp=np.zeros(n, dtype=sample.float_dtype),

@@ -101,6 +101,8 @@ class KL(StrictModel):
                 # A factor of value 1: it adds the gradient of the sampling distribution, which k3 alone lacks.
                 return (logp - logp.detach()).exp() * k3(logp, tokens.ref_logp)
             case _:
+                # the live ratio brings the gradient of the sampling distribution, and corrects for the engine's
+                # policy
                 return importance_ratio(logp, tokens.rollout_logp) * k3(logp, tokens.ref_logp)
 
 

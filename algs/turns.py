@@ -26,6 +26,7 @@ def rewards_of_turns(sample: Sample, total: float, per_token: Floats | None = No
         earned += sample.turn_rewards
     earned[-1] += total - math.fsum(sample.turn_rewards)
     if per_token is not None:
+        # add.at and not +=, which would count a turn with several tokens once
         np.add.at(earned, number_turns(sample), per_token)
     return earned
 
@@ -110,6 +111,7 @@ def reward_to_go(rewards: Floats, gamma: float) -> Floats:
         return np.cumsum(done[::-1])[::-1]
     reach, weight = 1, gamma  # weight = gamma ** reach
     # After each pass G_t sums twice as many terms: reach of them, with weights 1, gamma, gamma^2, ...
+    # a weight that has underflown to 0 adds nothing more
     while reach < len(done) and weight:
         done[:-reach] += weight * done[reach:]
         reach, weight = 2 * reach, weight * weight

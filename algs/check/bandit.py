@@ -36,6 +36,7 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
     engine_offset: largest difference between the engine's and the policy's logits.
     """
     draw = torch.Generator().manual_seed(0)
+    # all arms equally likely, so that what is learnt comes from the algorithm alone
     logits, value = torch.zeros(len(fixtures.ARM_REWARDS), dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     tilt = engine_offset * torch.linspace(1, -1, len(logits), dtype=torch.float64)
     # two updates per step with an offset: the second sees a policy that is not the proximal one
@@ -48,6 +49,7 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
             "teacher_logp": fixtures.TEACHER,
         }
         scored["values"] = now["values"]
+        # the engine samples from other logits, as one that rounds differently does
         groups = [g for g in fixtures.sample_bandit(logits + tilt, scored, draw) if alg.accept_group(g)]
         groups = compute_advantages(alg, groups, stale=per_step > 1)
         for _ in range(per_step if groups else 0):

@@ -72,6 +72,7 @@ def cut_in_alternation(group: Group) -> Group:
         turns = range(len(s.spans))
         parts = [[*turns[1::2]], [*turns[0::2]]] if len(turns) > 1 else []
         branches += [replace(make_branch(s, episode, own), turn_numbers=tuple(own)) for own in parts] or [s]
+    # the later sample first: the order in which samples arrive must not matter
     return branches[::-1]
 
 
@@ -95,9 +96,11 @@ def make_branch(sample: Sample, episode: int, turns: Sequence[int]) -> Sample:
         sample,
         token_ids=sample.token_ids[:end].copy(),
         action_mask=own,
+        # as a rollout writes context: log-probability 0 and version -1
         rollout_logp=np.where(own, sample.rollout_logp[:end], 0.0),
         versions=np.where(own, sample.versions[:end], -1).astype(sample.versions.dtype),
         columns={name: values[:end].copy() for name, values in sample.columns.items()},
+        # only the last sample of an episode can have been cut off by the budget
         stop=sample.stop if is_end else "eos",
         episode=episode,
         turns=tuple(spans[k] for k in turns),

@@ -18,6 +18,7 @@ def reads_what_it_declares(alg: Algorithm) -> str:
     read, effective = set[str](), set[str]()
     for mode, variant in instruments.list_modes(alg):
         before = collect_outputs(variant, step, read)
+        # a setting may act in some modes only, so the others are tried until it shows an effect
         for name in to_try - effective:
             if any(
                 output_differs(other, step, read, before=before) for other in instruments.list_variants(alg, mode, name)
@@ -58,6 +59,7 @@ def output_differs(alg: Algorithm, step: MadeUpStep, reads: set[str], *, before:
 
 def find_ignored_settings(alg: Algorithm, step: MadeUpStep) -> list[str]:
     """List shared policy-gradient settings that have no effect in this algorithm."""
+    # without the shared terms: each of them is switched on alone, and must change something
     plain = with_settings(alg, instruments.PLAIN) if isinstance(alg, PolicyGradient) else None
     if plain is None:
         return []

@@ -124,6 +124,7 @@ def _make_sample(
 ) -> Sample:
     n = len(rollout)
     prompt = int(torch.randint(1, 4, (1,), generator=draw))
+    # holes in the mask, as tokens of tools and environments leave them; the last token is always trained
     chosen = (torch.rand(n, generator=draw) < 0.8).tolist()
     mask = [prompt <= t and (chosen[t] or t == n - 1) for t in range(n)]
     return make_sample(
@@ -140,6 +141,7 @@ def _make_sample(
 
 def _with_prompt_of(first: Sample, s: Sample) -> Sample:
     """Replace a sample's prompt by the group's, up to the shorter length; trained tokens keep their ids."""
+    # tokens are tables' indices: only untrained ones may have the same id in two samples
     n = min(int(first.action_mask.argmax()), int(s.action_mask.argmax()))
     return replace(s, token_ids=np.concatenate([first.token_ids[:n], s.token_ids[n:]]))
 
@@ -198,6 +200,7 @@ def make_on_policy(step: MadeUpStep) -> list[Group]:
     """Return the step's groups with engine, proximal policy and reference equal to the current policy."""
 
     def copy_logp(s: Sample) -> Sample:
+        # token t has the id t, so the ids index the tables
         now = step.now["logp"].numpy()[s.token_ids]
         logps: dict[Column, Floats] = {"prox_logp": now, "ref_logp": now}
         return replace(s, rollout_logp=now, columns=s.columns | logps)
@@ -210,6 +213,7 @@ def ratio_pairs(ratios: Tensor) -> tuple[list[Group], Tensor]:
 
     A sequence has a single token here, so the sequence's ratio is the same.
     """
+    # far below 0, so that even the largest ratio leaves a log-probability
     old = -5.0
     same, zero = [0.0, old], [0.0, 0.0]
     columns: dict[Column, list[float]] = {"prox_logp": same, "ref_logp": same, "teacher_logp": same}

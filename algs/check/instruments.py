@@ -49,6 +49,7 @@ class ReplayDetached(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        # torch.no_grad() switches gradients off by a call of its own, which this mode sees
         if is_grad_switch(func):
             self.switched_off = not args[0]
         by_name = func in (Tensor.detach, Tensor.detach_) and torch.is_grad_enabled()
@@ -56,6 +57,7 @@ class ReplayDetached(TorchFunctionMode):
         return self._record_or_replay(out) if by_name or by_context else out
 
     def _record_or_replay(self, out: Tensor) -> Tensor:
+        # a clone: an algorithm may change the tensor in place afterwards
         if not self.tape.full:
             self.tape.values.append(out.clone())
             return out
@@ -124,6 +126,7 @@ def propose_values(annotation: Any, value: Any) -> list[Any]:
     if annotation is bool:
         return [not value]
     if annotation in (int, float):
+        # several, because one may be refused, or have no effect on the made-up step
         near = [value * 2, value / 2, value + 1, value - 1] if isinstance(value, (int, float)) else [2, 0.5, 10, 0.1]
         return [annotation(v) for v in near if annotation(v) != value]
     return []

@@ -48,6 +48,7 @@ from algs.check.update import (
 )
 from core.types.samples import Batch, LossNorm, Sample
 
+# with float64 a difference over 1e-4 has some 1e-12 of rounding, far below the bound
 STEP, BEND = 1e-4, 1e-3
 """Step size of a central difference; and the fraction by which one-sided slopes may differ, otherwise it is a kink."""
 
@@ -174,6 +175,7 @@ def is_a_policy_gradient(alg: Algorithm) -> str:
         if not batch.tokens.has("advantage"):
             raise ObligationFailed("compute_advantages() set no advantage")
         want = torch.zeros_like(step.now["logp"])
+        # d/dlogp of -weight A ratio at ratio 1
         want[batch.labels] = -batch.tokens.weight * batch.tokens.advantage
         got = run_update(alg, [batch], step.now).gradient["logp"]
         if said := describe_difference(step, {"logp": got}, {"logp": want}):
@@ -246,6 +248,7 @@ def clips_on_the_right_side(alg: Algorithm) -> str:
         if narrow is None:
             raise NotApplicable(f"{name}={value / 2:g} is refused")
         after, did = slopes_by_ratio(narrow), f"{name} from {value:g} to {value / 2:g}"
+        # a bound may act on its own side of ratio 1 alone, so points that move on the other side are swapped bounds
         moved = [at for at, slope in before.items() if abs(slope - after[at]) > SAME]
         for a, ratio in moved:
             if (ratio - 1) * side <= 0:
@@ -272,6 +275,7 @@ def prefers_what_the_rows_prefer(alg: Algorithm) -> str:
         wish = "lowered" if alg.rows != "conversations" and s.reward == 0 else "raised"
         for token in (t for t, yes in zip(s.token_ids, s.loss_mask, strict=True) if yes):
             slope = float(slopes[token])
+            # a step downhill goes against the slope
             if not (slope < 0 if wish == "raised" else slope > 0):
                 raise ObligationFailed(
                     f"the gradient at {step.locate_token(token)} is {slope:.4g}: a step downhill should have {wish} it"

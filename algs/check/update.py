@@ -152,6 +152,7 @@ def max_abs(gradient: Tables) -> float:
 
 def find_largest_difference(got: Tables, want: Tables) -> tuple[float, str, int]:
     """Return the largest difference, with its table and token."""
+    # NaN counts as infinitely far, or max() could pass over it
     gaps = {name: (g - want[name]).abs().nan_to_num(nan=math.inf) for name, g in got.items()}
     return max((float(gap.max()), name, int(gap.argmax())) for name, gap in gaps.items())
 
@@ -159,6 +160,7 @@ def find_largest_difference(got: Tables, want: Tables) -> tuple[float, str, int]
 def describe_difference(step: MadeUpStep, got: Tables, want: Tables) -> str:
     """Describe the largest difference of two gradients; "" if they agree."""
     gap, name, token = find_largest_difference(got, want)
+    # the constant is for a gradient of exactly 0, of which no share allows any rounding
     if gap <= SAME * max_abs(want) + 1e-15:
         return ""
     numbers = f"{got[name][token]:.4g} instead of {want[name][token]:.4g}"
@@ -178,6 +180,7 @@ def describe_any_difference(step: MadeUpStep, got: Outcome, want: Outcome) -> st
 
 def slopes_by_ratio(alg: Algorithm) -> dict[tuple[float, float], float]:
     """Return gradient / weight by (advantage, ratio to the old policy); engine and proximal policy agree."""
+    # log-ratios from 1e-4 to 3: clips of whole sequences bind near 1e-4, those of tokens near 0.2
     away = torch.logspace(-4, 0.5, 60, dtype=torch.float64)
     ratios = torch.cat([(-away).exp(), away.exp()])
     groups, logp = fixtures.ratio_pairs(ratios)
