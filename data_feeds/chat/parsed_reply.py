@@ -89,5 +89,6 @@ def rename_taken(reply: Message, before: Iterable[Message]) -> Message:
 
 def _name_call(what: str, n: int) -> str:
     """Return an id for the nth call of a reply. Some templates require exactly nine letters and digits."""
+    # six hex digits and three digits of n
     digest = hashlib.blake2b(what.encode(), digest_size=3).hexdigest()
     return f"{digest}{n:03d}"

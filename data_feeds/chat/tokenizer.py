@@ -91,6 +91,7 @@ class ChatTokenizer:
     @property
     def vocabulary(self) -> int:
         """Number of token ids, counted from 0."""
+        # not len(): ids may have gaps, and added tokens may lie behind them
         return max(self.hf.get_vocab().values()) + 1
 
     @property
@@ -198,9 +199,11 @@ class ChatTokenizer:
         return encoded
 
     def decode(self, ids: list[int]) -> str:
+        # rewards and environments read what the policy said, without the marks of turns
         return self.hf.decode(ids, skip_special_tokens=True)
 
     def encode(self, text: str) -> list[int]:
+        # the template writes special tokens itself, so the tokenizer must not add another set
         return self.hf.encode(text, add_special_tokens=False) if text else []
 
     def save(self, folder: Path) -> None:
@@ -250,6 +253,7 @@ class ChatTokenizer:
         asked: Message = {"role": "user", "content": "."}
         # templates may refuse a conversation that begins with an assistant or tool turn
         trial = {"user": [said], "assistant": [asked, said], "tool": [asked, said]}.get(role, [said, asked])
+        # tried out, because a template does not declare which form of content it reads
         written = [self._try_template(trial, in_parts) for in_parts in ((), ROLES)]
         return STAND_IN not in written[0] and STAND_IN in written[1]
 

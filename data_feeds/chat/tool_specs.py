@@ -93,6 +93,7 @@ def find_misfit(call: FunctionCall, tools: Sequence[ToolSpec]) -> str:
     if name not in known:
         return f"There is no function {quote(name)}; there {_list_names(list(known))}."
     try:
+        # the template writes arguments as JSON, which knows no NaN
         json.dumps(arguments, allow_nan=False)
     except (ValueError, RecursionError):
         return f"The arguments of {quote(name)} hold a number or a depth that JSON does not have."

@@ -48,6 +48,7 @@ class VllmParser:
             request = self.make_request(messages=[{"role": "user", "content": "."}], tools=list(tools) or None)
             # a new parser per reply, since it is constructed with the tools of the request
             parser = self.make_parser(hf, request.tools)
+            # the parser decides whether special tokens are decoded: some formats mark calls by them
             request = parser.adjust_request(request)
             said = hf.decode(
                 self.tokenizer.without_stop(ids),

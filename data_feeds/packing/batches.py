@@ -91,6 +91,7 @@ def pack(
     """
     row = lay_out_row(make_keys(samples), families)
     places = row.places
+    # only trained tokens are copied: a NaN at another token cannot reach a loss
     learnt, counts = zip(*(find_trained(s) for s in samples), strict=True)
 
     def select(per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -161,6 +162,7 @@ def renumber(given: Sequence[Hashable]) -> list[int]:
     >>> renumber([7, 3, 7])
     [0, 1, 0]
     """
+    # without gaps: sums per sequence index an array of these numbers
     numbers = {one: n for n, one in enumerate(dict.fromkeys(given))}
     return [numbers[one] for one in given]
 
@@ -203,6 +205,7 @@ class Plan:
         """Fraction of padding among the positions of all forward passes; 0 without padding."""
         if not self.padded:
             return 0.0
+        # minus one: the last token of a sequence is no input
         sizes = [[len(self.samples[i].token_ids) - 1 for i in b] for rank in self.bins for b in rank if b]
         return 1 - sum(map(sum, sizes)) / sum(len(b) * max(b) for b in sizes)
 
@@ -291,6 +294,7 @@ def plan_update(
     return Plan(
         samples=samples,
         weights=[w for _, w in kept],
+        # pack_into_bins deals bins out in turn, rank by rank
         bins=[bins[rank::ranks] for rank in range(ranks)],
         padded=padded,
         groups=in_group if whole_groups else None,

@@ -45,6 +45,7 @@ def pack_units(
     """Pack samples of these lengths into micro-batches, each unit whole. Return their indices."""
     members = gather_families(range(len(lengths)), units)
     of_units = [[lengths[i] for i in unit] for unit in members]
+    # a row per sample, each as long as the longest of the unit
     sizes = [len(u) * max(u) if padded else sum(u) for u in of_units]
     packed = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
     return [[i for unit in b for i in members[unit]] for b in packed]
@@ -78,6 +79,7 @@ def pack_into_bins(
 
     def bin_cost(chosen: list[int]) -> float:
         if padded:
+            # the first of a padded bin is its longest, and every row is as long
             return len(chosen) * costs[chosen[0]] if chosen else 0.0
         return sum(costs[i] for i in chosen)
 

@@ -41,5 +41,6 @@ def lay_out_columns(
                 own = {name: np.full(len(mask), fill, dtype=s.float_dtype) for name in of_batch}
                 for name, values in of_batch.items():
                     own[name][mask] = values[first:after]
+                # by id: samples hold arrays, so they can be neither hashed nor compared
                 done[id(s)], first = own, after
     return done

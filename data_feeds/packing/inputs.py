@@ -51,6 +51,7 @@ def make_keys(samples: Sequence[Sample]) -> list[Ids]:
             name = place.image.hash, n, place.grid
             if name not in first:
                 first[name], used = used, used + n
+            # negative, so that no token id can equal them
             keys[-1][place.begin : place.end] = -1 - first[name] - np.arange(n)
     return keys
 
@@ -73,6 +74,7 @@ def fill_row(samples: Sequence[Sample], row: Row) -> tuple[Tensor, Tensor | None
         ids[where] = sample.token_ids[: len(where)]
         placed |= {int(where[place.begin]): place.image for place in own}
         if has_grids:
+            # a shared prefix is written once per sample, each time with the same numbers
             rope[:, where] = find_rope_ids(len(where), own)
     in_order = tuple(placed[begin] for begin in sorted(placed))
     return torch.from_numpy(ids), torch.from_numpy(rope) if has_grids else None, in_order

@@ -105,6 +105,7 @@ class _Families:
         """Yield the sequences at which to cut, so that no part exceeds `max_tokens`."""
         tokens = trained = 0
         for i in range(first, end):
+            # the first sequence of a part computes its whole prefix again
             more = self.lengths[i] - (self.shared[i] if tokens else 0)
             is_full = max(tokens + more, trained + self.trained[i]) > max_tokens
             if i > first and is_full:  # a single sequence that is too large is refused by pack_into_bins

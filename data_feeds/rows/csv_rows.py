@@ -23,6 +23,7 @@ def read_csv(text: str, source: SourceConfig, key: str) -> list[dict[str, Any]]:
     text. A label is true, false, 1 or 0. Raises UserError, beginning with `key`, for invalid CSV.
     """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a cell may be a whole document
+    # newline="": the csv module reads line ends inside quoted cells itself
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         names = next(reader, [])

@@ -102,6 +102,7 @@ def pick_row(stream: str, draw: int, rows: int) -> int:
 
 def pick_row_with_replacement(stream: str, draw: int, rows: int) -> int:
     """Return the row of a draw, 0..rows-1, uniformly at random."""
+    # a generator for each draw, so that a resumed run needs no state
     return random.Random(f"{stream}/anew/{draw}").randrange(rows)
 
 
@@ -109,5 +110,6 @@ def pick_row_with_replacement(stream: str, draw: int, rows: int) -> int:
 def _shuffle_rows(stream: str, nth: int, rows: int) -> array[int]:
     # 4 bytes per row, since shuffles of several passes are cached
     order = array("I", range(rows))
+    # seeded by text: the same order in every process, and another one for every pass
     random.Random(f"{stream}/{nth}").shuffle(order)
     return order
