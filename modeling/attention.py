@@ -9,7 +9,7 @@ of a segment attend to the keys and values of all its ancestors and of the segme
     call 2  queries of reply A   keys [prompt | reply A]
             queries of reply B   keys [prompt | reply B]
 
-Only attention mixes tokens of a sequence, so hidden states and gradients equal those of each sequence alone: the
+Only attention mixes tokens of a sequence, so hidden states and gradients equal those of each sequence alone. The
 gradient of the prompt's keys is summed over the replies. On a CPU torch's scaled_dot_product_attention runs on each
 segment, or on several equal segments at once; on a GPU see attention_varlen.py. No other kernel and no padding is
 needed. The name in transformers is BY_SEQUENCE.

@@ -1,6 +1,6 @@
 """Attention over the segments of a packed row on a GPU, in a single call of torch's flash attention.
 
-`varlen_attn` takes queries and keys of different lengths end to end. Its causal mask is aligned at the lower right: the
+`varlen_attn` takes queries and keys of different lengths end to end. Its causal mask is aligned at the lower right. The
 last query of a segment attends to all keys, the query before it to all but one. So the keys of a segment are gathered
 from its ancestors and itself, and the queries are its own. The gradient of the gathering sums over all segments that
 share a key. Without sharing, nothing is gathered.

@@ -2,10 +2,10 @@
 
 It needs torch, transformers, numpy and pydantic, on Python 3.11 or newer, and neither Ray, DeepSpeed, vLLM, peft nor
 pytest; ten minutes and one GPU are enough. Its comparisons with a CPU are those of the tests marked `gpu`
-(tools/gpu_numbers.py); then the quickstart runs, with the local trainer and the engine hf, and the speed and memory of
-training are measured (tools/benchmarks/). Each check has a process of its own: one that fails, hangs or crashes stops
-no other. Exit code 1 where one failed or did not run. Without a GPU the same checks run on the CPU; --small is enough
-to see that they run.
+(tools/gpu_numbers.py). Then the quickstart runs, with the local trainer and the engine hf. At last the speed and memory
+of training are measured (tools/benchmarks/). Each check has a process of its own: one that fails, hangs or crashes
+stops no other. Exit code 1 where one failed or did not run. Without a GPU the same checks run on the CPU; --small is
+enough to see that they run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layers of the code and the imports between them: python -m tools.layers
 
-Prints every layer with the layers that it imports, and what breaks the rules: an import that runs up, a circle of
-files, a file or a function that is too long, a heavy library outside its home. Exit code 1 where a rule is broken.
+Prints every layer with the layers that it imports, and every broken rule: an import that runs up, a circle of files, a
+file or a function that is too long, a heavy library outside its home. Exit code 1 where a rule is broken.
 unit_tests/tools/test_layers.py runs the same checks.
 """
 

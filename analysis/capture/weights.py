@@ -1,7 +1,7 @@
 """Find the weights of a captured update, load them into a local trainer, and verify the checksum.
 
-They are looked for in the folder that the user names, or in the snapshot, in the checkpoint of that step, and for the
-first step of a run in `model.path`.
+If the user names a folder, only that one is tried. Otherwise they are looked for in the snapshot, in the checkpoint of
+that step, and for the first step of a run in `model.path`.
 """
 
 from __future__ import annotations

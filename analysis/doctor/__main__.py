@@ -1,8 +1,8 @@
 """Check a set-up and explain engine-trainer mismatch: python -m analysis.doctor RUN_OR_CONFIG [key=value ...]
 
 First the set-up: versions, memory, disk, network, model, data, reward; every check is shown, not just the first that
-fails. Then the recipe's engine samples some sequences, its trainer scores them, and where the two disagree one thing at
-a time is changed, until they agree. Nothing is trained, and nothing is written.
+fails. Then the recipe's engine samples some sequences, and its trainer scores them. Where the two disagree, one thing
+at a time is changed, to find the cause. Nothing is trained, and nothing is written.
 
 Exit code: 0 all is well; 1 an error of the set-up, or a mismatch; 2 bad input.
 """

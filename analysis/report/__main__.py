@@ -1,7 +1,7 @@
 """Make a single HTML file from run folders: python -m analysis.report RUN [RUN ...] [--out FILE] [--all]
 
 The file opens in a browser without a server and without a network. It holds every metric, and of each step a selection
-of its samples; with --all the other samples are written into a folder beside it, which the page reads when asked.
+of its samples. With --all the other samples are written into a folder beside it, which the page reads when asked.
 """
 
 from __future__ import annotations

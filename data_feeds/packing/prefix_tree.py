@@ -1,8 +1,8 @@
 """Prefix tree of token sequences in one row: shared prefixes occur once.
 
-Sequences of a family (the samples of a prompt) often begin with the same token ids: the prompt, and after several turns
-more than the prompt. The row is then a forest of segments. A segment continues its parent, and a common part of several
-sequences is one segment:
+Sequences of a family (the samples of a prompt) often begin with the same token ids. These are the prompt, and after
+several turns more than the prompt. The row is then a forest of segments. A segment continues its parent, and a common
+part of several sequences is one segment:
 
     prompt + reply A        [prompt] -> [reply A]
     prompt + reply B                 -> [reply B]       10 + 4 + 5 tokens instead of 14 + 15

@@ -1,6 +1,6 @@
 """Convert rows to Prompts, or to Samples for training. Unusable rows raise InvalidRow.
 
-The methods of RowConverter are generators: they yield texts and are sent their ids, so that the texts of many rows can
+The methods of RowConverter are generators. They yield texts and are sent their ids, so that the texts of many rows can
 be encoded in one call.
 """
 

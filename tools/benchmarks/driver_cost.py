@@ -1,12 +1,12 @@
 """CPU seconds and memory of the driver's own work in one RL step: python -m tools.benchmarks.driver_cost
 
-Made-up groups of eight samples, a prompt of 256 tokens and 256 to 3584 sampled ones, go through what the driver does
-with them in a step of GRPO with one update: staleness and group metrics, credit, the plan, the batches, and their
-serialisation to four trainers (pickle's protocol 5 with buffers out of band, as Ray does it). No engine, no trainer
-and no Ray. Each size runs in a process of its own; of nine steps, or of as many as have four million tokens together,
-the median is taken, as a run has many. All sizes are measured in several rounds, of which the median is told, because
-the machine's speed changes within seconds. The memory is what the process needed at its peak beyond the groups
-themselves. Exit code 1 where a step costs more than the goal.
+Made-up groups of eight samples, a prompt of 256 tokens and 256 to 3584 sampled ones, go through the driver's work of a
+GRPO step with one update. That is staleness and group metrics, credit, the plan, the batches, and their serialisation
+to four trainers. Pickle's protocol 5 writes buffers out of band, as Ray does it. No engine, no trainer and no Ray. Each
+size runs in a process of its own. The median is taken of nine steps, or of as many as have four million tokens
+together. All sizes are measured in several rounds, of which the median is told, because the machine's speed changes
+within seconds. The memory is what the process needed at its peak beyond the groups themselves. Exit code 1 where a step
+costs more than the goal.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Bias and spread of the library's estimators against exact gradients: python -m tools.benchmarks.exact_gradient
 
-The task is small enough to list: three tokens out of four, 64 completions, a fixed reward for each, and for each
-prefix a row of logits, which are the parameters. Every group that can be drawn goes through the algorithm's own
-credit(), token_weights(), pack() and objective() in float64, as an update of its own, and counts with its probability:
-mean and spread are sums and not samples. Where groups are too many to list, some are drawn, and the bias has an error.
+The task is small enough to list: three tokens out of four, 64 completions, a fixed reward for each, and for each prefix
+a row of logits, which are the parameters. Every group that can be drawn goes through the algorithm's own credit(),
+token_weights(), pack() and objective() in float64, as an update of its own. It counts with its probability, so mean and
+spread are sums and not samples. Where groups are too many to list, some are drawn, and the bias has an error.
 
     bias     |E g - g*| / |g*|        g: minus the gradient of the update's loss, g*: the gradient that is meant
     spread   sqrt(E |g - E g|^2) / |g*|

@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.learning_matrix [--seeds 0 1 2] [--only NAME ...] [--write] [--curves FILE]
 
-Runs main_rl's loop (backend: local, engine: hf), two runs at a time, and prints the steps and seconds each took;
---write puts the table into algs/README.md, --curves the rewards of every step of seed 0 into a JSON file that
+Runs main_rl's loop (backend: local, engine: hf), two runs at a time, and prints the steps and seconds each took.
+--write puts the table into algs/README.md. --curves puts the rewards of every step of seed 0 into a JSON file, which
 tools/benchmarks/learning_curves.py draws. Exit code 1 if one did not get there.
 """
 

@@ -1,9 +1,9 @@
 """What do logging, tracking and capturing cost a step? python -m tools.benchmarks.logging_cost [RUN ...]
 
 The driver's clock tells: the seconds of its phases log and capture, as a share of all steps. RUN is a run folder, whose
-metrics.jsonl has them. Without one, the quickstart's recipe is run for --steps steps (its model is made by make
-quickstart): as it is, and with all trackers that are installed, tables of samples at every step and a snapshot at every
-tenth. The first steps are not counted. Exit code 1 where the share is above the goal.
+metrics.jsonl has them. Without one, the quickstart's recipe is run twice for --steps steps (its model is made by make
+quickstart). One run is as it is, the other with all trackers that are installed, tables of samples at every step and a
+snapshot at every tenth. The first steps are not counted. Exit code 1 where the share is above the goal.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A model with a small body (2 layers, 128 wide) and a vocabulary of 150 thousand, in bfloat16, so that the logits decide.
 Sequences of 1024 trained tokens are packed into one micro-batch, and the local trainer makes one step of SFT with sgd,
-which keeps no state: forward pass, backward pass, update. Each number comes from a process of its own and is what the
-step needs at its peak beside the loaded model: resident memory on a CPU, what torch has allocated on a GPU.
+which keeps no state: forward pass, backward pass, update. Each number comes from a process of its own. It is the peak
+of the step beyond the loaded model: resident memory on a CPU, memory allocated by torch on a GPU.
 
 Exit code 1 unless chunks (trainer.logits_mib) take less than all logits at once at the largest number of tokens.
 """

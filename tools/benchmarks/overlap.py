@@ -6,8 +6,8 @@ same --seconds of a step, so nothing could be faster than twice the synchronous 
 (tools/benchmarks/simulate.py) is given what the synchronous run measured, and predicts both. Exit code 1 where overlap
 is not 1.8 times as fast, or a prediction is off by more than a tenth.
 
---real: the quickstart's recipe and model instead (made by make quickstart), nothing simulated, on whatever this
-machine has: trainer and engine share its cores, so that little is to be gained on a small one.
+--real: the quickstart's recipe and model instead (made by make quickstart), nothing simulated, on whatever this machine
+has. Trainer and engine share its cores, so that little is to be gained on a small one.
 """
 
 from __future__ import annotations

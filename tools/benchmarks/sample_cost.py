@@ -10,9 +10,9 @@ parameters), and `long`, 256 prompts x 16 samples of 1 to 64 tokens of the same 
     bare vLLM      LLM.generate with n=16 on the same prompts; generation alone
     bare generate  transformers' generate on the same prompts; generation alone
 
-Every side has a process of its own. A table gives the seconds of all steps but the first, and of their generation; a
-second one the iterations of vLLM, from a run of its own; a third one CPU milliseconds of a sample in each process, as
-the samples of a step grow. Exit code 1 if a goal is missed.
+Every side has a process of its own. A first table gives the seconds of all steps but the first, and of their
+generation. A second gives the iterations of vLLM, from a run of its own. A third gives CPU milliseconds of a sample in
+each process, as the samples of a step grow. Exit code 1 if a goal is missed.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Supervised learning beside TRL's SFTTrainer: python -m tools.benchmarks.sft_vs_trl --data gsm8k.jsonl
 
-The work: SmolLM2-135M-Instruct in float32, GSM8K questions and worked answers with their spread of lengths, loss on
-the answers only, the same rows in every update, AdamW with clipping, no activation checkpointing. Ours is the
-reference trainer (backend: local): planning, packing and `step`, as main_sl.py calls them. TRL's is 1.16 in an
-environment of its own, at its best known for a CPU: the rows of an update sorted by length, so that it pads little
-(as good as its group_by_length can be), fused AdamW, gradient checkpointing off (its default is on), and the number of
-rows in a forward pass that is fastest of those tried. Its packing and padding_free are made for flash attention,
-which no CPU has; padding_free is tried all the same. Liger's kernels want a GPU.
+The work: SmolLM2-135M-Instruct in float32, GSM8K questions and worked answers with their spread of lengths, loss on the
+answers only, the same rows in every update, AdamW with clipping, no activation checkpointing. Ours is the reference
+trainer (backend: local): planning, packing and `step`, as main_sl.py calls them. TRL's is 1.16 in an environment of its
+own, at its best known for a CPU. The rows of an update are sorted by length, so that it pads little (as good as its
+group_by_length can be). AdamW is fused, and gradient checkpointing off (its default is on). The number of rows in a
+forward pass is the fastest of those tried. Its packing and padding_free are made for flash attention, which no CPU has;
+padding_free is tried all the same. Liger's kernels want a GPU.
 
 Both run in processes of their own, in turns, ours first and TRL's first alternately; the first update of each is
-warm-up. It prints trained tokens per second (of the wall clock, and of the CPU time the process got, which is steadier
-on a machine with other work), and the peak of resident memory. Exit code 1 where ours is not 1.3 times as fast in no
-more memory, or the losses differ.
+warm-up. It prints trained tokens per second and the peak of resident memory. Seconds are of the wall clock, and of the
+CPU time, which is steadier on a machine with other work. Exit code 1 where ours is not 1.3 times as fast in no more
+memory, or the losses differ.
 
 Without --trl-python the environment is made under build/, from PyPI and where that has no CPU build of torch, from
 PyTorch's index.

@@ -5,7 +5,7 @@
 
 It runs main_rl's own loop with its own buffer and scheduler (rollouts/); only the engines and the trainer are
 simulated: they sleep, on an event loop whose clock jumps. A group takes a time of its own, lognormal with the given
-mean and standard deviation; an engine works on --concurrent groups at a time, each as fast as if it were alone. --run
+mean and standard deviation. An engine works on --concurrent groups at a time, each as fast as if it were alone. --run
 takes the times from a run's metrics.jsonl: those of groups as they were measured, under that run's load.
 
 The last three columns are no simulation: the CPU seconds of this process per step; how many of them the simulated

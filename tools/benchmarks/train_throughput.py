@@ -1,14 +1,14 @@
 """Tokens per second of training, and the share of the device's peak: python -m tools.benchmarks.train_throughput
 
-A random model of Qwen3-0.6B's shape, in bfloat16 on a GPU and float32 on a CPU, and the local trainer as a run uses it:
-micro-batches are planned and packed, and each update is forward passes, backward passes and AdamW. Groups of samples
+A random model of Qwen3-0.6B's shape, in bfloat16 on a GPU and float32 on a CPU, and the local trainer as a run uses it.
+Micro-batches are planned and packed, and each update is forward passes, backward passes and AdamW. Groups of samples
 share their prompt, as in reinforcement learning; prompt and response are half a sequence each. The first update is
 warm-up; the medians of the rest are printed, for each size of a micro-batch.
 
 Share of the peak (MFU): floating-point operations of the model, 6 per weight and token plus those of attention, by the
 operations that the device can make in that time. Nothing that is computed twice counts twice. The head counts at
 trained tokens only. The peak is the data sheet's for dense bfloat16 where the table below has the GPU, otherwise the
-rate of a large product of matrices, measured in the same process; that rate is always printed.
+rate of a large product of matrices. That rate is measured in the same process and always printed.
 
 It needs torch, transformers and pydantic, and neither ray nor deepspeed, vllm or peft. --small is for tests.
 """
