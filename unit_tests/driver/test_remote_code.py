@@ -105,7 +105,7 @@ LOADERS = {
     *("check_weights", "ChatTokenizer", "name_lora_targets", "load_pretrained", "build_from_config", "EngineConfig"),
     *("count_parameters", "count_adapter", "_load_pretrained", "_read_pretrained", "_is_scalar"),
 }
-PASSED_ON = {"kind", "settings", "given"}
+PASSED_ON = {"kind", "settings", "given", "self.kind", "self.trained"}
 """Names of mappings with the setting, which are passed on as **mapping."""
 
 
@@ -129,7 +129,7 @@ def test_no_call_forgets_it():
 
 def gives_the_setting(keyword: ast.keyword) -> bool:
     if keyword.arg is None:
-        return isinstance(keyword.value, ast.Name) and keyword.value.id in PASSED_ON
+        return ast.unparse(keyword.value) in PASSED_ON
     return keyword.arg == "trust_remote_code"
 
 
