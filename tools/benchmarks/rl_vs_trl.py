@@ -103,6 +103,7 @@ def measure(args: argparse.Namespace, trl_python: Path, scratch: Path) -> tuple[
             "dtype": args.dtype,
             "steps": prompts_of(runs[0], work.samples),
             "group_size": work.samples,
+            "updates_per_step": 1,
             "new_tokens": work.new_tokens,
             "lr": LR,
             "threads": os.cpu_count(),

@@ -35,9 +35,10 @@ import yaml
 from core.timing.phases import STEP, Phase, time_metric
 from data_prep import arithmetic, tiny_model
 from tools.benchmarks import rl_ceiling
-from tools.benchmarks.beside_trl import say, trl_environment
-from tools.benchmarks.rl_vs_trl import prompts_of, run_for_json
-from tools.benchmarks.rl_work import ROOT, Workload, read_metrics, read_steps
+from tools.benchmarks.beside_trl import run_trl, say, trl_environment
+from tools.benchmarks.processes import ROOT, read_metrics, run_for_json
+from tools.benchmarks.rl_vs_trl import prompts_of
+from tools.benchmarks.rl_work import Workload, read_steps
 
 MODEL = ROOT / "build" / "sample_cost"
 WORKS = {
@@ -50,7 +51,7 @@ SIDES = {
     "local": ("backend=local", "rollout.engine=hf"),
 }
 BARE = ("bare vLLM", "bare generate")
-PLACES = ("driver", "engine actor", "engine core", "rewards", "trainer", "Ray")
+PLACES: tuple[str, ...] = ("driver", "engine actor", "engine core", "rewards", "trainer", "Ray")
 
 COUNTING_ENGINE = """
 import json
@@ -146,7 +147,7 @@ def measure_sides(args: argparse.Namespace, work: Workload, scratch: Path) -> di
             sides[name] = Side(measure_trl(args, work, runs[0], scratch), [])
         else:
             command = [sys.executable, "-m", "tools.benchmarks.sample_cost", "--work", args.work]
-            seconds = run_for_json([*command, "--bare", name, str(runs[0])], ROOT)
+            seconds = run_for_json([*command, "--bare", name, str(runs[0])])
             sides[name] = Side(seconds, seconds)
         seconds, generation = (sum(times[1:]) for times in (sides[name].seconds, sides[name].generation))
         shown = f"{generation:>12.1f}" if sides[name].generation else ""
@@ -226,19 +227,13 @@ def measure_trl(args: argparse.Namespace, work: Workload, run: Path, scratch: Pa
         "steps": prompts_of(run, work.samples),
         "group_size": work.samples,
         "new_tokens": work.new_tokens,
+        "updates_per_step": updates,
         "lr": recipe["trainer"]["lr"],
         "threads": os.cpu_count(),
         "scratch": str(scratch),
-        "updates": updates,
-        # a whole update in one forward pass: the model is tiny, so memory sets no limit
         "trl_batch": work.prompts * work.samples // updates,
     }
-    file = scratch / "task.json"
-    file.write_text(json.dumps(task))
-    python = args.trl_python or trl_environment()
-    done = run_for_json([str(python.absolute()), str(ROOT / "tools/benchmarks/trl_grpo.py"), str(file)], scratch)
-    of_updates: list[float] = done["seconds"]
-    return [sum(of_updates[i : i + updates]) for i in range(0, len(of_updates), updates)]
+    return run_trl("grpo", task, args.trl_python or trl_environment(), scratch)["seconds"]
 
 
 def measure_bare(side: str, run: Path, work: Workload) -> list[float]:

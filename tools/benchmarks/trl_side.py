@@ -128,10 +128,13 @@ def correct(completions, answer, **_):
 def train_grpo(task, watch):
     from trl import GRPOConfig, GRPOTrainer
 
-    steps = task["steps"]
+    steps, updates = task["steps"], task["updates_per_step"]
+    rows = len(steps[0]) * task["group_size"]
+    # each of these steps is one generation, then the updates, which are TRL's steps
+    settings = make_settings(task, rows=rows // updates, steps=len(steps) * updates)
     config = GRPOConfig(
-        # one generation, then one update, in each step
-        **make_settings(task, rows=len(steps[0]) * task["group_size"], steps=len(steps)),
+        **settings,
+        steps_per_generation=settings["gradient_accumulation_steps"] * updates,
         num_generations=task["group_size"],
         max_completion_length=task["new_tokens"],
         shuffle_dataset=False,
@@ -148,8 +151,9 @@ def train_grpo(task, watch):
     )
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    seconds = watch.measure_steps()[0]
     return {
-        "seconds": watch.measure_steps()[0],
+        "seconds": [sum(seconds[i : i + updates]) for i in range(0, len(seconds), updates)],
         "rewards": [entry["reward"] for entry in logged],
         "lengths": [entry["completions/mean_length"] for entry in logged],
     }
