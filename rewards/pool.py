@@ -89,12 +89,15 @@ class RewardPool:
         try:
             loop = asyncio.get_running_loop()
             results, seconds = await loop.run_in_executor(self._threads, self._run_in_worker, samples)
-        except (UserError, asyncio.CancelledError) as error:
-            # close() cancels shares that no thread has begun. Their callers must not wait for ever.
+        except asyncio.CancelledError:  # the pool was closed
             for result in waiting:
-                result.cancel() if isinstance(error, asyncio.CancelledError) else _refuse(result, error)
+                result.cancel()
+            raise
+        except Exception as error:  # whatever it is: its callers would wait for ever
+            for result in waiting:
+                if not result.done():
+                    result.set_exception(error)
             return
-        # a running average, so that the size of a share follows a reward that becomes slower or faster
         self._sample_s = (self._sample_s + seconds / len(samples)) / 2
         for waiter, result in zip(waiting, results, strict=True):
             if not waiter.done():  # its group may have been cancelled
@@ -117,11 +120,6 @@ class RewardPool:
             return worker.compute_rewards(samples, self.timeout_s), time.perf_counter() - start
         finally:
             self._idle.put(worker)
-
-
-def _refuse(result: asyncio.Future[RewardResult], error: UserError) -> None:
-    if not result.done():
-        result.set_exception(error)
 
 
 def describe_samples(samples: Sequence[Scored]) -> list[tuple[bytes, list[Message]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -233,6 +234,15 @@ def test_samples_that_are_sent_together_fail_alone_and_share_nothing(tmp_path: P
     assert [bool(o.failure) for o in outcomes] == [False, False, True, False, False, True, False, False]
     assert [o.reward_parts.get("marks") for o in outcomes] == [None, 1.0, None, None, 1.0, None, None, 1.0]
     assert outcomes[0].reward_parts["pid"] != outcomes[6].reward_parts["pid"]
+
+
+@pytest.mark.timeout(30)
+def test_a_row_that_no_process_can_be_sent_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
+    prompt = Prompt(id="test/0", messages=[], extra={"no": lambda: None})
+    with wrecker_pool(tmp_path) as pool:
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            asyncio.run(asyncio.wait_for(pool.compute_reward(prompt, []), 10))
+        assert ask(pool, "yes")[0].failure == ""
 
 
 def test_a_slow_reward_is_spread_over_the_workers(tmp_path: Path) -> None:
