@@ -23,33 +23,42 @@ GOAL = 0.9
 def check_quickstart(bench: Bench) -> str:
     """Make model and data, warm the model up, and train it by reinforcement learning, with the quickstart's recipes."""
     import main_rl
-    import main_sl
 
     home = bench.folder / "quickstart"
-    made = ["--train", "30", "--eval", "10", "--sft", "15"] if bench.small else ["--train", "475", "--eval", "200"]
-    # the sizes of make quickstart, for which GOAL is known to be reached
-    made += [] if bench.small else ["--sft", "600", "--copies", "24", "--wrong-share", "0.66"]
-    tiny_model.main(["--out", str(home / "model"), "--hidden-size", "128", "--heads", "4"])
-    arithmetic.main(["--out", str(home), "--jsonl", "--max", "9" if bench.small else "49", "--padded", *made])
-    common = {"backend": "local", "run_dir": home / "runs"}
-    supervised = common | {"model.path": home / "model", "data.train": home / "sft.jsonl", "save_to": home / "sft"}
-    reinforced = common | {
+    make_quickstart(home, small=bench.small)
+    reinforced = {
+        "backend": "local",
+        "run_dir": home / "runs",
         "model.path": home / "sft",
         "data.train": home / "train.jsonl",
         "data.eval": home / "eval.jsonl",
         "rollout.engine": "hf",
     }
     if bench.small:
-        supervised |= {"steps": 2, "rows_per_step": 8, "trainer.warmup_updates": 1}
         reinforced |= {"steps": 2, "groups_per_step": 2, "group_size": 4, "updates_per_step": 1}
         reinforced |= {"trainer.warmup_updates": 1}
-    main_sl.run(str(ROOT / "configs/quickstart_sft.yaml"), write_overrides(supervised))
     done = main_rl.run(str(ROOT / "configs/quickstart.yaml"), write_overrides(reinforced))
     before, after = (metrics["reward/mean"] for metrics in (done.before, done.after))
     if not bench.small and not after >= GOAL:
         raise CheckFailed(f"the held-out reward went from {before:.3f} to {after:.3f}, and {GOAL} is expected")
     seconds, gap = done.metrics["time/step_s"], done.metrics["sync/probe_gap"]
     return f"held-out reward {before:.3f} to {after:.3f}, last step {seconds:.2f} s, probe gap {gap:.1e}"
+
+
+def make_quickstart(home: Path, *, small: bool) -> None:
+    """Make the quickstart's data in `home`, and its model, warmed up by supervised training, in `home`/sft."""
+    import main_sl
+
+    made = ["--train", "30", "--eval", "10", "--sft", "15"] if small else ["--train", "475", "--eval", "200"]
+    # the sizes of make quickstart, for which GOAL is known to be reached
+    made += [] if small else ["--sft", "600", "--copies", "24", "--wrong-share", "0.66"]
+    tiny_model.main(["--out", str(home / "model"), "--hidden-size", "128", "--heads", "4"])
+    arithmetic.main(["--out", str(home), "--jsonl", "--max", "9" if small else "49", "--padded", *made])
+    supervised = {"backend": "local", "run_dir": home / "runs", "model.path": home / "model"}
+    supervised |= {"data.train": home / "sft.jsonl", "save_to": home / "sft"}
+    if small:
+        supervised |= {"steps": 2, "rows_per_step": 8, "trainer.warmup_updates": 1}
+    main_sl.run(str(ROOT / "configs/quickstart_sft.yaml"), write_overrides(supervised))
 
 
 def write_overrides(changes: dict[str, Any]) -> list[str]:

@@ -33,7 +33,7 @@ import psutil
 import yaml
 
 from core.timing.phases import STEP, Phase, time_metric
-from data_prep import arithmetic, tiny_model
+from tools import gpu_runs
 from tools.benchmarks import rl_ceiling
 from tools.benchmarks.beside_trl import run_trl, say, trl_environment
 from tools.benchmarks.processes import ROOT, read_metrics, run_for_json
@@ -109,24 +109,18 @@ def main() -> int:
         sides = measure_sides(args, work, Path(scratch))
         if "vllm" in args.sides:
             print(describe_iterations(work, Path(scratch)), flush=True)
-        print_growth(args.growth, work, Path(scratch))
+        if args.growth:
+            print_growth(args.growth, work, Path(scratch))
     missed = find_missed(sides)
     print("\n".join(missed) or "every goal of a measured side is reached")
     return 1 if missed else 0
 
 
 def make_model() -> None:
-    """Make the quickstart's model and data, warmed up by supervised training, if they are missing."""
-    if (MODEL / "sft" / "config.json").is_file():
-        return
-    say(f"making the quickstart's model in {MODEL.relative_to(ROOT)}")
-    tiny_model.main(["--out", str(MODEL / "model"), "--hidden-size", "128", "--heads", "4"])
-    rows = ["--train", "475", "--eval", "200", "--sft", "600", "--copies", "24", "--wrong-share", "0.66"]
-    arithmetic.main(["--out", str(MODEL / "data"), "--max", "49", "--padded", *rows])
-    recipe = ["main_sl.py", "--config", "configs/quickstart_sft.yaml", f"model.path={MODEL / 'model'}"]
-    paths = [f"data.train={MODEL / 'data' / 'sft.parquet'}", "data.eval=null", f"run_dir={MODEL / 'runs'}"]
-    command = [sys.executable, *recipe, *paths, f"save_to={MODEL / 'sft'}"]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    """Make the quickstart's model and data, if they are missing."""
+    if not (MODEL / "sft" / "config.json").is_file():
+        say(f"making the quickstart's model in {MODEL.relative_to(ROOT)}")
+        gpu_runs.make_quickstart(MODEL, small=False)
 
 
 def measure_sides(args: argparse.Namespace, work: Workload, scratch: Path) -> dict[str, Side]:
@@ -161,7 +155,7 @@ def run_ours(work: Workload, steps: int, scratch: Path, *overrides: str) -> tupl
     recipe: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
     recipe |= {"steps": steps, "groups_per_step": work.prompts, "group_size": work.samples, "run_dir": str(folder)}
     recipe["model"]["path"] = str(MODEL / "sft")
-    recipe["data"] = {"train": str(MODEL / "data" / "train.parquet"), "max_prompt_tokens": work.max_prompt}
+    recipe["data"] = {"train": str(MODEL / "train.jsonl"), "max_prompt_tokens": work.max_prompt}
     recipe["rollout"]["max_new_tokens"] = work.new_tokens
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe))
