@@ -220,7 +220,7 @@ class CheckpointConfig(StrictModel):
 
     @property
     def lower_is_better(self) -> bool:
-        """Whether lower values of that metric are better."""
+        """True if lower values of the metric in `best` are better."""
         if self.best_mode == "auto":
             # Losses and divergences are better if lower; rewards and accuracies if higher.
             return self.best_metric.endswith(("loss", "nll", "kl"))

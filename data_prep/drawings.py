@@ -93,7 +93,7 @@ def _draw_colour(on: ImageDraw, side: int, answer: str, rng: random.Random) -> N
 
 
 def _draw_position(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
-    """Draw one shape, in the part of the image that the answer names."""
+    """Draw a single shape in the part of the image that the answer names."""
     row, column = answer.split()
     cell = side / 3
     shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))

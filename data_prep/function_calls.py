@@ -131,7 +131,7 @@ def _spoil(call: Call, offered: list[str], rng: random.Random) -> Call:
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write one object per line. Missing folders are created."""
+    """Write rows as JSON lines. Missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{path}: {len(rows)} rows")

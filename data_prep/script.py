@@ -46,7 +46,7 @@ def conversion_parser(
 def convert(
     parser: argparse.ArgumentParser, args: argparse.Namespace, make: Callable[[], tuple[list[Row], InvalidRows]]
 ) -> None:
-    """Write converted rows, and print the invalid ones. Errors end the program with one sentence."""
+    """Write converted rows, and print the invalid rows. Errors end the program with one sentence."""
     try:
         rows, unfit = make()
     except UserError as error:

@@ -46,7 +46,10 @@ TOOL_TEMPLATE = (
 
 
 def make(out: Path, *, tools: bool = False) -> None:
-    """Save model, tokenizer, chat template (optionally with tools) and generation config under `out`."""
+    """Save model, tokenizer, chat template (optionally with tools) and generation config under `out`.
+
+    Raises UserError if the weights cannot be installed or unpacked.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
     from transformers.utils import logging

@@ -67,7 +67,7 @@ def recipes() -> str:
 
 
 def configuration() -> str:
-    """List every key with its default and meaning."""
+    """Return the page of all configuration keys, from the schema's fields and their docstrings."""
     parts = begin_page(
         "Configuration",
         "A recipe is a YAML file. It states what differs from the defaults below. `key=value` on the command line "
@@ -95,7 +95,7 @@ def configuration() -> str:
 
 
 def data_sections() -> list[str]:
-    """List the keys of `data`: those of both programs, those of each, and those of a source."""
+    """List the keys of `data`: of both programs, of each program, and of a source."""
     both = RLConfig.model_fields["data"].annotation, SLConfig.model_fields["data"].annotation
     assert both[0] is not None and both[1] is not None
     # each table leaves out what another one lists, so that every key is listed once
@@ -107,7 +107,7 @@ def data_sections() -> list[str]:
 
 
 def eval_sections() -> list[str]:
-    """List the keys of an evaluation's sections that are not those of training."""
+    """List the evaluation keys that training does not have."""
     of_rl = {*RolloutConfig.model_fields} - {"temperature"}
     parts = section("`model`, in an evaluation", "model.", EvalModelConfig)
     parts += section("`data`, in an evaluation", "data.", EvalDataConfig)
@@ -175,7 +175,7 @@ def metric_rows(title: str, found: list[Any]) -> list[str]:
 
 
 def deadlines() -> str:
-    """List every deadline with what happens after it."""
+    """List every deadline with its consequence."""
     parts = [
         *begin_page(
             "Deadlines",

@@ -37,7 +37,7 @@ ARROWS = [
 
 
 def draw() -> str:
-    """Return the drawing as SVG."""
+    """Return the drawing of a training step as SVG, WIDTH x HEIGHT pixels."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
         "<title>One training step</title>",

@@ -210,7 +210,7 @@ def check_update(bench: Bench) -> str:
 
 
 def check_sync(bench: Bench) -> str:
-    """Train, send the weights to the engine hf, and compare what both say of its completion."""
+    """Train, sync the weights to the engine hf, and compare the log-probabilities of its completion."""
     path = bench.make_model("float32")
     trainer = TrainerOn(bench.device, path, "float32")
     trainer.make_update(make_batches(10_000))

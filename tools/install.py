@@ -112,7 +112,7 @@ def install_cpu_torch(python: str, version: str) -> list[str]:
 
 
 def install_resolved(python: str, build: str, wanted: str, *, newest: bool) -> None:
-    """Let pip work out what belongs together: for a GPU, and for the newest versions."""
+    """Install versions that pip resolves, for a GPU or the newest."""
     options = install_cpu_torch(python, pinned(wanted)["torch"]) if build == "cpu" else []
     # without --upgrade pip keeps any version that is good enough
     versions = ["--upgrade", *PYPROJECT["build-system"]["requires"]] if newest else versions_for_gpu(wanted)
@@ -125,7 +125,7 @@ def install_resolved(python: str, build: str, wanted: str, *, newest: bool) -> N
 
 
 def versions_for_gpu(wanted: str) -> list[str]:
-    """Return the tested versions of what pyproject.toml asks for: vLLM's GPU build needs other versions of the rest."""
+    """Return the tested versions of pyproject.toml's packages: vLLM's GPU build needs other versions of the rest."""
     project, pins = PYPROJECT["project"], pinned(wanted)
     asked = project["dependencies"] + [one for name in EXTRAS[wanted] for one in project["optional-dependencies"][name]]
     # without torch: vLLM's GPU build pins its own

@@ -73,7 +73,7 @@ def lock(pyproject: dict[str, Any], installed: Installed) -> tuple[str, list[str
 
 
 class Installed:
-    """The packages beside us, and what each asks for."""
+    """Installed packages with their requirements."""
 
     def __init__(self) -> None:
         # not all of sys.path: setuptools, once imported, adds the copies that it carries to it
@@ -86,7 +86,7 @@ class Installed:
         return Version(self._all[canonicalize_name(name)].version).public
 
     def closure(self, roots: Iterable[str], *, without: Collection[str], dependencies: bool = True) -> set[str]:
-        """Follow what the roots ask for, on every Python; put what is missing or does not fit into `wrong`."""
+        """Return all requirements of the roots on every Python; missing and unfit packages go into `wrong`."""
         seen: set[tuple[str, str]] = set()
         todo = [(python, Requirement(root), "pyproject.toml") for root in roots for python in PYTHONS]
         while todo:

@@ -49,7 +49,7 @@ class ListIsWrong(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """Describe one planted bug."""
+    """Planted bug."""
 
     file: str
     old: str
@@ -73,7 +73,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Tell what became of one mutant."""
+    """Outcome of a planted bug."""
 
     mutant: Mutant
     line: int
@@ -99,7 +99,7 @@ def make_mutant(file: str, entry: dict[str, Any]) -> Mutant:
 
 
 def copy_tracked(root: Path, home: Path) -> None:
-    """Copy what git knows or would add."""
+    """Copy the tracked files, and the files that git would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     for name in subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0"):
         if name and (root / name).is_file():
@@ -217,7 +217,7 @@ def run_all(mutants: list[Mutant], root: Path, folder: Path, *, jobs: int) -> It
 
 
 def judge(mutant: Mutant, code: int, root: Path, log: Path, seconds: float) -> Outcome:
-    """Return what the exit code of its tests says of a mutant."""
+    """Return whether the tests noticed a mutant, by their exit code."""
     text = (root / mutant.file).read_text()
     line = text[: text.index(mutant.old)].count("\n") + 1
     # a usage error or a crash of pytest says nothing about the bug
@@ -240,6 +240,7 @@ def summarize(outcomes: list[Outcome], equivalent: int) -> tuple[list[str], bool
 
 
 def main() -> None:
+    """Plant the chosen bugs and print which were noticed. Exits with 1 if too few were, or the list is wrong."""
     parser = argparse.ArgumentParser(prog="python tools/mutants.py", description=__doc__.split("\n")[0])
     parser.add_argument("--fast", action="store_true", help="leave out those that need an engine")
     parser.add_argument("--only", default="", help="text that the path of the file or what it breaks must hold")

@@ -85,7 +85,7 @@ class Names:
 
 
 def main() -> None:
-    """Print what is found."""
+    """Print every access to a private name."""
     found = find_all(ROOT)
     print(*(found or ["no private name of another library outside of the patch files"]), sep="\n")
     sys.exit(bool(found))
@@ -102,7 +102,7 @@ def find_all(root: Path) -> list[str]:
 
 
 def find_in(tree: ast.Module, defined: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield line and text of what is found in one file. defined: private names that any of our files defines."""
+    """Yield line and text of each access to a private name. defined: private names that any of our files defines."""
     names = read_names(tree)
     for node in ast.walk(tree):
         for what in _look_at(node, names, defined):
@@ -110,7 +110,7 @@ def find_in(tree: ast.Module, defined: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def read_names(tree: ast.Module) -> Names:
-    """Collect what a file imports and what it defines."""
+    """Collect the imports and definitions of a file."""
     names = Names()
     for node in ast.walk(tree):
         match node:
@@ -149,7 +149,7 @@ def _bind(names: Names, bound: str, path: str) -> None:
 
 
 def _look_at(node: ast.AST, names: Names, defined: set[str]) -> Iterator[str]:
-    """Yield what is wrong with one node."""
+    """Yield the private accesses of a syntax node."""
     match node:
         case ast.Import() | ast.ImportFrom():
             yield from _look_at_import(node)
@@ -205,7 +205,7 @@ def _look_at_call(node: ast.Call, names: Names) -> Iterator[str]:
 
 
 def _look_at_target(target: ast.expr, value: ast.expr | None, names: Names) -> Iterator[str]:
-    """Yield assignments to what an import of another library binds, and functions that take the place of a method."""
+    """Yield assignments to names imported from another library, and functions that take the place of a method."""
     if isinstance(target, ast.Tuple | ast.List):
         for element in target.elts:
             yield from _look_at_target(element, None, names)
@@ -221,7 +221,7 @@ def _look_at_target(target: ast.expr, value: ast.expr | None, names: Names) -> I
 
 
 def _is_ours(owner: ast.expr, attr: str, names: Names, defined: set[str]) -> bool:
-    """Tell whether a private attribute is one of ours."""
+    """Return whether a private attribute belongs to our own code."""
     if _is_self(owner):
         return attr in defined
     root = _root_of(owner)

@@ -67,7 +67,11 @@ class Trainer:
         has_ref_logp: bool = False,
         observers: Mapping[str, ObserverFactory] = MappingProxyType({}),
     ):
-        """Load the models and make the learners; see TrainerSettings."""
+        """Load the models and make the learners; see TrainerSettings.
+
+        total_updates: updates of the whole run, for the learning rate. observers: factories by the recipe key that
+        enables them.
+        """
         self.device, self.cfg, self.alg, self.temperature = device, cfg, alg, temperature
         self.allowed_tokens = allowed_tokens
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)

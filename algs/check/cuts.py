@@ -36,7 +36,7 @@ SPLITS = [Split(max_tokens=60, ranks=2, padded=False), Split(max_tokens=60, rank
 
 
 def may_be_cut_into_samples(alg: Algorithm) -> str:
-    """Compare loss and gradient of whole episodes with those of cut episodes."""
+    """Compare loss and gradient of whole episodes and of cut episodes."""
     step, worst, ways = fixtures.made_up_step(alg), 0.0, 0
     norms = [norm for norm in get_args(LossNorm) if norm != alg.loss_norm]
     others = [other for norm in norms if (other := with_settings(alg, {"loss_norm": norm})) is not None]

@@ -209,7 +209,7 @@ def make_on_policy(step: MadeUpStep) -> list[Group]:
 
 
 def ratio_pairs(ratios: Tensor) -> tuple[list[Group], Tensor]:
-    """Return one-token completions with advantages +1 and -1 at each ratio to the old policy, and logp now, [N].
+    """Return samples of a single token with advantages +1 and -1 at each ratio to the old policy, and logp now, [N].
 
     A sequence has a single token here, so the sequence's ratio is the same.
     """

@@ -112,7 +112,7 @@ class StepSnapshot:
         return FileSpec(module=spec.module, path=str(self.folder / ALGORITHM), sha256=spec.sha256, in_package=False)
 
     def groups_of(self, update: int, groups: list[Group]) -> list[Group]:
-        """Return those of the step's groups that an update trained on."""
+        """Return the groups of the step that an update trained on."""
         return groups[update :: self.manifest.run.updates_per_step]
 
     def plan_of(self, update: int) -> Plan:

@@ -22,7 +22,7 @@ SEQUENCES, TOKENS = 32, 64
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. No heavy import happens before this returns."""
+    """Parse the command line; exit with code 2 for a bad value. No heavy import happens before this returns."""
     parser = argparse.ArgumentParser(
         "feynrl doctor",
         description="Check a set-up before a long run, and find the cause where engine and trainer disagree.",

@@ -66,7 +66,7 @@ def check_recipe(
 
 
 class Parts:
-    """Parts of a recipe, each read once. Reading a broken part raises UserError."""
+    """Loader of a recipe's parts; each part is read once. Reading a broken part raises UserError."""
 
     def __init__(self, loaded: Loaded[Any]):
         self.loaded = loaded

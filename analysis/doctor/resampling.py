@@ -36,7 +36,7 @@ async def try_pushed_again(bench: Bench, before: Gap) -> Trial:
 
 
 async def try_batch_of_one(bench: Bench, samples: Sequence[Sample]) -> Trial:
-    """Sample one request at a time."""
+    """Sample the requests in sequence, with batch size 1."""
     n = min(FEW, len(bench.requests))
     # few, because sequential requests take that many times as long
     after = await measure_again(bench, n, together=False)

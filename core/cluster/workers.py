@@ -27,7 +27,7 @@ P = ParamSpec("P")
 
 
 class Workers(Protocol[W_co]):
-    """One or more worker objects of one class. Methods may be plain or `async`."""
+    """Handle of a group of worker objects of the same class. Methods may be plain or `async`."""
 
     def __len__(self) -> int: ...
 

@@ -29,7 +29,7 @@ class AllowedTokens:
 
     @property
     def is_everything(self) -> bool:
-        """Whether every token is allowed."""
+        """True if all tokens are allowed."""
         return self.allowed is None and not self.banned
 
     def find_outside(self, ids: Sequence[int]) -> list[int]:

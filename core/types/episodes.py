@@ -71,7 +71,7 @@ class JoinedGroup:
 
 
 def list_episodes(group: Group) -> Group:
-    """Return one sample per episode, for counting only."""
+    """Return the episodes of a group, each as a single sample, for counting only."""
     for sample in group:  # faster than all(), and every group of a step comes here several times
         if sample.episode is not None:
             return join_episodes(group).samples

@@ -104,7 +104,7 @@ def describe_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 
 def describe_message(message: Message) -> dict[str, Any]:
-    """Describe one message as `describe_messages` does."""
+    """Describe a message in JSON; see `describe_messages`."""
     described: dict[str, Any] = {**message}
     if "parts" in message:
         described["parts"] = [

@@ -87,7 +87,7 @@ def _find_flaw(parameters: str) -> str:
 
 
 def find_misfit(call: FunctionCall, tools: Sequence[ToolSpec]) -> str:
-    """Return one sentence about why a call does not fit these tools, or "" if it fits."""
+    """Return the reason why a tool call does not fit these tools, as a sentence, or ""."""
     name, arguments = call["name"], call["arguments"]
     known = {name_of_tool(tool): tool["function"]["parameters"] for tool in tools}
     if name not in known:

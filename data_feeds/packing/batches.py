@@ -257,7 +257,7 @@ def plan_update(
     whole_episodes: bool = False,
     sources: Sequence[str] = (),
 ) -> Plan:
-    """Split one update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
+    """Split an update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
 
     The split affects only memory and speed, since weights are computed before it. share_prefixes: common prefixes count
     once per micro-batch (find_families). whole_episodes: an episode stays in one micro-batch. Images count with their

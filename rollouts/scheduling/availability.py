@@ -219,7 +219,7 @@ class EngineAvailability:
         self._changed.set()
 
     def _count_process(self, rank: int) -> None:
-        """Record that the engine's next process is a new one."""
+        """Count a new process of the engine."""
         # a new tuple, since callers keep the old one
         self.deaths = (*self.deaths[:rank], self.deaths[rank] + 1, *self.deaths[rank + 1 :])
         self.groups[rank] = 0

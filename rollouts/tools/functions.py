@@ -30,7 +30,7 @@ class Tool:
         return name_of_tool(self.spec)
 
     def find_misfit(self, call: FunctionCall) -> str:
-        """Return one sentence why a call does not fit this tool, or "" if it fits."""
+        """Return the reason why a call does not fit this tool, as a sentence, or ""."""
         if misfit := find_misfit(call, [self.spec]):
             return misfit
         schema = self.spec["function"]["parameters"]

@@ -85,6 +85,7 @@ def find_length(row: Row) -> int:
 
 
 def train(task: dict[str, Any]) -> Iterator[float]:
+    """Train with DPO on the pairs of a task. Yield once when the trainer is ready, then the loss of each update."""
     import asyncio
 
     import torch

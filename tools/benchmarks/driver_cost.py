@@ -126,7 +126,7 @@ def measure(tokens: int) -> dict[str, float]:
 
 
 def measure_apart(tokens: int) -> dict[str, float]:
-    """Return what `measure` does, from a process of its own."""
+    """Measure the driver's cost in a process of its own; see `measure`."""
     return run_for_json([sys.executable, "-m", "tools.benchmarks.driver_cost", "--one", str(tokens)])
 
 

@@ -67,7 +67,7 @@ def use(kind: type[Algorithm], **settings: object) -> Estimator:
 
 @dataclass(frozen=True)
 class Table:
-    """Estimators in one setting, by what is claimed of them."""
+    """Estimators of a setting, by the property claimed of them."""
 
     title: str
     setting: Setting

@@ -48,7 +48,7 @@ class Panel(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Count those of the longest run."""
+        """Return the number of steps of the longest run."""
         return max(map(len, self.runs.values()), default=1)
 
     def x(self, step: float) -> float:

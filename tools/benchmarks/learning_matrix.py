@@ -186,7 +186,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
 
 
 def learn_all(names: list[str], seeds: list[int], folder: Path) -> Iterator[Row]:
-    """Two runs at a time, one thread each: a model this small has no work for more."""
+    """Run all algorithms, two at a time with a thread each: a model this small has no work for more."""
     tasks = list(product(seeds, names))
     # not fork: torch's threads do not survive it
     spawn = get_context("spawn")

@@ -126,6 +126,7 @@ def times_of(run_folder: Path) -> tuple[Times, Schedule]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print the simulated step times for each setting. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.simulate", description=__doc__.split("\n")[0])
     parser.add_argument("--run", type=Path, help="a run folder: take the times from what it measured")
     parser.add_argument("--group-seconds", type=float, default=40.0, help="of one group, on average")

@@ -221,7 +221,7 @@ class SimulatedRun:
         return groups, self.measure(step, groups, drawn)
 
     def measure(self, step: int, groups: list[Group], drawn: list[FinishedGroup]) -> dict[str, float]:
-        """Measure what a run measures of a step's groups, and check them as it does."""
+        """Measure and check the groups of a step as a run does."""
         check_failures([d.group for d in drawn], max_failed_fraction=0.0)
         staleness = measure_staleness(groups, step=step, max_staleness=self.schedule.max_staleness)
         return staleness | measure_drawn(drawn)

@@ -32,6 +32,7 @@ def make_game(vocab: int = 3) -> Toy:
     completions = [(a, b) for a, b in first if b == STOP]
     completions += [(a, b, c, d) for a, b in first if b != STOP for c, d in first]
     prefixes = sorted({c[:t] for c in completions for t in range(len(c))}, key=lambda p: (len(p), p))
+    # by length, so that the empty prefix is number 0: list_moves uses 0 where no prefix follows
     following, takes = list_moves(prefixes, completions, vocab)
 
     def draw_levels(of: list[tuple[int, ...]]) -> dict[tuple[int, ...], float]:
