@@ -29,7 +29,7 @@ EXTRAS["test"] = ["trackers", "tensorboard", "lm-eval", "gymnasium", "test", "de
 SETS = list(EXTRAS)  # each holds those before it
 PIP = ["-m", "pip", "install", "--disable-pip-version-check"]
 TORCH_CPU_INDEX = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-IMPORTS = ("vllm.v1.engine.async_llm", "ray, datasets, deepspeed, peft, transformers.models.llama.modeling_llama")
+IMPORTS = ("vllm.v1.engine.llm_engine", "ray, datasets, deepspeed, peft, transformers.models.llama.modeling_llama")
 RESUME = "What was installed stays, and the same command goes on from there. (Does pip reach a package index?)"
 
 

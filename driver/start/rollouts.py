@@ -112,9 +112,6 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
 def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
     """Return the rollout plan of engines with fixed weights, loaded from the model folder."""
     engine_spec = resolve_engine(cfg.rollout.engine)
-    can = load_engine_class(engine_spec).capabilities
-    if cfg.backend == "local" and can.in_process:
-        engine_spec = resolve_engine(can.in_process)
     # The stop and allowed tokens need the tokenizer, and the cores the rank, so the worker's process fills them in.
     engine = EngineConfig(
         model_path=model.path,

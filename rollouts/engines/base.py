@@ -104,8 +104,6 @@ class Capabilities:
     """True if the engine can sleep and wake (`sleep`, `wake`), so that a trainer can use the device."""
     ipc: bool = False
     """True if the engine can open CUDA IPC handles of its GPU (`EngineConfig.over_ipc`)."""
-    in_process: str = ""
-    """Name of the engine that replaces this engine with `backend: local`. "": the same engine."""
 
 
 class EngineLacks(NotImplementedError):

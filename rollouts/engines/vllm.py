@@ -1,6 +1,7 @@
-"""vLLM engine in separate processes.
+"""vLLM engine.
 
-Weights arrive through vLLM's weight-transfer API (rollouts/engines/vllm_support/worker.py). With LoRA, only an adapter
+vLLM runs in this process, on a thread of its own (vllm_support/loop.py); with tensor parallelism its ranks are other
+processes. Weights arrive through vLLM's weight-transfer API (vllm_support/worker.py). With LoRA, only an adapter
 arrives, beside the base weights. Each update clears the prefix cache and the image cache. vLLM is imported when an
 engine is created, after its environment variables are set.
 """
@@ -9,31 +10,37 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
-from itertools import count
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
-from core.errors import ProcessDied, RunStopped
+from configs.rollout_schema import PauseMode
+from configs.trainer_schema import LoraConfig
+from core.errors import RunStopped, TransportFailed
 from core.gc_control import without_gc
-from core.timing.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
-from rollouts.engines.base import Capabilities, EngineConfig
-from rollouts.engines.sleeping import WakePart
-from rollouts.engines.vllm_support.common import VllmBase, _raise_first
+from core.timing.deadlines import ENGINE_RPC_GRACE_S
+from core.types.images import PlacedImage, list_written
+from core.types.weights import Bucket
+from modeling.hf_config import needs_images
+from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
+from rollouts.engines.sleeping import Sleeper, WakePart
+from rollouts.engines.vllm_support import architectures
+from rollouts.engines.vllm_support.images import check_prompt, make_prompt
+from rollouts.engines.vllm_support.loop import EngineLoop
+from rollouts.engines.vllm_support.patches import restoring_threads
+from rollouts.engines.vllm_support.requests import continue_seed, probe_params, read_versions, sampling_params
+from rollouts.engines.vllm_support.settings import engine_args, prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
 
-_DIED = (
-    "vLLM's own process died; its last output is in the log of this worker, in logs/ of the run folder (with "
-    "ray_address in Ray's session folder)"
-)
-T = TypeVar("T")
+ADAPTER_ID = 1
+"""Id of the adapter, as in vllm_support/worker.py. That file cannot be imported before vLLM's environment is set."""
 
 
-class VllmEngine(VllmBase):
-    """Engine on vLLM's AsyncLLM: separate engine and worker processes, with continuous batching."""
+class VllmEngine(Engine):
+    """Engine on vLLM's LLMEngine, with continuous batching."""
 
     capabilities = Capabilities(
         tensor_parallel=True,
@@ -46,45 +53,195 @@ class VllmEngine(VllmBase):
         stop_strings=True,
         sleep=True,
         ipc=True,
-        in_process="vllm_local",
     )
     stat_loggers: ClassVar[Sequence[Any]] = ()
     """Classes of vLLM's StatLoggerBase, for a subclass that counts iterations."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
-        self._takes_chunks = self._paused = False
-        super().__init__(config)
-
-    def _start(self) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        self._temperature = config.temperature
+        self._stop_token_ids = list(config.stop_token_ids)
+        self._stop_strings, self._support = config.stop_strings, config.allowed_tokens
+        self._timeout_s = config.timeout_s
+        self._pause_mode: PauseMode = config.pause_mode
+        self._lora = config.lora
+        self._sleeper, self._sleep_level = Sleeper(), 2 if config.sleep == "discard" else 1
+        self._running = 0  # requests that are not finished
+        self._takes_chunks = False
+        on_cpu = not torch.cuda.is_available()
+        cores = prepare_cpu(config.cores, config.tensor_parallel_size) if on_cpu else None
+        # 0: in this process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
+        # vLLM would send statistics over the network
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         place_sockets()
-        with without_gc():
-            from vllm import AsyncEngineArgs
-            from vllm.config import WeightTransferConfig
-            from vllm.usage.usage_lib import UsageContext
-            from vllm.v1.engine.async_llm import AsyncLLM
+        trusts = config.trust_remote_code
+        self._sees = needs_images(config.model_path, trust_remote_code=trusts)
+        self._placeholder: int | None = None
+        if self._sees:
+            from modeling.images.processor import ImageProcessor
 
-            from rollouts.engines.vllm_support.executor import CoreExecutor
+            self._placeholder = ImageProcessor(config.model_path, trust_remote_code=trusts).placeholder_id
+        transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
+        self._start(engine_args(config, on_cpu=on_cpu, sees=self._sees), transfer=transfer, cores=cores)
 
-        executor = None if torch.cuda.is_available() else CoreExecutor
-        if self._args["tensor_parallel_size"] > 1:
-            executor = "mp"  # within a placement group vLLM would take Ray, and place its workers itself
-        args = AsyncEngineArgs(
-            **self._args,
-            weight_transfer_config=WeightTransferConfig(backend=self._transfer),
-            distributed_executor_backend=executor,
+    @classmethod
+    def check_user_code(cls, model: nn.Module, *, path: str) -> None:
+        architectures.check_user_code(model, path=path)
+
+    @classmethod
+    def check_family(cls, family: str, *, path: str) -> None:
+        architectures.check_family(family, path=path)
+
+    def _start(self, args: dict[str, Any], *, transfer: str, cores: Sequence[int] | None) -> None:
+        """Start vLLM. transfer: name of the weight-transfer engine. cores: CPU cores of rank 0, None on a GPU."""
+
+        def make_engine() -> Any:
+            with without_gc():
+                from vllm import EngineArgs
+                from vllm.config import WeightTransferConfig
+                from vllm.usage.usage_lib import UsageContext
+                from vllm.v1.engine.llm_engine import LLMEngine
+
+            if cores is not None:
+                os.sched_setaffinity(0, cores)  # of this thread, and of OpenMP's threads, which it starts
+            with restoring_threads(None if cores is None else len(cores)):
+                return LLMEngine.from_engine_args(
+                    EngineArgs(
+                        **args,
+                        weight_transfer_config=WeightTransferConfig(backend=transfer),
+                        # within a placement group vLLM would take Ray, and place its workers itself
+                        distributed_executor_backend="mp" if args["tensor_parallel_size"] > 1 else None,
+                    ),
+                    # the defaults of a server keep few requests in a batch, since its users wait for the next token
+                    usage_context=UsageContext.LLM_CLASS,
+                    stat_loggers=[*self.stat_loggers],
+                )
+
+        self._loop = EngineLoop(make_engine)
+
+    async def generate(
+        self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
+    ) -> Completion:
+        """Sample one continuation of `token_ids` at the run's temperature, including the stop token.
+
+        A request aborted by an update (weight_sync.pause_mode: abort) continues from the tokens already sampled.
+        """
+        ids: list[int] = []
+        logp: list[float] = []
+        versions: list[int] = []
+        stop: Literal["eos", "length"] | None = None
+        while stop is None:
+            # a request to a paused engine waits there: this does not spin
+            seed_now = continue_seed(seed, len(ids))
+            output = await self._sample(token_ids, images, ids, max_new_tokens - len(ids), seed_now)
+            if output is None:  # aborted before the first token
+                continue
+            start = len(ids)
+            ids += output.token_ids
+            logp += [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
+            versions += read_versions(output)
+            end = None if self._stop_strings is None else self._stop_strings.find_end(ids, start)
+            if end is not None:  # vLLM may have sampled more, before it was told to end
+                return Completion(token_ids=ids[:end], logp=logp[:end], versions=versions[:end], stop="eos")
+            stop = self._stop_reason(output.finish_reason, ids, max_new_tokens)
+        return Completion(token_ids=ids, logp=logp, versions=versions, stop=stop)
+
+    async def _sample(
+        self, prompt: list[int], images: Sequence[PlacedImage], ids: list[int], max_new_tokens: int, seed: int
+    ) -> Any:
+        """Run one vLLM request to the end or a stop string. Return None if an update aborts it before a token.
+
+        ids: completion tokens sampled so far.
+        """
+        seen, strings = len(ids), self._stop_strings
+
+        def ends(new: list[int]) -> bool:
+            nonlocal seen
+            start, seen = seen, len(ids) + len(new)
+            return strings is not None and strings.find_end([*ids, *new], start) is not None
+
+        params = sampling_params(
+            temperature=self._temperature,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            stop_token_ids=self._stop_token_ids,
+            allowed_tokens=self._support,
+            # a request that may end, or be aborted, at any token
+            reports_tokens=strings is not None or self._pause_mode == "abort",
         )
-        # the defaults of a server keep few requests in a batch, since its users wait for the next token
-        offline = UsageContext.LLM_CLASS
-        self._llm = AsyncLLM.from_engine_args(args, usage_context=offline, stat_loggers=[*self.stat_loggers])
-        self._requests = count()
+        answer = await self._ask(prompt + ids, images, params, None if strings is None else ends)
+        return None if answer is None else answer.outputs[0]
+
+    def _stop_reason(self, reason: str | None, ids: list[int], max_new_tokens: int) -> Literal["eos", "length"] | None:
+        """Return the stop reason of a completion, or None if it was aborted and is incomplete.
+
+        reason: vLLM's, None for an aborted request.
+        """
+        # an abort may come after the last token: the completion is then finished all the same
+        if reason is None and self._pause_mode == "abort":
+            if ids and ids[-1] in self._stop_token_ids:
+                return "eos"
+            return "length" if len(ids) == max_new_tokens else None
+        if reason not in ("stop", "length"):
+            raise RunStopped(f"vLLM ended a request with {reason!r} instead of a completion")
+        return "eos" if reason == "stop" else "length"
+
+    async def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
+        """Return the log-probability of each text token after the first, at temperature 1 and without prefix cache."""
+        answer = await self._ask(token_ids, images, probe_params())
+        return [answer.prompt_logprobs[i][token_ids[i]].logprob for i in list_written(len(token_ids), images)]
+
+    async def _ask(
+        self,
+        token_ids: list[int],
+        images: Sequence[PlacedImage],
+        params: Any,
+        ends: Callable[[list[int]], bool] | None = None,
+    ) -> Any:
+        """Run one vLLM request. Raises RunStopped if vLLM expanded images to other tokens than we did."""
+        self._sleeper.check_sampling()
+        # counted for sleep(), which needs an idle engine
+        self._running += 1
+        try:
+            answer = await self._request(make_prompt(token_ids, images, self._placeholder), params, ends)
+        finally:
+            self._running -= 1
+        if images and answer is not None:
+            check_prompt(answer.prompt_token_ids, token_ids)
+        return answer
+
+    async def _request(self, prompt: dict[str, Any], params: Any, ends: Callable[[list[int]], bool] | None) -> Any:
+        return await self._loop.request(prompt, params, adapter=self._adapter_of_requests(), ends=ends)
+
+    def _adapter_of_requests(self) -> Any:
+        """Return vLLM's request for the in-memory adapter, or None without LoRA."""
+        if self._lora is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("policy", ADAPTER_ID, "in memory")
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
         """Join the sender's group with ranks `first_rank`, `first_rank` + 1, ... for this engine's workers."""
         self._takes_chunks = False
         where = {"address": address, "port": port, "first_rank": first_rank, "members": members}
-        _raise_first(await self._rpc("feynrl_join", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}}))
+        _raise_first(await self._rpc("feynrl_join", init_info={**where, "timeout_s": self._timeout_s}))
+
+    async def pause(self) -> None:
+        """Keep, finish or abort running requests, as `weight_sync.pause_mode` says. New requests wait."""
+        if not self._sleeper.may_sample:
+            return  # it was paused when it went to sleep
+        # Finishing takes as long as the longest completion; its deadline is that of every remote call, timeout_s.
+        async with asyncio.timeout(None if self._pause_mode == "wait" else self._timeout_s):
+            await self._loop.pause(self._pause_mode)
+
+    async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
+        """Load weights of a trainer in this process."""
+        self._check_paused()
+        await self._begin_update()
+        await self._load_part(buckets=buckets)
+        await self._finish_update(version)
 
     async def begin_chunks(self) -> None:
         self._check_paused()
@@ -92,118 +249,94 @@ class VllmEngine(VllmBase):
         await self._begin_update()
 
     async def load_chunk(self, chunk: Chunk) -> None:
-        await self._load_part({"chunk": chunk})
-
-    async def pause(self) -> None:
-        """Keep, finish or abort running requests, as `weight_sync.pause_mode` says. New requests wait.
-
-        vLLM does not finish requests that it has preempted for lack of cache. They wait, and continue as with `keep`.
-        """
-        if not self._sleeper.may_sample:
-            return  # it was paused when it went to sleep
-        # Finishing takes as long as the longest completion; its deadline is that of every remote call, timeout_s.
-        async with asyncio.timeout(None if self._request_mode == "wait" else self._timeout_s):
-            # the cache is cleared after the update, in _resume
-            await self._while_alive(self._llm.pause_generation(mode=self._request_mode, clear_cache=False))
-        self._paused = True
+        await self._load_part(chunk=chunk)
 
     async def receive_weights(self, version: int) -> None:
         self._check_paused()
-        await (self._finish_update(version) if self._takes_chunks else self._update(version, {}))
-        await self._resume(version)
+        if not self._takes_chunks:
+            await self._begin_update()
+            await self._load_part()
+        await self._finish_update(version)
+
+    def _check_paused(self) -> None:
+        self._sleeper.check_loading()
+        if not self._loop.is_paused:
+            raise RuntimeError("pause() comes before an update: requests would run while their weights are replaced")
+
+    async def _begin_update(self) -> None:
+        await self._rpc("feynrl_begin", adapter=self._lora is not None)
+
+    async def _load_part(self, **update_info: Any) -> None:
+        """Load one part of an update, a vllm_support.worker.WeightUpdate."""
+        _raise_first(await self._rpc("feynrl_load_part", adapter=self._lora is not None, update_info=update_info))
+
+    async def _finish_update(self, version: int) -> None:
+        """Check the update, clear what was computed with the old weights, and continue sampling."""
+        if self._lora is not None:
+            await self._finish_adapter(version, self._lora)
+        else:
+            await self._rpc("finish_weight_update")
+            for rank, untouched in enumerate(await self._rpc("feynrl_untouched")):
+                if untouched:
+                    raise RunStopped(
+                        f"the sync of version {version} had no values for {len(untouched)} parameters of rank {rank}, "
+                        f"such as {untouched[0]}"
+                    )
+        async with asyncio.timeout(self._timeout_s):
+            await self._loop.call(self._set_version, version)
+        if self._sleeper.may_sample:  # else it resumes when its cache wakes
+            self._loop.resume()
+
+    async def _finish_adapter(self, version: int, lora: LoraConfig) -> None:
+        config = {"r": lora.r, "lora_alpha": lora.alpha, "target_modules": lora.targets, "use_rslora": lora.rslora}
+        lost = await self._rpc("feynrl_load_adapter", config=config)
+        for rank, names in enumerate(lost):
+            if names:
+                raise RunStopped(
+                    f"the sync of version {version} sent an adapter for {len(names)} layers that vLLM's model does "
+                    f"not have (rank {rank}), such as {names[0]}: set weight_sync.lora to merged"
+                )
+
+    def _set_version(self, version: int) -> None:
+        llm = self._loop.llm
+        # before requests go on: vLLM labels the tokens with it
+        llm.set_weight_version(str(version))
+        # Kept requests are computed again from their tokens, or old keys and values would stay in use.
+        if not llm.reset_prefix_cache(reset_running_requests=True):
+            raise RunStopped(f"vLLM did not clear its prefix cache for version {version}")
+        if self._sees:
+            llm.reset_encoder_cache()  # after that: what was computed of images, by their hashes
+
+    async def read_fingerprint(self) -> list[Mapping[str, int]]:
+        """Return checksums of the tensors loaded in the last update, per tensor-parallel rank."""
+        return await self._rpc("feynrl_consumed")
 
     async def sleep(self) -> None:
         self._sleeper.fall_asleep(running=self._running)
         async with asyncio.timeout(self._timeout_s):
-            await self._while_alive(self._llm.sleep(level=self._sleep_level, mode="keep"))
-        self._paused = True
+            await self._loop.pause("keep")
+            await self._loop.call(self._loop.llm.sleep, self._sleep_level, "keep")
 
     async def wake(self, part: WakePart) -> None:
-        """Wake a part. vLLM accepts requests again when both parts are awake."""
+        """Wake a part. vLLM samples again when both parts are awake."""
         self._sleeper.wake(part)
         async with asyncio.timeout(self._timeout_s):
-            await self._while_alive(self._llm.wake_up([part]))
-        self._paused = part != "kv_cache"
-
-    def _check_paused(self) -> None:
-        self._sleeper.check_loading()
-        if not self._paused:
-            raise RuntimeError("pause() comes before an update: requests would run while their weights are replaced")
-
-    async def _resume(self, version: int) -> None:
-        async def resume() -> None:
-            # before requests go on: vLLM labels the tokens with it
-            await self._llm.update_weight_version(str(version))
-            # Kept requests are computed again from their tokens, or old keys and values would stay in use.
-            await self._llm.reset_prefix_cache(reset_running_requests=True)
-            if self._sees:
-                await self._llm.reset_encoder_cache()  # after that: what was computed of images, by their hashes
-            if self._sleeper.may_sample:  # else it resumes when its cache wakes
-                await self._llm.resume_generation()
-
-        async with asyncio.timeout(self._timeout_s):
-            await self._while_alive(resume())
-        self._paused = not self._sleeper.may_sample
+            await self._loop.call(self._loop.llm.wake_up, [part])
+        if self._sleeper.may_sample:
+            self._loop.resume()
 
     async def close(self) -> None:
-        """End the engine's processes."""
-        self._llm.shutdown(timeout=ENGINE_SHUTDOWN_TIMEOUT_S)
-        del self._llm  # its finalizer fails when it runs at the interpreter's exit
+        await self._loop.close()
 
-    async def _request(
-        self, prompt: dict[str, Any], params: Any, ends: Callable[[list[int]], bool] | None = None
-    ) -> Any:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        name = str(next(self._requests))
-        request = self._llm.generate(
-            prompt,
-            params,
-            request_id=name,
-            lora_request=self._adapter_of_requests(),
-        )
-        try:
-            async with aclosing(request) as answers:
-                async for answer in answers:
-                    if answer.finished:
-                        return answer
-                    if ends is not None and ends(answer.outputs[0].token_ids):
-                        # one abort is enough, and more answers may be on the way
-                        ends = None
-                        await self._llm.abort(name)  # the last answer follows, with the versions of all tokens
-        except EngineDeadError as error:
-            raise ProcessDied(_DIED) from error
-        raise RunStopped("vLLM ended a request without a result")
-
-    async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
+    async def _rpc(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker. Return one result per rank."""
         # longer than the deadline inside the call, which raises the more precise error
         async with asyncio.timeout(self._timeout_s + ENGINE_RPC_GRACE_S):
-            return await self._while_alive(self._llm.collective_rpc(method, kwargs=kwargs))
+            return await self._loop.call(lambda: self._loop.llm.collective_rpc(method, kwargs=kwargs))
 
-    async def _while_alive(self, call: Awaitable[T]) -> T:
-        """Await `call`. Raises ProcessDied if vLLM's process died, since the call would never return."""
-        from vllm.v1.engine.exceptions import EngineDeadError
 
-        task = asyncio.ensure_future(call)
-        try:
-            while not task.done():
-                await asyncio.wait([task], timeout=ENGINE_POLL_S)
-                if self._llm.errored and not task.done():
-                    raise ProcessDied(_DIED)
-            return task.result()
-        except EngineDeadError as error:
-            raise ProcessDied(_DIED) from error
-        except Exception as error:
-            # a worker's death cancels what vLLM does, with an error of no class of its own, before vLLM tells it
-            if not isinstance(error, RunStopped) and await self._is_dying():
-                raise ProcessDied(_DIED) from error
-            raise
-        finally:
-            task.cancel()
-
-    async def _is_dying(self) -> bool:
-        """Return whether vLLM reports the death of a process within a moment."""
-        until = asyncio.get_running_loop().time() + ENGINE_DEATH_GRACE_S
-        while not self._llm.errored and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(ENGINE_POLL_S / 5)
-        return self._llm.errored
+def _raise_first(failures: list[str]) -> None:
+    """Raise TransportFailed for the first failure. failures: message by rank, "" for success."""
+    for rank, message in enumerate(failures):
+        if message:
+            raise TransportFailed(message if len(failures) == 1 else f"rank {rank}: {message}")

@@ -51,7 +51,7 @@ SIDES = {
     "local": ("backend=local", "rollout.engine=hf"),
 }
 BARE = ("bare vLLM", "bare generate")
-PLACES: tuple[str, ...] = ("driver", "engine actor", "engine core", "rewards", "trainer", "Ray")
+PLACES: tuple[str, ...] = ("driver", "engine actor", "rewards", "trainer", "Ray")
 
 COUNTING_ENGINE = """
 import json
@@ -197,12 +197,10 @@ def read_cpu(pid: int) -> dict[str, float]:
 
 
 def find_place(process: psutil.Process, driver: int) -> str:
-    """Return the place of a process. The actors of Ray have one title; an engine's has the core as a child."""
+    """Return the place of a process. The actors of Ray have one title; an engine's has reward processes below it."""
     line = " ".join(process.cmdline())
     if process.pid == driver:
         return "driver"
-    if "EngineCore" in line:
-        return "engine core"
     if "rewards.worker" in line:
         return "rewards"
     if "ray::Actor" not in line:

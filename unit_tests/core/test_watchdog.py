@@ -140,11 +140,11 @@ class Engine(VllmEngine):
     def __init__(self, config):
         super().__init__(dataclasses.replace(config, max_model_len=64, kv_cache_gib=0.1))
 
-    async def _update(self, version, *args):
+    async def receive_weights(self, version):
         if version == 1:
-            [core] = [p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline())]
-            core.kill()
-        await super()._update(version, *args)
+            [worker, _] = [p for p in psutil.Process().children() if "VLLM::Worker" in " ".join(p.cmdline())]
+            worker.kill()
+        await super().receive_weights(version)
 """
 DIES_IN_BROADCAST = """
 import os, signal
@@ -183,8 +183,8 @@ CASES = {
         r"engine 0 \(generate_group\): its process gives no sign of life: .*",
     ),
     "vLLM dies": (
-        {"rollout.engine": LOSES_VLLM},
-        r"in the sync of version 1, engine 0 \(engine.receive_weights\): vLLM's own process died; .*",
+        {"rollout.engine": LOSES_VLLM, "rollout.tensor_parallel_size": 2},
+        r"in the sync of version 1, engine 0 \(engine.receive_weights\): a process of vLLM died; .*",
     ),
 }
 

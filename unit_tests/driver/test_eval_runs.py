@@ -187,7 +187,6 @@ BROKEN = {
     "no model": ({"model": {"path": "/nowhere/m"}}, ["model.path=/nowhere/m does not exist"]),
     "no reward": ({"reward": {"function": "mathverify"}}, ["reward.function", "did you mean 'math_verify'"]),
     "engines in one process": ({"rollout": {"engine": "hf", "num_engines": 2}}, ["backend: local is one process"]),
-    "an engine of one process": ({"backend": "ray", "rollout": {"engine": "vllm_local"}}, ["set backend to local"]),
     "nothing to resume": ({"resume": "/nowhere"}, ["resume=/nowhere is no run folder of an evaluation"]),
     "too long": ({"rollout": {"engine": "hf", "max_new_tokens": 300}}, ["332 tokens", "has 256 positions"]),
 }

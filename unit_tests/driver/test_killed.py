@@ -144,7 +144,7 @@ CASES = {
     "vllm": (
         {"module": "rollouts.engines.vllm", "engine": "VllmEngine"},
         {"rollout.tensor_parallel_size": 2, "rollout.kv_cache_gib": 0.1},
-        orders_of("engine", "EngineCore", "Worker", "trainer"),
+        orders_of("engine", "Worker", "trainer"),
     ),
 }
 

@@ -80,18 +80,20 @@ def test_a_slow_environment_is_the_bottleneck_where_engines_wait_for_it():
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.verify), 2])
 def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_staleness):
     sevens = file_of(tmp_path / "sevens.py", SEVENS)
-    changes = {"backend": "ray", "steps": 6, "max_staleness": max_staleness, "reward.function": sevens}
+    steps = 6
+    changes = {"backend": "ray", "steps": steps, "max_staleness": max_staleness, "reward.function": sevens}
     sizes = {"groups_per_step": 16, "group_size": 8, "updates_per_step": 2}
     done = program(recipe(changes | sizes))
     assert done.returncode == 0, done.stderr
     summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
-    assert summary["seconds"]["rest"] <= 0.01 * summary["seconds"]["all"], summary["seconds"]
+    # a hundredth, and a few milliseconds a step: these steps are short
+    assert summary["seconds"]["rest"] <= 0.01 * summary["seconds"]["all"] + 0.005 * steps, summary["seconds"]
     devices = summary["devices"]
     assert set(devices) == {"trainer 0", "engine 0"}
     whole = sum(devices["trainer 0"].values())
     assert sum(devices["engine 0"].values()) == pytest.approx(whole)
     for device, seconds in devices.items():
-        assert abs(seconds["rest"]) <= 0.01 * whole, (device, seconds)
+        assert abs(seconds["rest"]) <= 0.01 * whole + 0.005 * steps, (device, seconds)
         assert all(value >= 0 for name, value in seconds.items() if name != "rest"), (device, seconds)
     assert devices["engine 0"]["generate"] > 0 and devices["engine 0"]["sync"] > 0
     assert devices["trainer 0"]["logp"] > 0 and devices["trainer 0"]["train"] > 0

@@ -18,8 +18,6 @@ from core.types.weights import Bucket, split_into_buckets
 from modeling.lora import name_lora_targets
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
-from rollouts.engines.vllm_local import LocalVllmEngine
-from rollouts.engines.vllm_support.common import VllmBase
 from trainers.weight_sync.broadcast import WeightSender
 from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.examples import children_named
@@ -88,13 +86,11 @@ def gap_of_samples(model: PreTrainedModel, completions: list[Completion]) -> flo
     return gap(ours, [x for c in completions for x in c.logp])
 
 
-async def sample(
-    engine: VllmEngine | LocalVllmEngine, seeds: range = range(6), max_new_tokens: int = 24
-) -> list[Completion]:
+async def sample(engine: VllmEngine, seeds: range = range(6), max_new_tokens: int = 24) -> list[Completion]:
     return await asyncio.gather(*[engine.generate(PROMPT, max_new_tokens=max_new_tokens, seed=seed) for seed in seeds])
 
 
-async def count_cached(engine: VllmBase, token_ids: list[int]) -> int:
+async def count_cached(engine: VllmEngine, token_ids: list[int]) -> int:
     """Return how many tokens of the prompt are served from the cache; a request, after which all of it is there."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -173,8 +169,8 @@ class Lab:
         return sent
 
     def close(self) -> None:
-        # one rank computes in EngineCore itself, and more have a process each
-        assert len(self.processes) == 1 + (self.ranks if self.ranks > 1 else 0)
+        # one rank computes in this process, and more have a process each
+        assert len(self.processes) == (self.ranks if self.ranks > 1 else 0)
         self.run(self.engine.close())
         self._runner.close()
         _, alive = psutil.wait_procs(self.processes, timeout=15)
@@ -185,18 +181,20 @@ SETTINGS: dict[str, Any] = {"temperature": 1.0, "max_model_len": 64, "stop_token
 
 
 class Scripted(VllmEngine):
-    """Without vLLM's processes: each request gets the next of these answers."""
+    """Without vLLM: each request gets the next of these answers. No tokens and no reason: aborted before the first."""
 
-    def __init__(self, path: str, update: PauseMode, *answers: tuple[list[int], str]) -> None:
+    def __init__(self, path: str, update: PauseMode, *answers: tuple[list[int], str | None]) -> None:
         self.answers, self.asked = list(answers), []
         super().__init__(EngineConfig(model_path=path, pause_mode=update, **SETTINGS))
 
-    def _start(self) -> None:
+    def _start(self, args: dict[str, Any], *, transfer: str, cores: Any) -> None:
         pass
 
     async def _request(self, prompt: dict[str, Any], params: Any, ends: Any = None) -> Any:
         self.asked.append((prompt["prompt_token_ids"], params.max_tokens, params.seed))
         ids, reason = self.answers.pop(0)
+        if not ids and reason is None:
+            return None
         said = {
             "token_ids": ids,
             "finish_reason": reason,

@@ -32,7 +32,7 @@ from rollouts.agents.trace import Branch
 from rollouts.agents.wire import BadRequest, ChatRequest, read_ask
 from rollouts.engines.base import Completion
 from rollouts.engines.hf import HfEngine
-from rollouts.engines.vllm_support import common
+from rollouts.engines.vllm_support import architectures
 from rollouts.engines.vllm_support.images import check_prompt, collapse_images, make_prompt
 from rollouts.envs.base import Env
 from rollouts.envs.check_env import check_answers
@@ -341,14 +341,14 @@ def test_an_engine_without_images_is_refused_before_the_start(path, tiny_path, r
 
 def test_a_family_is_refused_where_vllm_lacks_a_package_for_it(path, recipe, monkeypatch):
     cfg = load_recipe(RLConfig, recipe({"model.path": path, "rollout.engine": "vllm"}), []).cfg
-    monkeypatch.setattr(common, "find_spec", lambda name: None)
+    monkeypatch.setattr(architectures, "find_spec", lambda name: None)
     check_images(cfg)  # an Idefics3, which needs none
     with pytest.raises(UserError, match=r"qwen3_vl model, which vLLM loads only with torchvision: .*engine=hf"):
-        common.VllmBase.check_family("qwen3_vl", path=path)
+        architectures.check_family("qwen3_vl", path=path)
     with pytest.raises(UserError, match="only with torchvision and num2words"):
-        common.VllmBase.check_family("smolvlm", path=path)
-    monkeypatch.setattr(common, "find_spec", lambda name: name)
-    common.VllmBase.check_family("smolvlm", path=path)
+        architectures.check_family("smolvlm", path=path)
+    monkeypatch.setattr(architectures, "find_spec", lambda name: name)
+    architectures.check_family("smolvlm", path=path)
 
 
 def test_a_prompt_is_collapsed_to_one_token_per_image_and_expanded_again(tokenizer):

@@ -177,23 +177,20 @@ def test_a_run_ends_its_replies_where_the_recipe_says(trained):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_vllm_ends_at_the_same_token(tiny_path):
-    """Both ways to run vLLM: one ends requests in their middle, the other leaves out what came after."""
     from rollouts.engines.vllm import VllmEngine
-    from rollouts.engines.vllm_local import LocalVllmEngine
 
     strings = StopStrings(STRINGS, as_text, frozenset(range(7, 103)))
-    for cls in (LocalVllmEngine, VllmEngine):
-        engine = cls(engine_config(tiny_path, temperature=1.0, kv_cache_gib=0.25))
-        try:
-            free = asyncio.run(both(engine, strings))
-        finally:
-            asyncio.run(engine.close())
-        plain, stopped = free
-        wanted = [cut(done, STRINGS) for done in plain]
-        assert [(c.token_ids, c.stop) for c in stopped] == [(c.token_ids, c.stop) for c in wanted]
-        for a, b in zip(stopped, wanted, strict=True):
-            assert a.logp == pytest.approx(b.logp, abs=1e-4) and a.versions == b.versions
-        assert sum(len(a.token_ids) < len(b.token_ids) for a, b in zip(stopped, plain, strict=True)) > 2
+    engine = VllmEngine(engine_config(tiny_path, temperature=1.0, kv_cache_gib=0.25))
+    try:
+        free = asyncio.run(both(engine, strings))
+    finally:
+        asyncio.run(engine.close())
+    plain, stopped = free
+    wanted = [cut(done, STRINGS) for done in plain]
+    assert [(c.token_ids, c.stop) for c in stopped] == [(c.token_ids, c.stop) for c in wanted]
+    for a, b in zip(stopped, wanted, strict=True):
+        assert a.logp == pytest.approx(b.logp, abs=1e-4) and a.versions == b.versions
+    assert sum(len(a.token_ids) < len(b.token_ids) for a, b in zip(stopped, plain, strict=True)) > 2
 
 
 async def both(engine, strings) -> tuple[list[Completion], list[Completion]]:
@@ -208,7 +205,7 @@ def test_a_stop_string_may_lie_on_both_sides_of_a_weight_sync(tiny_path):
     """The update cuts the request off in the middle of the string; the rest comes from the next one, and too much."""
     from unit_tests.helpers.vllm_lab import Scripted
 
-    engine = Scripted(tiny_path, "abort", ([50, 40], "abort"), ([41, 42], "stop"))
+    engine = Scripted(tiny_path, "abort", ([50, 40], None), ([41, 42], "stop"))
     engine._stop_strings = StopStrings(["40 41"], lambda ids: " ".join(map(str, ids)), range(100))
     done = asyncio.run(engine.generate([7], max_new_tokens=9, seed=0))
     assert done.token_ids == [50, 40, 41] and done.versions == [1, 1, 2] and done.stop == "eos"

@@ -16,7 +16,7 @@ from core.types.weights import Bucket
 from modeling.export import exported_tensors
 from modeling.load import load_model
 from modeling.lora import name_lora_targets, with_adapter
-from rollouts.engines.vllm_local import LocalVllmEngine
+from rollouts.engines.vllm import VllmEngine
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
 from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.runs import check_engines_follow
@@ -54,8 +54,8 @@ def buckets(model: nn.Module) -> list[Bucket]:
     return [named[:5], named[5:]]
 
 
-def engine_of(folder: Path, lora: LoraConfig) -> LocalVllmEngine:
-    return LocalVllmEngine(
+def engine_of(folder: Path, lora: LoraConfig) -> VllmEngine:
+    return VllmEngine(
         engine_config(folder, temperature=TEMPERATURE, stop_token_ids=[], lora=name_lora_targets(lora, str(folder)))
     )
 
@@ -75,6 +75,7 @@ def test_an_adapter_alone_brings_the_trainers_policy(family: str, lora: LoraConf
 
     async def follows(version: int, model: nn.Module, others: list[nn.Module]) -> None:
         held = [p.detach().clone() for p in model.parameters()]
+        await engine.pause()
         await engine.load_weights(version, buckets(model))
         assert all(torch.equal(p, h) for p, h in zip(model.parameters(), held, strict=True)), "left as it was"
         assert await count_cached(engine, PROMPT) == 0, "keys and values of the old policy are not used again"
@@ -96,12 +97,14 @@ def test_an_adapter_alone_brings_the_trainers_policy(family: str, lora: LoraConf
         await follows(1, first, [base, second])
         await follows(2, second, [base, first])
         tampered = [(name, tensor + 1e-6) for name, tensor in buckets(first)[0]]
+        await engine.pause()
         await engine.load_weights(3, [tampered, buckets(first)[1]])
         with pytest.raises(RunStopped, match="rank 0 loaded other values of base_model"):
             sent = fingerprint(pair for bucket in buckets(first) for pair in bucket)
             verify_sync(sent, [await engine.read_fingerprint()], expected_logp=[], probe_logp=[], bound=BOUND)
         stranger = [(name.replace("layers.1", "layers.7"), tensor) for name, tensor in buckets(first)[1]]
         with pytest.raises(RunStopped, match=r"layers that vLLM's model does not have .*layers\.7"):
+            await engine.pause()
             await engine.load_weights(4, [buckets(first)[0], stranger])
         await engine.close()
 

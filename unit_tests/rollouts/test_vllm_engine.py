@@ -22,9 +22,8 @@ from configs.rollout_schema import PauseMode
 from core.errors import RunStopped, TransportFailed
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.weights import Bucket
-from rollouts.engines.base import Completion, EngineConfig
+from rollouts.engines.base import Completion
 from rollouts.engines.vllm import VllmEngine
-from rollouts.engines.vllm_local import LocalVllmEngine
 from rollouts.engines.vllm_support.sockets import VARIABLE
 from trainers.weight_sync.base import Sent
 from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
@@ -35,7 +34,6 @@ from unit_tests.helpers.vllm_lab import (
     BOUND,
     FAMILIES,
     PROMPT,
-    SETTINGS,
     STOP,
     TEMPERATURE,
     TIMEOUT_S,
@@ -62,7 +60,7 @@ HALF = "model.layers.1.mlp.up_proj.weight"
 """vLLM has it in one parameter with gate_proj, which comes a bucket earlier."""
 
 
-async def check_allowed_tokens(engine: VllmEngine | LocalVllmEngine, model: PreTrainedModel) -> None:
+async def check_allowed_tokens(engine: VllmEngine, model: PreTrainedModel) -> None:
     """Ban the tokens that the model loves most after the prompt; or allow forty of them, among them the least loved."""
     with torch.no_grad():
         order = model(torch.tensor([PROMPT])).logits[0, -1].argsort(descending=True).tolist()
@@ -87,7 +85,7 @@ async def check_allowed_tokens(engine: VllmEngine | LocalVllmEngine, model: PreT
 
 
 async def agrees_before_and_only_after_a_sync(
-    engine: VllmEngine | LocalVllmEngine, old: PreTrainedModel, new: PreTrainedModel, sync: Coroutine[Any, Any, Any]
+    engine: VllmEngine, old: PreTrainedModel, new: PreTrainedModel, sync: Coroutine[Any, Any, Any]
 ) -> None:
     assert gap(await engine.probe(PROMPT), logp(old, PROMPT)) < BOUND
     samples = await sample(engine)
@@ -121,9 +119,10 @@ async def agrees_before_and_only_after_a_sync(
 )
 def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> None:
     old, new = save(family, tmp_path, seed=0), random_model(family, seed=1)
-    engine = LocalVllmEngine(engine_config(tmp_path, temperature=TEMPERATURE, stop_token_ids=STOP))
+    engine = VllmEngine(engine_config(tmp_path, temperature=TEMPERATURE, stop_token_ids=STOP))
 
     async def load(version: int, model: PreTrainedModel) -> dict[str, int]:
+        await engine.pause()
         await engine.load_weights(version, buckets_of(model))
         return fingerprint(model.named_parameters())
 
@@ -149,7 +148,7 @@ def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> N
     assert torch.get_num_threads() == 2  # vLLM disables this function, the engine gives it back
 
 
-# In processes of its own, two tensor-parallel ranks --------------------------------------------------------
+# Two tensor-parallel ranks, in processes of their own --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +214,7 @@ def test_it_sleeps_and_wakes_in_order_and_samples_from_what_came_between(lab: La
             await engine.sleep()
         await asking
         await engine.sleep()
-        assert await engine._llm.is_sleeping()
+        assert await engine._loop.call(engine._loop.llm.is_sleeping)
         for call in (sample(engine, range(1)), engine.probe(PROMPT), engine.begin_chunks(), engine.sleep()):
             with pytest.raises(RunStopped, match="while it was asleep"):
                 await call
@@ -225,11 +224,11 @@ def test_it_sleeps_and_wakes_in_order_and_samples_from_what_came_between(lab: La
             await engine.wake("kv_cache")
         await engine.wake("weights")
         sent = await lab.publish(21, new)
-        assert await engine._llm.is_sleeping(), "the weights are there, and the cache is not"
+        assert await engine._loop.call(engine._loop.llm.is_sleeping), "the weights are there, and the cache is not"
         with pytest.raises(RunStopped, match="awake only with its weights"):
             await engine.probe(PROMPT)
         await engine.wake("kv_cache")
-        assert not await engine._llm.is_sleeping() and await count_cached(engine, PROMPT) == 0
+        assert not await engine._loop.call(engine._loop.llm.is_sleeping) and await count_cached(engine, PROMPT) == 0
         loaded = [await engine.read_fingerprint()]
         probed = [await engine.probe(PROMPT)]
         verify_sync(sent, loaded, expected_logp=logp(new, PROMPT), probe_logp=probed, bound=BOUND)
@@ -305,13 +304,13 @@ def test_requests_keep_go_on_with_the_new_weights(lab: Lab) -> None:
 
 
 def test_a_drain_finishes_what_runs_and_holds_what_comes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab.engine, "_request_mode", "wait")  # another engine would take half a minute to start
+    monkeypatch.setattr(lab.engine, "_pause_mode", "wait")  # another engine would take half a minute to start
     done, late = lab.run(update_keep(lab))
     assert [set(c.versions) for c in [*done, late]] == [{7}, {7}, {7}, {8}]
 
 
 def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab.engine, "_request_mode", "abort")
+    monkeypatch.setattr(lab.engine, "_pause_mode", "abort")
     done, late = lab.run(update_keep(lab))
     assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
 
@@ -330,14 +329,14 @@ def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab, monkey
 @pytest.mark.parametrize(
     ("answers", "versions", "stop"),
     [
-        ([([], "abort"), ([40, 3], "stop")], [2, 2], "eos"),
-        ([([40], "abort"), ([], "abort"), ([41, 42], "abort"), ([43], "length")], [1, 3, 3, 4], "length"),
-        ([([40, 41, 42, 43], "abort")], [1, 1, 1, 1], "length"),  # cut off with nothing left to say
-        ([([40, 3], "abort")], [1, 1], "eos"),
+        ([([], None), ([40, 3], "stop")], [2, 2], "eos"),
+        ([([40], None), ([], None), ([41, 42], None), ([43], "length")], [1, 3, 3, 4], "length"),
+        ([([40, 41, 42, 43], None)], [1, 1, 1, 1], "length"),  # cut off with nothing left to say
+        ([([40, 3], None)], [1, 1], "eos"),
     ],
 )
 def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
-    answers: list[tuple[list[int], str]], versions: list[int], stop: str, tiny_path: str
+    answers: list[tuple[list[int], str | None]], versions: list[int], stop: str, tiny_path: str
 ) -> None:
     engine = Scripted(tiny_path, "abort", *answers)
     c = asyncio.run(engine.generate([50, 51], max_new_tokens=4, seed=7))
@@ -351,36 +350,10 @@ def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
     assert engine.asked[0][2] == 7
 
 
-@pytest.mark.parametrize("update", ["keep", "wait"])
+@pytest.mark.parametrize("update", ["keep", "wait", "abort"])
 def test_an_abort_that_is_not_ours_stops_the_run(update: PauseMode, tiny_path: str) -> None:
     with pytest.raises(RunStopped, match="ended a request with 'abort'"):
         asyncio.run(Scripted(tiny_path, update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
-
-
-class SlowToPause(VllmEngine):
-    def _start(self) -> None:
-        self.paused: list[str] = []
-        self._llm: Any = self
-
-    errored = False
-
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        await asyncio.sleep(0.3)
-        self.paused.append(mode)
-
-
-def test_a_drain_may_take_longer_than_a_step_of_an_update(tiny_path: str) -> None:
-    drain, *others = (
-        SlowToPause(EngineConfig(model_path=tiny_path, pause_mode=u, timeout_s=0.1, **SETTINGS))
-        for u in ("wait", "keep", "abort")
-    )
-    asyncio.run(drain.pause())
-    assert drain.paused == ["wait"]
-    for engine in others:
-        with pytest.raises(TimeoutError):
-            asyncio.run(engine.pause())
-        with pytest.raises(RuntimeError, match="comes before an update"):
-            asyncio.run(engine.receive_weights(1))
 
 
 def changed(name: str) -> Tamper:
@@ -540,7 +513,7 @@ def test_nothing_outlives_a_killed_engine(tmp_path: Path, tmp_path_factory) -> N
         from rollouts.engines.base import EngineConfig
         if __name__ == "__main__":
             VllmEngine(EngineConfig(model_path={str(tmp_path)!r}, dtype="float32", temperature=1.0, max_model_len=256,
-                       stop_token_ids=[], kv_cache_gib=0.1))
+                       stop_token_ids=[], kv_cache_gib=0.1, tensor_parallel_size=2))
             print("ready", flush=True)
             time.sleep(600)
     """

@@ -21,7 +21,6 @@ from modeling.images.processor import ImageProcessor
 from modeling.images.vision import VISION_FAMILIES
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
-from rollouts.engines.vllm_local import LocalVllmEngine
 from rollouts.transcript import find_places
 from trainers.weight_sync.broadcast import WeightSender
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
@@ -92,7 +91,7 @@ class Seeing:
     def logp(self, model: PreTrainedModel, ids: Sequence[int], places: Sequence[PlacedImage]) -> list[float]:
         return plain_logp(model, self.path, ids, places)[[i - 1 for i in list_written(len(ids), places)]].tolist()
 
-    async def sample(self, engine: VllmEngine | LocalVllmEngine, n: int = 12) -> list[Completion]:
+    async def sample(self, engine: VllmEngine, n: int = 12) -> list[Completion]:
         return await asyncio.gather(
             *(
                 engine.generate(ids, max_new_tokens=n, seed=seed, **({"images": places} if places else {}))
@@ -106,7 +105,11 @@ class Seeing:
             for (ids, places), done in zip(self.prompts, completions, strict=True)
         ]
 
-    async def verify(self, engine: VllmEngine | LocalVllmEngine, model: PreTrainedModel) -> None:
+    async def load(self, engine: VllmEngine, version: int, model: PreTrainedModel) -> None:
+        await engine.pause()
+        await engine.load_weights(version, self.buckets(model))
+
+    async def verify(self, engine: VllmEngine, model: PreTrainedModel) -> None:
         ids, places = self.prompts[0]
         verify_sync(
             fingerprint(pair for bucket in self.buckets(model) for pair in bucket),
@@ -120,10 +123,10 @@ class Seeing:
 def test_vllm_sees_what_the_trainer_sees_before_and_after_new_vision_weights(tmp_path: Path) -> None:
     """The engine itself compares its prompts with ours and refuses others; the probe sees a stale encoder cache."""
     lab = Seeing(tmp_path)
-    engine = LocalVllmEngine(lab.config())
+    engine = VllmEngine(lab.config())
 
     async def body() -> None:
-        await engine.load_weights(0, lab.buckets(lab.old))
+        await lab.load(engine, 0, lab.old)
         await lab.verify(engine, lab.old)
         samples = await lab.sample(engine)
         assert max(lab.worst(lab.old, samples)) < BOUND
@@ -131,7 +134,7 @@ def test_vllm_sees_what_the_trainer_sees_before_and_after_new_vision_weights(tmp
         assert min(of_new[0], of_new[2]) > 30 * BOUND > BOUND > of_new[1], "only those with images depend on it"
         assert not {t for done in samples for t in done.token_ids} & {*lab.banned}
 
-        await engine.load_weights(1, lab.buckets(lab.new))
+        await lab.load(engine, 1, lab.new)
         await lab.verify(engine, lab.new)
         samples = await lab.sample(engine)
         assert max(lab.worst(lab.new, samples)) < BOUND and {v for d in samples for v in d.versions} == {1}
@@ -143,11 +146,11 @@ def test_vllm_sees_what_the_trainer_sees_before_and_after_new_vision_weights(tmp
             await engine.generate(ids, max_new_tokens=1, seed=0, images=[only_pads])
 
         engine._sees = False  # as if the encoder cache were not cleared: prefix and processor caches are
-        await engine.load_weights(2, lab.buckets(lab.old))
+        await lab.load(engine, 2, lab.old)
         with pytest.raises(RunStopped, match="log-probabilities of the probe prompt differ"):
             await lab.verify(engine, lab.old)
         engine._sees = True
-        await engine.load_weights(3, lab.buckets(lab.old))
+        await lab.load(engine, 3, lab.old)
         await lab.verify(engine, lab.old)
         await engine.close()
 
@@ -155,7 +158,7 @@ def test_vllm_sees_what_the_trainer_sees_before_and_after_new_vision_weights(tmp
 
 
 def test_running_requests_are_computed_again_with_new_vision_weights(tmp_path: Path) -> None:
-    """In vLLM's own processes, which keep requests while weights come over gloo."""
+    """vLLM keeps requests while weights come over gloo."""
     lab = Seeing(tmp_path)
     engine = VllmEngine(lab.config())
     sender = WeightSender(timeout_s=60.0)
@@ -194,15 +197,15 @@ def test_running_requests_are_computed_again_with_new_vision_weights(tmp_path: P
 @pytest.mark.parametrize("family", seeing.FAMILIES)
 def test_every_family_that_vllm_loads_here(family: str, tmp_path: Path) -> None:
     try:
-        LocalVllmEngine.check_family(family, path=str(tmp_path))
+        VllmEngine.check_family(family, path=str(tmp_path))
     except UserError as lacking:
         pytest.skip(str(lacking))
     lab = Seeing(tmp_path, family)
-    engine = LocalVllmEngine(lab.config())
+    engine = VllmEngine(lab.config())
 
     async def body() -> None:
         for version, (model, other) in enumerate([(lab.old, lab.new), (lab.new, lab.old)]):
-            await engine.load_weights(version, lab.buckets(model))
+            await lab.load(engine, version, model)
             await lab.verify(engine, model)
             samples = await lab.sample(engine)
             assert max(lab.worst(model, samples)) < BOUND

@@ -35,23 +35,25 @@ def config_of(folder: Path) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize(("victim", "ranks"), [("EngineCor", 1), ("EngineCor", 2), ("Worker", 2)])
-def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("idle", [True, False])
+def test_the_death_of_a_rank_is_noticed_and_the_others_end(idle: bool, tmp_path: Path) -> None:
     save("qwen2-tied", tmp_path, seed=0)
-    config = replace(config_of(tmp_path), tensor_parallel_size=ranks)
+    config = replace(config_of(tmp_path), tensor_parallel_size=2)
 
     async def body() -> list[psutil.Process]:
         engine = VllmEngine(config)
-        [core], workers = children_named("VLLM::EngineCor"), children_named("VLLM::Worker")
-        assert len(workers) == (0 if ranks == 1 else ranks), "a single worker computes in EngineCore"
-        assert core.ppid() == os.getpid() and {worker.ppid() for worker in workers} <= {core.pid}
+        workers = children_named("VLLM")
+        assert len(workers) == 2 and {worker.ppid() for worker in workers} == {os.getpid()}
         await engine.generate(PROMPT[:8], max_new_tokens=2, seed=0)
-        children_named(f"VLLM::{victim}")[0].kill()
+        asking = asyncio.create_task(engine.generate(PROMPT[:8], max_new_tokens=240, seed=0))
+        await (asking if idle else asyncio.sleep(0.05))
+        workers[0].kill()
+        with pytest.raises(ProcessDied, match="a process of vLLM died"):
+            await (engine.read_fingerprint() if idle else asking)
         with pytest.raises(ProcessDied):
-            await engine.generate(PROMPT[:8], max_new_tokens=64, seed=0)
-            await engine.read_fingerprint()
+            await engine.generate(PROMPT[:8], max_new_tokens=2, seed=0)
         await engine.close()
-        return [core, *workers]
+        return workers
 
     _, alive = psutil.wait_procs(asyncio.run(body()), timeout=15)
     assert not alive
@@ -65,7 +67,7 @@ from rollouts.engines.vllm import VllmEngine
 
 async def main():
     engine = VllmEngine(EngineConfig(model_path={model!r}, dtype="float32", temperature=1.0, max_model_len=256,
-                                     stop_token_ids=(), kv_cache_gib=0.1))
+                                     stop_token_ids=(), kv_cache_gib=0.1, tensor_parallel_size=2))
     print(*(path for path in Path(tempfile.gettempdir()).rglob("*") if path.is_socket()))
     await engine.close()
 

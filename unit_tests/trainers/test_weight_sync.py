@@ -175,6 +175,10 @@ def test_a_transport_that_cannot_be_is_refused(recipe, tmp_path) -> None:
     engine.write_text(WITHOUT_CHUNKS)
     without = plan_rollouts(cfg_of(**{"rollout.engine": str(engine)}))
     assert without.transports == ("gloo",), "nothing it could fall back to"
+    alone = tmp_path / "alone.py"
+    alone.write_text(WITHOUT_CHUNKS.replace("broadcast=True", "broadcast=False"))
+    with pytest.raises(UserError, match=r"runs in the driver's process only: set backend to local"):
+        cfg_of(**{"rollout.engine": str(alone)})
     with pytest.raises(UserError, match=r"takes no weights in chunks: add begin_chunks and load_chunk"):
         cfg_of(**{"rollout.engine": str(engine), "weight_sync.transport": "disk"})
     assert plan_rollouts(cfg_of()).transports == ("gloo", "direct", "disk")

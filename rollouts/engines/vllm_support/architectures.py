@@ -1,18 +1,45 @@
-"""Architectures that vLLM supports, queried in a separate process: importing vLLM is slow and needs settings."""
+"""Models that vLLM supports. It is queried in a separate process: importing vLLM is slow and needs settings."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
-from core.errors import RunStopped
+from torch import nn
+
+from core.errors import RunStopped, UserError
 from core.timing.deadlines import VLLM_IMPORT_TIMEOUT_S
 
+PACKAGES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("torchvision",)),
+    "smolvlm": ("torchvision", "num2words"),
+}
+"""Packages that vLLM requires for families of vision models."""
 CODE = """
 import sys
 from vllm.model_executor.models.registry import ModelRegistry
 print("vLLM has it:", sys.argv[1] in ModelRegistry.get_supported_archs())
 """
+
+
+def check_user_code(model: nn.Module, *, path: str) -> None:
+    """Raise UserError for an architecture that vLLM lacks, since its weights could not be synced."""
+    [architecture, *_] = getattr(model.config, "architectures", None) or [type(model).__name__]
+    if not has_architecture(architecture):
+        raise UserError(
+            f"model.path={path} comes with code of its own, and vLLM does not have its architecture "
+            f"{architecture}: set rollout.engine=hf"
+        )
+
+
+def check_family(family: str, *, path: str) -> None:
+    """Raise UserError if vLLM lacks a package for this family of vision models."""
+    if lacking := [name for name in PACKAGES.get(family, ()) if find_spec(name) is None]:
+        raise UserError(
+            f"model.path={path} is a {family} model, which vLLM loads only with {' and '.join(lacking)}: install "
+            "what is missing (the torchvision that was built for this torch), or set rollout.engine=hf"
+        )
 
 
 def has_architecture(name: str) -> bool:

@@ -80,14 +80,15 @@ def find_adapters(manager: Any) -> Any:
 
 
 @contextmanager
-def keeping_threads() -> Generator[None]:
-    """Restore this process's number of threads after the body has created an engine.
+def restoring_threads(threads: int | None) -> Generator[None]:
+    """Restore `torch.set_num_threads` after the body has created an engine, and set this thread's number of threads.
 
-    On a CPU vLLM sets one thread, and replaces `set_num_threads` by a function that does nothing.
+    On a CPU vLLM sets one thread, and replaces the function by one that does nothing. threads: None on a GPU.
     """
-    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    set_num_threads = torch.set_num_threads
     try:
         yield
     finally:
         torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
+        if threads is not None:
+            torch.set_num_threads(threads)

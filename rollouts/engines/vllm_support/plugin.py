@@ -22,10 +22,7 @@ def register() -> None:
 
     _end_with_parent()
     name_shared_memory()
-    transports = {
-        **{"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer"},
-        **{"feynrl_nccl": "NcclTransfer", "feynrl_ipc": "IpcTransfer"},
-    }
+    transports = {"feynrl_gloo": "GlooTransfer", "feynrl_nccl": "NcclTransfer", "feynrl_ipc": "IpcTransfer"}
     for name, cls in transports.items():
         Factory.register_engine(name, "rollouts.engines.vllm_support.worker", cls)
 

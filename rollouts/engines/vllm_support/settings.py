@@ -63,8 +63,8 @@ def _lora_args(lora: LoraConfig) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
 
 
-def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
-    """Set the environment variables that vLLM reads on a CPU, before it is imported."""
+def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> list[int]:
+    """Set the environment variables that vLLM reads on a CPU, before it is imported. Return the cores of rank 0."""
     available = sorted(cores if cores is not None else os.sched_getaffinity(0))
     # vLLM's default leaves a core idle, and refuses tensor parallelism without NUMA nodes
     n = len(available)
@@ -77,3 +77,4 @@ def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     # an explicit size replaces this variable, which counts whole GiB
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    return shares[0]

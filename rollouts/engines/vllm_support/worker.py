@@ -1,4 +1,4 @@
-"""Implementation of vLLM's weight-transfer API, inside vLLM's worker processes.
+"""Implementation of vLLM's weight-transfer API, in the process of each rank of vLLM.
 
 vLLM reloads layer by layer (`initialize_layerwise_reload`). Tensors wait until their layer is complete. The model's
 weight loaders write them into new parameters, which are then packed for the kernels. On a CPU this empties the
@@ -131,18 +131,21 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class WeightUpdate(WeightTransferUpdateInfo):
-    """Update with one chunk, or None if the weights are streamed."""
+    """One chunk, or the buckets of a trainer in this process. Neither: the weights are streamed."""
 
     chunk: Chunk | None = None
+    buckets: Iterable[Bucket] | None = None
 
 
 class StreamedTransfer(VerifiedTransfer):
-    """Transfer from a joined stream, or in chunks."""
+    """Transfer from a joined stream, in chunks, or by reference from a trainer in this process."""
 
     init_info_cls = JoinInfo
     update_info_cls = WeightUpdate
 
     def buckets(self, update_info: WeightUpdate) -> Iterable[Bucket]:
+        if update_info.buckets is not None:
+            return update_info.buckets
         return self.stream() if update_info.chunk is None else [read_chunk(update_info.chunk)]
 
     def stream(self) -> Iterable[Bucket]:
@@ -211,24 +214,6 @@ class IpcTransfer(StreamedTransfer):
     def buckets(self, update_info: WeightUpdate) -> Iterable[Bucket]:
         assert isinstance(update_info.chunk, bytes), "handles come in chunks"
         return [open_handles(update_info.chunk, self.device.index)]
-
-
-@dataclass
-class LocalInfo(WeightTransferUpdateInfo):
-    buckets: Iterable[Bucket]
-
-
-class LocalTransfer(VerifiedTransfer):
-    """Transfer from a trainer in vLLM's own process, by reference."""
-
-    init_info_cls = WeightTransferInitInfo
-    update_info_cls = LocalInfo
-
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        pass
-
-    def buckets(self, update_info: LocalInfo) -> Iterable[Bucket]:
-        return update_info.buckets
 
 
 def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> list[str]:

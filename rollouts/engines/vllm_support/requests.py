@@ -1,0 +1,98 @@
+"""Parameters of a request to vLLM, and what its answer says."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from core.types.allowed_tokens import AllowedTokens
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+_UNPUBLISHED = -1
+"""Version of tokens sampled before the first update."""
+
+
+def sampling_params(
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    stop_token_ids: Sequence[int],
+    allowed_tokens: AllowedTokens,
+    reports_tokens: bool,
+) -> SamplingParams:
+    """Return parameters that sample from the policy's distribution, uncut.
+
+    reports_tokens: return an output per token, which costs time, instead of the last output only.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=temperature,
+        # none of these cuts the distribution, which the trainer's softmax would not repeat
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        max_tokens=max_new_tokens,
+        seed=seed % 2**63,
+        logprobs=0,  # of the sampled token only
+        stop_token_ids=[*stop_token_ids],
+        ignore_eos=True,  # the caller's stop tokens are complete
+        detokenize=False,
+        skip_clone=True,  # no other request has them
+        output_kind=RequestOutputKind.CUMULATIVE if reports_tokens else RequestOutputKind.FINAL_ONLY,
+        **_limit_tokens(allowed_tokens),
+    )
+
+
+def probe_params() -> SamplingParams:
+    """Return parameters that compute the log-probabilities of a prompt at temperature 1."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=1.0,
+        # the least that vLLM accepts
+        max_tokens=1,
+        prompt_logprobs=0,
+        # tokens served from the cache are not computed, so they have no log-probabilities
+        skip_reading_prefix_cache=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _limit_tokens(allowed_tokens: AllowedTokens) -> dict[str, Any]:
+    """Return vLLM's SamplingParams that restrict sampling. Returned log-probabilities respect them.
+
+    vLLM masks before dividing by the temperature, and a bias of -inf bans exactly. On GPUs, each kind has at most 1024
+    ids.
+    """
+    if allowed_tokens.allowed is not None:
+        return {"allowed_token_ids": list(allowed_tokens.allowed)}
+    return {"logit_bias": dict.fromkeys(allowed_tokens.banned, -math.inf)} if allowed_tokens.banned else {}
+
+
+def continue_seed(seed: int, tokens: int) -> int:
+    """Return the seed for the rest of a completion, after `tokens` tokens.
+
+    vLLM restarts its random numbers for each request.
+    """
+    if tokens == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def read_versions(output: Any) -> list[int]:
+    """Return the policy version of each sampled token. vLLM reports versions as spans of tokens."""
+    return [
+        _UNPUBLISHED if span.version == "default" else int(span.version)
+        for span in output.weight_versions
+        for _ in range(span.start, span.end)
+    ]

@@ -1,0 +1,195 @@
+"""The loop of vLLM's iterations: what joins a batch, and what a pause, a cancellation or an error does to requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from configs.rollout_schema import PauseMode
+from core.errors import ProcessDied
+from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm import VllmEngine
+from rollouts.engines.vllm_support.loop import EngineLoop
+from unit_tests.helpers.vllm_lab import SETTINGS
+
+
+class OneTokenAnIteration:
+    """In place of vLLM's LLMEngine: every iteration gives every request a token; params are the number of them."""
+
+    def __init__(self, seconds: float = 0.0, ahead: int = 0) -> None:
+        self.seconds = seconds
+        self.requests: dict[str, tuple[int, list[int]]] = {}
+        self.batches: list[list[str]] = []
+        self.aborted: list[str] = []
+        self.closed = self.fails = False
+        self.version = "3"
+        core = SimpleNamespace(pause_scheduler=self._hold, resume_scheduler=lambda: None, batch_queue=[None] * ahead)
+        self.engine_core = SimpleNamespace(engine_core=core, shutdown=self._close)
+        self.model_executor = SimpleNamespace()
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: int, *, lora_request: Any) -> None:
+        if params < 1:
+            raise ValueError("no tokens are wanted")
+        self.requests[name] = (params, [])
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted += names
+        for name in names:
+            self.requests.pop(name, None)
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def step(self) -> list[Any]:
+        time.sleep(self.seconds)
+        if self.fails:
+            raise RuntimeError("device-side assert")
+        if queue := self.engine_core.engine_core.batch_queue:
+            queue.pop()
+        self.batches.append([*self.requests])
+        outputs = []
+        for name, (wanted, tokens) in [*self.requests.items()]:
+            tokens.append(len(tokens))
+            if ended := len(tokens) == wanted:
+                del self.requests[name]
+            said = SimpleNamespace(token_ids=[*tokens])
+            outputs.append(SimpleNamespace(request_id=name, finished=ended, outputs=[said]))
+        return outputs
+
+    def _hold(self, mode: str, *, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+
+    def _close(self) -> None:
+        self.closed = True
+
+
+def loop_of(**settings: Any) -> tuple[EngineLoop, OneTokenAnIteration]:
+    llm = OneTokenAnIteration(**settings)
+    return EngineLoop(lambda: llm), llm
+
+
+def tokens_of(output: Any) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def test_requests_of_one_moment_share_all_iterations_and_later_ones_join() -> None:
+    async def body() -> None:
+        loop, llm = loop_of()
+        done = await asyncio.gather(*(loop.request({}, 3) for _ in range(5)))
+        assert [tokens_of(output) for output in done] == [[0, 1, 2]] * 5
+        assert [len(batch) for batch in llm.batches] == [5, 5, 5]
+        llm.batches.clear()
+        llm.seconds = 0.01
+        first = asyncio.create_task(loop.request({}, 50))
+        while not llm.batches:
+            await asyncio.sleep(0)
+        await asyncio.gather(*(loop.request({}, 1) for _ in range(3)))
+        await first
+        assert [len(batch) for batch in llm.batches].count(4) == 1 and len(llm.batches) == 50
+        await loop.close()
+        assert llm.closed
+
+    asyncio.run(body())
+
+
+def test_a_request_ends_where_its_text_does_and_vllm_drops_it() -> None:
+    async def body() -> None:
+        loop, llm = loop_of()
+        output = await loop.request({}, 50, ends=lambda tokens: len(tokens) == 4)
+        assert tokens_of(output) == [0, 1, 2, 3] and not output.finished
+        assert output.outputs[0].weight_versions == [("3", 0, 4)]
+        await asyncio.sleep(0.05)
+        assert llm.aborted == ["0"] and not llm.requests
+        await loop.close()
+
+    asyncio.run(body())
+
+
+def test_a_cancelled_request_is_dropped_wherever_it_is() -> None:
+    async def body() -> None:
+        loop, llm = loop_of(seconds=0.01)
+        running = asyncio.create_task(loop.request({}, 1000))
+        while not llm.batches:
+            await asyncio.sleep(0.001)
+        await loop.pause("keep")
+        waiting = asyncio.create_task(loop.request({}, 1000))
+        await asyncio.sleep(0)
+        for task in (running, waiting):
+            task.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        loop.resume()
+        other = await loop.request({}, 2)
+        assert tokens_of(other) == [0, 1] and llm.aborted == ["0"] and not llm.requests
+        await loop.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_pause_treats_requests_as_its_mode_says(mode: PauseMode) -> None:
+    async def body() -> None:
+        loop, llm = loop_of(seconds=0.005, ahead=2)
+        running = asyncio.create_task(loop.request({}, 20))
+        while not llm.batches:
+            await asyncio.sleep(0.001)
+        pausing = asyncio.create_task(loop.pause(mode))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(loop.request({}, 2))
+        await pausing
+        assert loop.is_paused and not llm.engine_core.engine_core.batch_queue, "what was begun ahead is finished"
+        paused_at = len(llm.batches)
+        await asyncio.sleep(0.05)
+        assert len(llm.batches) == paused_at and not late.done()
+        assert running.done() == (mode != "keep")
+        if mode == "abort":
+            assert 0 < len(tokens_of(running.result())) < 20
+        loop.resume()
+        assert tokens_of(await late) == [0, 1]
+        if mode != "abort":
+            assert tokens_of(await running) == [*range(20)]
+        assert llm.aborted == (["0"] if mode == "abort" else [])
+        await loop.close()
+
+    asyncio.run(body())
+
+
+def test_what_vllm_refuses_fails_alone_and_a_failed_iteration_ends_the_engine() -> None:
+    async def body() -> None:
+        loop, llm = loop_of()
+        good, bad = await asyncio.gather(loop.request({}, 2), loop.request({}, 0), return_exceptions=True)
+        assert tokens_of(good) == [0, 1] and isinstance(bad, ValueError)
+        llm.fails = True
+        for _ in range(2):
+            with pytest.raises(ProcessDied, match=r"vLLM failed: RuntimeError.*device-side assert"):
+                await loop.request({}, 2)
+        await loop.close()
+
+    asyncio.run(body())
+
+
+class SlowEngine(VllmEngine):
+    def _start(self, args: dict[str, Any], *, transfer: str, cores: Any) -> None:
+        self._loop = EngineLoop(lambda: OneTokenAnIteration(seconds=0.2))
+
+
+def test_a_drain_may_take_longer_than_a_step_of_an_update(tiny_path: str) -> None:
+    async def pause(mode: PauseMode) -> None:
+        engine = SlowEngine(EngineConfig(model_path=tiny_path, pause_mode=mode, timeout_s=0.1, **SETTINGS))
+        running = asyncio.create_task(engine._loop.request({}, 3))
+        await asyncio.sleep(0.01)
+        try:
+            await engine.pause()
+            assert running.done()
+            await engine._loop.pause("keep")
+        finally:
+            await asyncio.wait([running], timeout=1)
+            await engine.close()
+
+    asyncio.run(pause("wait"))
+    for mode in ("keep", "abort"):
+        with pytest.raises(TimeoutError):
+            asyncio.run(pause(mode))
