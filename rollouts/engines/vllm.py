@@ -109,6 +109,7 @@ class VllmEngine(Engine):
                 return LLMEngine.from_engine_args(
                     EngineArgs(
                         **args,
+                        disable_log_stats=not self.stat_loggers,
                         weight_transfer_config=WeightTransferConfig(backend=transfer),
                         # within a placement group vLLM would take Ray, and place its workers itself
                         distributed_executor_backend="mp" if args["tensor_parallel_size"] > 1 else None,

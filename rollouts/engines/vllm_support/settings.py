@@ -46,7 +46,6 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": config.prefix_cache,
         "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
-        "disable_log_stats": True,
         "enable_sleep_mode": config.sleep is not None and not on_cpu,  # a CPU engine sleeps in name only
         **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
