@@ -1,7 +1,8 @@
 """First call on every actor of a user's cluster: compare its machine with the driver's.
 
-Compared are Python, package versions, our code, the run folder and the model folders. A machine that differs would fail
-later, in a collective or by slightly wrong numbers. Messages are plain dicts, readable by another version of our code.
+Compared are Python, package versions, our code, the run folder and the model folders; its GPUs are checked. A machine
+that differs would fail later, in a collective or by slightly wrong numbers. Messages are plain dicts, readable by
+another version of our code.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ import platform
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
+
+from core.cluster.capacity import Role
+from core.gpu_checks import Use, refuse_run
+from core.gpus import find_gpus
+from core.timing.deadlines import GPU_CHECK_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUR_FOLDERS = (
@@ -44,6 +50,8 @@ class Asked(TypedDict):
     run_folder: str
     models: dict[str, str]
     """Model folders, by configuration key."""
+    gpu_use: dict[str, Any] | None
+    """Fields of core.gpus.Use; None for a run on CPUs."""
 
 
 class MachineFacts(TypedDict):
@@ -59,6 +67,8 @@ class MachineFacts(TypedDict):
     """Content of the run folder's nonce file; "" without a file."""
     models: dict[str, str]
     """Hash of each model folder's file names, sizes and config; "" without a folder."""
+    gpu_problem: str
+    """Reason why this process cannot use its GPUs; "" if it can, or if the run is on CPUs."""
 
 
 def collect_facts(asked: Asked) -> MachineFacts:
@@ -70,7 +80,21 @@ def collect_facts(asked: Asked) -> MachineFacts:
         code=hash_code(ROOT),
         nonce=read_nonce(asked["run_folder"]),
         models={key: hash_model(Path(folder)) for key, folder in asked["models"].items()},
+        gpu_problem="" if asked["gpu_use"] is None else find_gpu_problem(asked["gpu_use"]),
     )
+
+
+def find_gpu_problem(use: Mapping[str, Any]) -> str:
+    """Return the reason why this process cannot use the GPUs that Ray gave it, "" if it can."""
+    found = find_gpus(timeout_s=GPU_CHECK_TIMEOUT_S)
+    return refuse_run(found, Use(**{**use, **describe_torch()})) or "CUDA finds none" * (not found.devices)
+
+
+def describe_torch() -> dict[str, Any]:
+    """Return the fields of core.gpus.Use that describe torch's build."""
+    import torch
+
+    return {"cuda": torch.version.cuda, "rocm": torch.version.hip is not None}
 
 
 def list_versions() -> dict[str, str]:
@@ -131,12 +155,17 @@ class MachineCheck:
     ours: MachineFacts
 
     @classmethod
-    def begin(cls, run_folder: Path, models: Mapping[str, str]) -> MachineCheck:
-        """Write the nonce and collect this machine's facts. models: paths by key; Hub model ids are ignored."""
+    def begin(cls, run_folder: Path, models: Mapping[str, str], *, gpu_use: Use | None) -> MachineCheck:
+        """Write the nonce and collect this machine's facts. models: paths by key; Hub model ids are ignored.
+
+        gpu_use: None for a run on CPUs.
+        """
         write_nonce(run_folder)
         folders = {key: str(Path(path).absolute()) for key, path in models.items() if os.path.isdir(path)}
-        asked = Asked(run_folder=str(run_folder), models=folders)
-        return cls(asked=asked, ours=collect_facts(asked))
+        # The driver needs no GPU itself.
+        ours = collect_facts(Asked(run_folder=str(run_folder), models=folders, gpu_use=None))
+        use = None if gpu_use is None else asdict(gpu_use)
+        return cls(asked=Asked(run_folder=str(run_folder), models=folders, gpu_use=use), ours=ours)
 
     def explain_import(self, why: str) -> str:
         """Return a clause for a machine whose process cannot import our code."""
@@ -148,7 +177,7 @@ class MachineCheck:
     def sees_run_folder(self, theirs: MachineFacts) -> bool:
         return theirs["nonce"] == self.ours["nonce"]
 
-    def find_difference(self, theirs: MachineFacts, *, needs_run_folder: bool = True) -> str:
+    def find_difference(self, theirs: MachineFacts, role: Role) -> str:
         """Describe the first difference and the fix in a clause; "" without a difference."""
         # The most general difference first: another environment also explains every difference below.
         if theirs["python"] != self.ours["python"]:
@@ -163,7 +192,7 @@ class MachineCheck:
                 f"runs other code of FeynRL, in {theirs['root']}, than the driver, in {self.ours['root']}: "
                 f"{changed[0]}{more}; bring both to one commit, let all machines share a folder, or set ship_code=true"
             )
-        if needs_run_folder and not self.sees_run_folder(theirs):
+        if role.needs_run_folder and not self.sees_run_folder(theirs):
             return (
                 f"does not see the run folder {self.asked['run_folder']}: set run_dir to a folder that all machines "
                 "share, under one path"
@@ -172,6 +201,8 @@ class MachineCheck:
             if (found := theirs["models"].get(key, "")) != self.ours["models"][key]:
                 has = "has other files in" if found else "has no"
                 return f"{has} {key}={folder}: share the folder, or copy it to the same path on every machine"
+        if role.resources.gpus and (why := theirs["gpu_problem"]):
+            return f"cannot use the GPU that Ray gave it: {why}"
         return ""
 
 

@@ -132,7 +132,7 @@ class Remote(Workers[W_co]):
             raise UserError(f"{self._name(rank)}: {self.check.explain_import(why)}") from error
         if not self.check.sees_run_folder(facts):
             self.without_run_folder.add(rank)
-        if difference := self.check.find_difference(facts, needs_run_folder=self.slots.role.needs_run_folder):
+        if difference := self.check.find_difference(facts, self.slots.role):
             raise UserError(f"{self._name(rank)}: its machine {difference}")
 
     def _name(self, rank: int) -> str:

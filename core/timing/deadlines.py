@@ -16,6 +16,8 @@ MEMBERSHIP_POLL_S = 5.0
 PLACEMENT_TIMEOUT_S = 60.0
 PLACEMENT_POLL_S = 1
 HUB_TIMEOUT_S = 5.0
+# A machine of eight GPUs that no process uses takes seconds to wake each.
+GPU_CHECK_TIMEOUT_S = 60.0
 IMPORT_TIMEOUT_S = 120.0
 PROGRESS_EVERY_S = 10.0
 STEP_PROGRESS_EVERY_S = 60.0
@@ -290,6 +292,11 @@ TABLE = (
         waits_for="the next look of a run's guardian whether the driver is alive, besides the pipe between them",
         length=_seconds(GUARDIAN_POLL_S),
         after_it="it looks again, or kills what the run has started",
+    ),
+    Deadline(
+        waits_for="CUDA and nvidia-smi, each asked once before a run or an install",
+        length=_seconds(GPU_CHECK_TIMEOUT_S),
+        after_it="the run or the install ends with a sentence",
     ),
     Deadline(
         waits_for="processes of a run whose driver has ended, killed again and again by its guardian",

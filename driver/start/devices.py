@@ -6,7 +6,11 @@ import os
 
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
+from core.cluster.machine_check import describe_torch
 from core.cluster.workers import RankInfo, Resources
+from core.gpu_checks import Use, refuse_run
+from core.gpus import find_gpus
+from core.timing.deadlines import GPU_CHECK_TIMEOUT_S
 
 
 def count_gpus() -> int:
@@ -44,17 +48,46 @@ def shares_devices(cfg: RunConfig | EvalConfig) -> bool:
     return isinstance(cfg, RLConfig) and cfg.placement == "colocate"
 
 
+def plan_gpu_use(cfg: RunConfig | EvalConfig) -> Use:
+    """Return the use of GPUs that a run intends, with this process's torch."""
+    rollout = cfg.rollout if isinstance(cfg, RLConfig | EvalConfig) else None
+    on_vllm = rollout is not None and rollout.engine.startswith("vllm") and cfg.backend == "ray"
+    return Use(
+        **describe_torch(),
+        bfloat16=cfg.model.dtype == "bfloat16",
+        ranks=count_ranks(cfg),
+        engine_share=rollout.gpu_memory_utilization if rollout and on_vllm else None,
+        colocate=shares_devices(cfg),
+    )
+
+
+def check_gpus(cfg: RunConfig | EvalConfig) -> str | None:
+    """Return an error sentence if this run cannot use this machine's GPUs, or None. A machine without any is fine."""
+    return refuse_run(find_gpus(timeout_s=GPU_CHECK_TIMEOUT_S), plan_gpu_use(cfg)) or None
+
+
+def count_ranks(cfg: RunConfig | EvalConfig) -> int:
+    """Return the number of ranks with a device of their own: those of trainers, and of engines that share none."""
+    rollout = cfg.rollout if isinstance(cfg, RLConfig | EvalConfig) else None
+    engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
+    if isinstance(cfg, EvalConfig):
+        return engines
+    # Colocated engines use the trainers' devices.
+    return cfg.trainer.ranks + (0 if shares_devices(cfg) else engines)
+
+
 def check_devices(cfg: RunConfig) -> str | None:
     """Return an error sentence if this machine lacks devices for the run, or None."""
     rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
     engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
-    # Colocated engines use the trainers' devices.
-    wanted = cfg.trainer.ranks + (0 if shares_devices(cfg) else engines)
+    wanted = count_ranks(cfg)
     gpus, cores = count_gpus(), os.cpu_count() or 1
     if isinstance(cfg, RLConfig) and cfg.weight_sync.transport == "nccl" and not uses_gpus(cfg):
         return "weight_sync.transport is nccl, and trainers and engines get no GPUs: set it to auto, or device=cuda"
     if cfg.ray_address is not None:
-        return None  # core/cluster/placement.py asks the cluster
+        return None  # core/cluster/placement.py and machine_check.py ask the cluster
+    if refused := check_gpus(cfg):
+        return refused
     if cfg.backend == "local":
         return (
             "device is cuda, and this machine has no GPU: set device=auto"

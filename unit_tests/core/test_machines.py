@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from core.cluster.capacity import SLOT, Machine, Role, choose_bundle, choose_res
 from core.cluster.machine_check import MachineCheck, collect_facts
 from core.cluster.workers import Resources
 from core.errors import CallFailed, UserError
+from core.gpu_checks import Use
+from core.gpus import Gpus
 from tools import layers
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,12 +62,12 @@ def test_without_gpus_slots_are_counted_where_machines_declare_them():
 @pytest.fixture
 def check(tmp_path, tiny_path) -> MachineCheck:
     (tmp_path / "run").mkdir()
-    return MachineCheck.begin(tmp_path / "run", {"model.path": tiny_path, "alg.other": "OWNER/NAME"})
+    return MachineCheck.begin(tmp_path / "run", {"model.path": tiny_path, "alg.other": "OWNER/NAME"}, gpu_use=None)
 
 
 def test_a_machine_like_the_drivers_fits(check):
     theirs = json.loads(json.dumps(collect_facts(check.asked)))
-    assert check.find_difference(theirs) == "" and check.sees_run_folder(theirs)
+    assert check.find_difference(theirs, TRAINERS) == "" and check.sees_run_folder(theirs)
     assert "core/cluster/capacity.py" in theirs["code"] and theirs["packages"].keys() >= {
         "torch",
         "ray",
@@ -85,15 +88,15 @@ def test_a_machine_like_the_drivers_fits(check):
     ],
 )
 def test_what_differs_is_named_with_the_mend(check, changes, said):
-    assert said in check.find_difference(collect_facts(check.asked) | changes)
+    assert said in check.find_difference(collect_facts(check.asked) | changes, TRAINERS)
 
 
 def test_one_file_that_differs_is_named(check):
     theirs = collect_facts(check.asked)
     changed = {name: "other" if name == "algs/grpo.py" else found for name, found in theirs["code"].items()}
-    assert ": algs/grpo.py differs; " in check.find_difference(theirs | {"code": changed})
+    assert ": algs/grpo.py differs; " in check.find_difference(theirs | {"code": changed}, TRAINERS)
     with_one_more = theirs["code"] | {"algs/mine.py": "new"}
-    assert ": algs/mine.py differs; " in check.find_difference(theirs | {"code": with_one_more})
+    assert ": algs/mine.py differs; " in check.find_difference(theirs | {"code": with_one_more}, TRAINERS)
 
 
 def test_builds_of_one_version_are_the_same(check, monkeypatch):
@@ -111,7 +114,21 @@ def missing(name: str) -> str:
 
 def test_only_those_who_need_the_run_folder_must_see_it(check):
     theirs = collect_facts(check.asked) | {"nonce": ""}
-    assert check.find_difference(theirs, needs_run_folder=False) == "" and not check.sees_run_folder(theirs)
+    assert check.find_difference(theirs, replace(TRAINERS, needs_run_folder=False)) == "" and not check.sees_run_folder(
+        theirs
+    )
+
+
+def test_a_machine_whose_gpus_cannot_be_used_is_named(tmp_path, monkeypatch):
+    """Ray counts GPUs by NVML, which counts them with a driver that torch cannot use, too."""
+    check = MachineCheck.begin(tmp_path, {}, gpu_use=Use(cuda="13.0"))
+    monkeypatch.setattr(machine_check, "find_gpus", lambda timeout_s: Gpus(listed=1, failure="CUDA fails: restart it"))
+    monkeypatch.setattr(machine_check, "describe_torch", lambda: {"cuda": "13.0"})
+    theirs = collect_facts(json.loads(json.dumps(check.asked)))
+    assert check.find_difference(theirs, TRAINERS) == "cannot use the GPU that Ray gave it: CUDA fails: restart it"
+    assert check.find_difference(theirs, Role(name="engine", n=1, resources=Resources())) == ""
+    monkeypatch.setattr(machine_check, "find_gpus", lambda timeout_s: Gpus())
+    assert check.find_difference(collect_facts(check.asked), TRAINERS).endswith("gave it: CUDA finds none")
 
 
 def test_a_model_is_told_from_another_of_the_same_sizes(tmp_path):
@@ -155,7 +172,7 @@ def test_in_a_cluster_trainers_are_packed_engines_are_whole_and_what_is_missing_
 
     async def place() -> tuple[list[str], list[str]]:
         nonlocal engines
-        cluster.check = MachineCheck.begin(tmp_path, {})
+        cluster.check = MachineCheck.begin(tmp_path, {}, gpu_use=None)
         await cluster.reserve(roles, timeout_s=20.0)
         trainers = await cluster.spawn("trainer", 2, Here, resources=here, timeout_s=60.0)
         engines = await cluster.spawn("engine", 1, Here, resources=of_engine, timeout_s=60.0)

@@ -30,7 +30,7 @@ from driver.evaluation.suites.generations import PartWriter, copy_parts
 from driver.evaluation.suites.resume import Resumed, collect_eval_settings, find_samples
 from driver.evaluation.suites.run import EvalRun, remove_merged
 from driver.rl.setup import watch_engines
-from driver.start.devices import count_gpus, uses_gpus
+from driver.start.devices import check_gpus, count_gpus, uses_gpus
 from driver.start.rollouts import (
     RolloutPlan,
     check_reward_and_env,
@@ -133,7 +133,9 @@ def check_eval_devices(cfg: EvalConfig) -> str | None:
     """Return a sentence on missing devices; None if nothing is missing."""
     wanted, gpus, cores = cfg.rollout.most_engines * cfg.rollout.tensor_parallel_size, count_gpus(), os.cpu_count() or 1
     if cfg.ray_address is not None:
-        return None  # core/cluster/placement.py asks the cluster
+        return None  # core/cluster/placement.py and machine_check.py ask the cluster
+    if refused := check_gpus(cfg):
+        return refused
     if cfg.device == "cuda" and not gpus:
         return "device is cuda, and this machine has no GPU: set device=auto"
     there, kind = (gpus, "GPUs") if uses_gpus(cfg) else (cores, "CPU cores")
