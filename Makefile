@@ -29,7 +29,7 @@ quickstart: set-run  ## a tiny model from random weights: supervised warm-up, th
 	$(BIN)/python -m data_prep.arithmetic --out data/quickstart --max 49 --padded --train 475 --eval 200 \
 		--sft 600 --copies 24 --wrong-share 0.66 --seed $(SEED)
 	$(BIN)/python main_sl.py --config configs/quickstart_sft.yaml seed=$(SEED)
-	$(BIN)/python main_rl.py --config configs/quickstart.yaml seed=$(SEED)
+	$(BIN)/python main_rl.py --config configs/quickstart.yaml seed=$(SEED) $$($(BIN)/python -m tools.placement)
 
 lint: set-test  ## ruff, formatting included
 	$(BIN)/ruff check .

@@ -76,12 +76,12 @@ def find_gpus(*, timeout_s: float) -> Gpus:
     """Return the GPUs that this process may use; an empty CUDA_VISIBLE_DEVICES hides all."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return Gpus()
-    return _find_gpus(timeout_s)
+    return ask_machine(timeout_s)
 
 
 # A second run of one process would see the memory that the first still holds.
 @cache
-def _find_gpus(timeout_s: float) -> Gpus:
+def ask_machine(timeout_s: float) -> Gpus:
     listed, driver, smi_failure = _ask_nvidia_smi(timeout_s)
     seen = _ask_cuda(timeout_s) if _has_library() else {}
     if "error" in seen and not listed and seen["code"] == 100:  # the library is there, and no device

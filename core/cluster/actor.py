@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from core.cluster.addresses import listen_at, use_interface_of
+from core.cluster.capacity import GPU
 from core.cluster.machine_check import Asked, MachineFacts, collect_facts
 from core.cluster.scratch import Scratch, find_scratch, name_shared_memory
 from core.cluster.workers import RankInfo
@@ -29,15 +30,15 @@ class Actor:
     def __init__(self, threads: int | None, folder: str = "") -> None:
         """Prepare the process: working folder, threads, temporary folder, network interface.
 
-        threads: compute threads of this process and its children; None: the libraries decide.
+        threads: compute threads of this process and its children; None: the machine's cores divided by its GPUs.
         folder: the driver's working folder, to which a recipe's paths are relative; "" if this process is in it
         already.
         """
-        self.threads = threads
+        # Ray tells the libraries of an actor without CPUs to use one.
+        self.threads = _share_cores() if threads is None else threads
         if folder and os.path.isdir(folder):
             os.chdir(folder)
-        if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes it starts, vLLM's
+        os.environ["OMP_NUM_THREADS"] = str(self.threads)  # of the processes it starts, vLLM's
         self.busy: dict[object, tuple[str, float]] = {}
         """Calls in progress: method and start time."""
         self.thread = threading.get_ident()
@@ -65,8 +66,7 @@ class Actor:
 
     async def build(self, build: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
         with self._mark_busy("build"):
-            if self.threads is not None:  # OpenMP is loaded already, and Ray told it to use one
-                torch.set_num_threads(self.threads)
+            torch.set_num_threads(self.threads)  # OpenMP is loaded already
             self.worker = build(info, *args)
 
     async def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +93,20 @@ class Actor:
             yield
         finally:
             del self.busy[call]
+
+
+def _share_cores() -> int:
+    """Return the number of this machine's cores for each of its GPUs."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return divide_cores(ray.nodes(), here, cores=len(os.sched_getaffinity(0)))
+
+
+def divide_cores(nodes: Sequence[Mapping[str, Any]], here: str, *, cores: int) -> int:
+    """Return the cores per GPU of a machine. nodes: Ray's machines. here: id of the machine."""
+    [gpus] = [int(node["Resources"].get(GPU, 1)) for node in nodes if node["NodeID"] == here]
+    return max(1, cores // gpus)
 
 
 def _node_address() -> str:

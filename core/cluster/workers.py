@@ -147,6 +147,6 @@ class Resources:
 
     gpus: int = 0
     threads: int | None = None
-    """CPU threads of the worker's tensor library; None: the library decides."""
+    """CPU threads of the worker's tensor library; None: its machine's cores divided by the machine's GPUs."""
     ranks: int = 1
     """Ranks in the worker: 1, or the ranks of a tensor-parallel engine, all on one machine."""

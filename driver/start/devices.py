@@ -76,6 +76,20 @@ def count_ranks(cfg: RunConfig | EvalConfig) -> int:
     return cfg.trainer.ranks + (0 if shares_devices(cfg) else engines)
 
 
+def advise_fewer_gpus(cfg: RunConfig | EvalConfig, gpus: int) -> str:
+    """Return the keys that make a run fit on this machine's GPUs, without those that are as low as they can be."""
+    ways: list[str] = []
+    ranks = {} if isinstance(cfg, EvalConfig) else {"trainer.ranks": cfg.trainer.ranks}
+    if isinstance(cfg, RLConfig | EvalConfig):
+        engines, parallel = cfg.rollout.least_engines, cfg.rollout.tensor_parallel_size
+        ranks |= {"rollout.num_engines": engines, "rollout.tensor_parallel_size": parallel}
+        if isinstance(cfg, RLConfig) and max(cfg.trainer.ranks, engines * parallel) <= gpus:
+            ways.append("set placement=colocate")
+    if lower := [key for key, value in ranks.items() if value > 1]:
+        ways.append(f"lower {' or '.join([', '.join(lower[:-1]), lower[-1]][len(lower) == 1 :])}")
+    return ", or ".join(ways) or "set device=auto"
+
+
 def check_devices(cfg: RunConfig) -> str | None:
     """Return an error sentence if this machine lacks devices for the run, or None."""
     rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
@@ -98,7 +112,7 @@ def check_devices(cfg: RunConfig) -> str | None:
         both = "share" if shares_devices(cfg) else "want"
         return (
             f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks {both} {wanted} GPUs, and this machine has "
-            f"{gpus}: lower trainer.ranks, rollout.num_engines or rollout.tensor_parallel_size"
+            f"{gpus}: {advise_fewer_gpus(cfg, gpus)}"
         )
     # Trainers and engines share a CPU's cores, so the larger number counts.
     if not uses_gpus(cfg) and max(cfg.trainer.ranks, engines) > cores:

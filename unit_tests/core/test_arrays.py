@@ -280,6 +280,9 @@ def test_arrays_that_come_out_of_ray_are_views_that_nobody_can_write_into():
         try:
             workers = await cluster.spawn("sender", 1, Sender, resources=Resources(threads=3), timeout_s=100)
             assert await workers.call_one(0, Sender.count_threads) == (3, "3")  # Ray tells libraries to use one
+            free = await cluster.spawn("free", 1, Sender, resources=Resources(), timeout_s=100)
+            cores = len(os.sched_getaffinity(0))  # all of them, on a machine without GPUs
+            assert await free.call_one(0, Sender.count_threads) == (cores, str(cores))
             got = await workers.call_one(0, Sender.send)
             assert got == Sender(None).group
             for sample in got:

@@ -30,7 +30,7 @@ from driver.evaluation.suites.generations import PartWriter, copy_parts
 from driver.evaluation.suites.resume import Resumed, collect_eval_settings, find_samples
 from driver.evaluation.suites.run import EvalRun, remove_merged
 from driver.rl.setup import watch_engines
-from driver.start.devices import check_gpus, count_gpus, uses_gpus
+from driver.start.devices import advise_fewer_gpus, check_gpus, count_gpus, uses_gpus
 from driver.start.rollouts import (
     RolloutPlan,
     check_reward_and_env,
@@ -140,10 +140,7 @@ def check_eval_devices(cfg: EvalConfig) -> str | None:
         return "device is cuda, and this machine has no GPU: set device=auto"
     there, kind = (gpus, "GPUs") if uses_gpus(cfg) else (cores, "CPU cores")
     if cfg.backend == "ray" and wanted > there:
-        return (
-            f"{wanted} engine ranks are more than this machine's {there} {kind}: lower rollout.num_engines or "
-            "rollout.tensor_parallel_size"
-        )
+        return f"{wanted} engine ranks are more than this machine's {there} {kind}: {advise_fewer_gpus(cfg, there)}"
     return None
 
 

@@ -1,0 +1,110 @@
+"""What a run takes of this machine's devices, and the sentences where it lacks them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs.schema import RLConfig, SLConfig
+from core import gpus
+from core.cluster.actor import divide_cores
+from core.cluster.workers import Resources
+from core.gpu_checks import Use
+from driver.load_recipe import load_recipe
+from driver.start import devices
+from driver.start.devices import check_devices, plan_gpu_use, share_machine
+from unit_tests.helpers.fake_gpus import pretend, write_nvidia_smi
+
+ROOT = Path(__file__).parent.parent.parent
+Recipe = Callable[..., str]
+RAY = {"backend": "ray", "rollout.engine": "vllm"}
+
+
+@pytest.fixture
+def rl(recipe: Recipe) -> Callable[..., RLConfig]:
+    return lambda **changes: load_recipe(RLConfig, recipe(RAY | changes), []).cfg
+
+
+def has_gpus(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    monkeypatch.setattr(devices, "count_gpus", lambda: n)
+
+
+@pytest.mark.parametrize(
+    ("changes", "n", "fix"),
+    [
+        ({}, 1, "1 trainer ranks and 1 engine ranks want 2 GPUs, and this machine has 1: set placement=colocate"),
+        ({"rollout.num_engines": 2}, 1, "this machine has 1: lower rollout.num_engines"),
+        ({"rollout.num_engines": 2}, 2, "has 2: set placement=colocate, or lower rollout.num_engines"),
+        (
+            {"rollout.num_engines": 2, "rollout.tensor_parallel_size": 2, "trainer.ranks": 4},
+            1,
+            "has 1: lower trainer.ranks, rollout.num_engines or rollout.tensor_parallel_size",
+        ),
+        ({"trainer.ranks": 2, "rollout.num_engines": 2, "placement": "colocate"}, 1, "share 2 GPUs, and this machine "),
+        ({"device": "cuda"}, 0, "has 0: set device=auto"),
+    ],
+)
+def test_too_few_gpus_name_the_keys_that_help(
+    rl: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], n: int, fix: str
+) -> None:
+    has_gpus(monkeypatch, n)
+    said = check_devices(rl(**changes)) or ""
+    assert fix in said
+    # what is as low as it can be is no advice
+    assert all(f"{key}" in str(changes) for key in re.findall(r"(?:trainer|rollout)\.\w+", said))
+
+
+def test_a_gpu_that_cannot_be_used_ends_the_run_before_its_start(
+    rl: Callable[..., RLConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts such a GPU, trainers would take gloo on the CPU, and the engine would find no device."""
+    write_nvidia_smi(tmp_path, "echo 580.95.05")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "LIBRARY", "libcuda-of-nobody.so.1")
+    gpus.ask_machine.cache_clear()
+    try:
+        assert "cannot be loaded: start the container with NVIDIA_DRIVER_CAPABILITIES" in (check_devices(rl()) or "")
+        assert check_devices(rl(ray_address="127.0.0.1:6379")) is None  # this machine runs none of it
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert check_devices(rl()) is None
+    finally:
+        gpus.ask_machine.cache_clear()
+
+
+def test_what_a_run_wants_of_gpus(rl: Callable[..., RLConfig], recipe: Recipe) -> None:
+    has_torch = {"cuda": plan_gpu_use(rl()).cuda}
+    of_rl = Use(**has_torch, ranks=2, engine_share=0.85)
+    assert plan_gpu_use(rl()) == of_rl
+    assert plan_gpu_use(rl(placement="colocate")) == replace(of_rl, ranks=1, colocate=True)
+    assert plan_gpu_use(rl(**{"model.dtype": "bfloat16"})).bfloat16
+    assert plan_gpu_use(rl(**{"rollout.engine": "hf"})).engine_share is None
+    supervised = load_recipe(SLConfig, recipe({"backend": "ray", "trainer.ranks": 2}, kind="sl"), []).cfg
+    assert plan_gpu_use(supervised) == Use(**has_torch, ranks=2)
+
+
+def test_actors_of_gpus_share_their_machines_cores(
+    rl: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray tells an actor that reserves no CPU to use one thread."""
+    has_gpus(monkeypatch, 8)
+    assert share_machine(rl(), 1, gpus=1) == Resources(gpus=1, threads=None)  # None: shared on the actor's machine
+    nodes = [{"NodeID": "a", "Resources": {"GPU": 8.0}}, {"NodeID": "b", "Resources": {"GPU": 2.0}}]
+    assert [divide_cores(nodes, here, cores=100) for here in "ab"] == [12, 50]
+    assert divide_cores(nodes, "a", cores=4) == 1
+
+
+@pytest.mark.parametrize(("n", "override"), [(0, ""), (1, "placement=colocate\n"), (2, "")])
+def test_the_quickstart_takes_one_gpu_in_turns_and_says_so(tmp_path: Path, n: int, override: str) -> None:
+    answers = pretend(tmp_path, cuda=None, answers="", nvidia_smi="echo 580.1;" * n + "true")
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.placement"], cwd=ROOT, env=answers, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, "one GPU: trainer and engine use it in turns" in done.stderr) == (override, n == 1)
+    assert "seed=$(SEED) $$($(BIN)/python -m tools.placement)\n" in (ROOT / "Makefile").read_text()
