@@ -21,7 +21,7 @@ import tempfile
 import time
 import tomllib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -71,6 +71,9 @@ def main(argv: list[str] | None = None) -> int:
         outcome = run_check(args.one, Path(args.folder), small=args.small)
         Path(args.folder, f"{args.one}.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
         return 0
+    if missing := [package for package in WANTED if find_spec(package) is None]:
+        print(explain_missing(missing))
+        return 2
     print(describe_machine(), flush=True)
     began = time.monotonic()
     outcomes: list[Outcome] = []
@@ -104,6 +107,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--one", choices=CHECKS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
+
+
+def explain_missing(packages: Sequence[str]) -> str:
+    """Return the sentence on packages that the checks need, with the commands that bring their wheels."""
+    bounds, (major, minor), machine = read_bounds(), sys.version_info[:2], platform.machine()
+    asked = " ".join(f"'{package}>={bounds[package]}'" for package in packages)
+    # pip takes a platform to the letter, and packages name one of these two
+    platforms = f"--platform manylinux2014_{machine} --platform manylinux_2_28_{machine}"
+    download = f"python -m pip download --only-binary :all: --python-version {major}.{minor} {platforms} --dest wheels"
+    return (
+        f"gpu_check needs {' and '.join(packages)}, which this Python does not have: run `python -m pip install "
+        f"{asked}`, or, where no package index is reached, bring the folder that `{download} {asked}` makes elsewhere, "
+        f"and run `python -m pip install --no-index --find-links wheels {asked}`"
+    )
 
 
 def describe_machine() -> str:

@@ -96,6 +96,23 @@ def run_where_nothing_else_is(folder: Path, *options: str) -> str:
     return done.stdout
 
 
+def test_a_bare_image_is_told_which_wheels_to_bring(tmp_path):
+    """The images of torch have no pydantic."""
+    without = ONLY_THESE.replace("HIDDEN = {", 'HIDDEN = {"pydantic", "pydantic_core"} | {', 1)
+    assert without != ONLY_THESE
+    (tmp_path / "sitecustomize.py").write_text(without)
+    command = [sys.executable, "-m", "tools.gpu_check"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
+    python = "{}.{}".format(*sys.version_info)
+    assert done.stdout.startswith(
+        "gpu_check needs pydantic, which this Python does not have: run `python -m pip install"
+    )
+    assert f"--python-version {python} --platform manylinux2014_" in done.stdout
+    assert done.stdout.count("'pydantic>=2.12'") == 3
+
+
 @pytest.mark.slow
 def test_the_checks_run_where_only_the_packages_that_they_ask_for_are(tmp_path):
     names = [name for name in CHECKS if name != "head"]  # its benchmark has a test of its own
