@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from core.gpus import Gpus, dotted
 
@@ -111,7 +112,7 @@ def find_missing_compiler(gpus: Gpus, use: Use) -> str:
 def find_untried_host(gpus: Gpus, use: Use) -> str:
     if (machine := platform.machine()) == "x86_64":
         return ""
-    return f"the versions for the GPU were chosen on x86_64, and this host is {machine}: pip may find no wheel of some"
+    return f"this host is {machine}, and the versions for the GPU were tried on x86_64 only"
 
 
 def find_slices(gpus: Gpus, use: Use) -> str:
@@ -154,20 +155,20 @@ class Check:
     """Check of the GPUs: a function that returns one sentence, "" if nothing is wrong."""
 
     find: Callable[[Gpus, Use], str]
-    install: bool = False
-    """True if the sentence ends an install."""
+    install: Literal["ignores", "warns", "stops"] = "ignores"
+    """Effect of the sentence on an install."""
     run: bool = True
     """True if it ends a run."""
 
 
 CHECKS = (
-    Check(find_failure, install=True),
-    Check(find_old_driver, install=True),
-    Check(find_old_gpu, install=True),
+    Check(find_failure, install="stops"),
+    Check(find_old_driver, install="stops"),
+    Check(find_old_gpu, install="stops"),
     Check(find_other_build),
     Check(find_missing_bfloat16),
-    Check(find_missing_compiler),
-    Check(find_untried_host, run=False),
+    Check(find_missing_compiler, install="warns"),
+    Check(find_untried_host, install="warns", run=False),
     Check(find_slices),
     Check(find_full_gpu),
     Check(find_expandable_segments),

@@ -14,11 +14,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 LIBRARY = "libcuda.so.1"
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 """Numbers of CUDA's device attributes."""
+PCI, KFD = Path("/sys/bus/pci/devices"), Path("/dev/kfd")
+"""Devices of the machine as the kernel lists them; device of AMD's driver."""
 CONTEXT_GIB = 0.5
 """Memory that a CUDA context takes itself, at most."""
 GIB = 2**30
@@ -103,6 +106,17 @@ def ask_machine(timeout_s: float) -> Gpus:
         failure=failure,
         smi_failure=smi_failure,
     )
+
+
+def describe_unused_hardware() -> str:
+    """Return a clause about GPUs that no driver makes usable here; "" if there are none."""
+    found = ""
+    for folder in PCI.glob("*"):
+        vendor, kind = ((folder / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
+        # a container sees the bus of its host
+        if vendor == "0x10de" and kind.startswith("0x03"):
+            found = "; the PCI bus has an NVIDIA GPU: install its driver, or start this container with the GPU"
+    return found + "; AMD GPUs are not supported" * KFD.exists()
 
 
 def _ask_nvidia_smi(timeout_s: float) -> tuple[int, str, str]:

