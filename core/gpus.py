@@ -44,6 +44,10 @@ class Gpu:
     used_gib: float
     """Memory in use by other processes."""
 
+    def describe(self) -> str:
+        memory = f"{self.total_gib:.1f} GiB" + (f" ({self.used_gib:.1f} in use)" if self.used_gib >= 1 else "")
+        return f"{self.name}, {memory}, compute capability {dotted(self.capability)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
@@ -66,13 +70,13 @@ class Gpus:
         return len(self.devices) or self.listed
 
     def describe(self) -> str:
-        """Describe driver and devices in one line."""
-        names = [
-            f"GPU {i} {gpu.name}, {gpu.total_gib:.1f} GiB, compute capability {dotted(gpu.capability)}"
-            for i, gpu in enumerate(self.devices)
-        ]
+        """Describe devices and driver in one line."""
+        devices = [f"GPU {i} {gpu.describe()}" for i, gpu in enumerate(self.devices)]
+        return "; ".join([*devices, f"driver {self.describe_driver()}"])
+
+    def describe_driver(self) -> str:
         cuda = f" (CUDA {dotted(self.cuda)} at most)" if self.cuda else ""
-        return "; ".join([*names, f"driver {self.driver or 'unknown'}{cuda}"])
+        return f"{self.driver or 'of unknown version'}{cuda}"
 
 
 def find_gpus(*, timeout_s: float) -> Gpus:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
+from driver.checks.explain_devices import describe_gpus, describe_processes
 from driver.checks.memory_estimate import GIB, BytesEach, MemoryEstimate
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded
@@ -112,12 +113,8 @@ def count_engines(rollout: RolloutConfig) -> str:
 def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
     if cfg.backend == "local":
         device = "the GPU" if count_gpus() else "the CPU"
-        return [
-            (
-                "this process",
-                f"everything, on {device}: local trainer" + (" and engine" if isinstance(cfg, RLConfig) else ""),
-            )
-        ]
+        parts = "local trainer" + (" and engine" if isinstance(cfg, RLConfig) else "")
+        return [("this process", f"everything, on {device}: {parts}"), *describe_gpus()]
     kind = "GPU" if uses_gpus(cfg) else "share of the CPU"
     offloaded = " with its state in the machine's memory" if cfg.trainer.offload else ""
     library = f"FSDP2{offloaded}" if cfg.trainer.strategy == "fsdp2" else f"DeepSpeed ZeRO-{cfg.trainer.zero_stage}"
@@ -131,7 +128,7 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
         rows.append(("engines", f"{actors}, {rollout.tensor_parallel_size} {kind} each{turns}"))
         rows.append(("rewards", f"{cfg.reward.workers} processes beside each engine"))
     rows.append(("this machine", f"{count_gpus()} GPUs, {os.cpu_count()} CPU cores"))
-    return rows
+    return [*rows, *describe_gpus(), *describe_processes(cfg)]
 
 
 def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:

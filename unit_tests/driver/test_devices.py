@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from core import gpus
 from core.cluster.actor import divide_cores
 from core.cluster.workers import Resources
 from core.gpu_checks import Use
+from driver.checks import explain_devices
+from driver.checks.explain_devices import describe_processes
 from driver.load_recipe import load_recipe
 from driver.start import devices
 from driver.start.devices import check_devices, plan_gpu_use, share_machine
-from unit_tests.helpers.fake_gpus import pretend, write_nvidia_smi
+from unit_tests.helpers.fake_gpus import COMPILER, H100, compile_cuda, pretend, write_nvidia_smi
 
 ROOT = Path(__file__).parent.parent.parent
 Recipe = Callable[..., str]
@@ -108,3 +111,59 @@ def test_the_quickstart_takes_one_gpu_in_turns_and_says_so(tmp_path: Path, n: in
     )
     assert (done.stdout, "one GPU: trainer and engine use it in turns" in done.stderr) == (override, n == 1)
     assert "seed=$(SEED) $$($(BIN)/python -m tools.placement)\n" in (ROOT / "Makefile").read_text()
+
+
+def places(cfg: RLConfig) -> dict[str, str]:
+    return dict(describe_processes(cfg))
+
+
+def test_a_plan_for_eight_gpus_names_every_process_and_its_device(
+    rl: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_gpus(monkeypatch, 8)
+    monkeypatch.setattr(explain_devices, "count_gpus", lambda: 8)
+    of_engine = ", and 1 processes of rewards on its CPU cores"
+    plan = places(rl(**{"trainer.ranks": 4, "rollout.num_engines": 2, "rollout.tensor_parallel_size": 2}))
+    # Ray is asked for the largest first
+    assert plan == {
+        "the driver": "this machine, no GPU",
+        **{f"trainer {i}": f"machine 1, GPU {4 + i}" for i in range(4)},
+        "engine 0": "machine 1, GPUs 0, 1" + of_engine,
+        "engine 1": "machine 1, GPUs 2, 3" + of_engine,
+    }
+    shared = {"trainer.ranks": 8, "rollout.num_engines": 4, "rollout.tensor_parallel_size": 2, "placement": "colocate"}
+    plan = places(rl(**shared))
+    assert [plan[f"trainer {i}"] for i in (0, 7)] == ["machine 1, GPU 0", "machine 1, GPU 7"]
+    assert [plan[f"engine {i}"] for i in (0, 3)] == [f"machine 1, GPUs {at}{of_engine}" for at in ("0, 1", "6, 7")]
+    too_many = places(rl(**{"trainer.ranks": 8}))
+    assert too_many["engine 0"] == "no room on machines of 8 GPUs" + of_engine
+
+
+def test_a_plan_for_two_machines_of_eight_gpus_splits_no_engine(rl: Callable[..., RLConfig]) -> None:
+    """The driver's machine has no GPU."""
+    cluster = {"ray_address": "10.0.0.1:6379", "device": "cuda"}
+    plan = places(rl(**cluster, **{"trainer.ranks": 8, "rollout.num_engines": 8}))
+    assert len(plan) == 17 and plan["the driver"] == "where it was started, no GPU"
+    assert [plan[f"trainer {i}"] for i in (0, 7)] == ["machine 1, GPU 0", "machine 1, GPU 7"]
+    assert [plan[f"engine {i}"].partition(",")[0] for i in range(8)] == ["machine 2"] * 8
+    wide = {"trainer.ranks": 4, "rollout.num_engines": 4, "rollout.tensor_parallel_size": 3}
+    plan = places(rl(**cluster, **wide))
+    assert [plan[f"engine {i}"].partition(", and")[0] for i in range(4)] == [
+        *("machine 1, GPUs 0, 1, 2", "machine 1, GPUs 3, 4, 5"),
+        *("machine 2, GPUs 0, 1, 2", "machine 2, GPUs 3, 4, 5"),
+    ]
+    # two GPUs are left on each
+    assert [plan[f"trainer {i}"].partition(",")[0] for i in range(4)] == ["machine 1"] * 2 + ["machine 2"] * 2
+
+
+@pytest.mark.skipif(COMPILER is None, reason="a CUDA library is compiled for it")
+def test_explain_names_the_gpus_of_this_machine(tmp_path: Path) -> None:
+    answers = f"13000 0;{H100};NVIDIA A100|8|0|40|9.5|0"
+    env = pretend(tmp_path, cuda=compile_cuda(tmp_path), answers=answers, nvidia_smi="echo 580.1; echo 580.1")
+    command = [sys.executable, "-c", "from driver.checks.explain_devices import describe_gpus; print(describe_gpus())"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert dict(ast.literal_eval(done.stdout)) == {
+        "NVIDIA driver": "580.1 (CUDA 13.0 at most)",
+        "GPU 0": "NVIDIA H100, 80.0 GiB, compute capability 9.0",
+        "GPU 1": "NVIDIA A100, 40.0 GiB (30.0 in use), compute capability 8.0",
+    }

@@ -23,6 +23,7 @@ from data_feeds.rows.eval_sets import PromptSet, load_sets
 from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
 from driver.checks.engine import check_engine, check_images, check_sampling
 from driver.checks.explain import format_explanation
+from driver.checks.explain_devices import describe_gpus, describe_processes
 from driver.checks.machines import claim_machines
 from driver.checks.models import check_policy, check_room
 from driver.context import RunContext
@@ -158,7 +159,8 @@ def explain_eval(cfg: EvalConfig) -> str:
         "prompts at a time",
         "a sample passes": f"with a reward of {cfg.pass_reward:g} or more",
     }
-    return format_explanation(cfg, facts.items(), check_eval_devices(cfg))
+    devices = [*describe_gpus(), *describe_processes(cfg)]
+    return format_explanation(cfg, [*facts.items(), *devices], check_eval_devices(cfg))
 
 
 async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
