@@ -34,6 +34,8 @@ class Use:
     rocm: bool = False
     """True if torch is built for AMD GPUs."""
     bfloat16: bool = False
+    triton: bool = False
+    """True if Triton compiles kernels: those of vLLM."""
     ranks: int = 1
     """Number of ranks that want a GPU each."""
     engine_share: float | None = None
@@ -92,7 +94,7 @@ def find_other_build(gpus: Gpus, use: Use) -> str:
 
 def find_missing_compiler(gpus: Gpus, use: Use) -> str:
     """Report what Triton lacks, which compiles a part of its launcher on every machine."""
-    if use.cuda is None:
+    if use.cuda is None or not use.triton:
         return ""
     # Triton's own order: CC, then gcc, then clang
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

@@ -25,8 +25,10 @@ PCI, KFD = Path("/sys/bus/pci/devices"), Path("/dev/kfd")
 CONTEXT_GIB = 0.5
 """Memory that a CUDA context takes itself, at most."""
 GIB = 2**30
+NO_DEVICE = 100
 FIXES = {
     46: "end the process that has the GPU for itself, or set its compute mode to Default (nvidia-smi -c 0)",
+    NO_DEVICE: "let CUDA_VISIBLE_DEVICES name GPUs that are there, and start a container with its GPUs",
     802: "start nvidia-fabricmanager",
     803: "restart the machine, so that its driver and CUDA's library are of one version",
     804: "take cuda-compat out of LD_LIBRARY_PATH, or update the driver",
@@ -91,7 +93,7 @@ def find_gpus(*, timeout_s: float) -> Gpus:
 def ask_machine(timeout_s: float) -> Gpus:
     listed, driver, smi_failure = _ask_nvidia_smi(timeout_s)
     seen = _ask_cuda(timeout_s) if _has_library() else {}
-    if "error" in seen and not listed and seen["code"] == 100:  # the library is there, and no device
+    if "error" in seen and not listed and seen["code"] == NO_DEVICE:  # the library of an image
         seen = {}
     failure = ""
     if listed and not _has_library():
@@ -197,7 +199,9 @@ def list_devices() -> dict[str, Any]:
     try:
         answer["cuda"] = ask_int("cuDriverGetVersion")  # before cuInit, which a broken device fails
         call("cuInit", 0)
-        answer["devices"] = [describe(i) for i in range(ask_int("cuDeviceGetCount"))]
+        if not (count := ask_int("cuDeviceGetCount")):
+            raise CudaError("no device", NO_DEVICE)
+        answer["devices"] = [describe(i) for i in range(count)]
     except CudaError as error:
         answer["error"], answer["code"] = error.args
     return answer

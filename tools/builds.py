@@ -29,7 +29,7 @@ def choose_build(cuda_toolkit: str) -> tuple[str, str]:
     gpus = find_gpus(timeout_s=GPU_CHECK_TIMEOUT_S)
     if not gpus.count and not gpus.failure:
         return "cpu", (gpus.smi_failure or "CUDA finds no GPU") + describe_unused_hardware()
-    use = Use(cuda=".".join(cuda_toolkit.split(".")[:2]))
+    use = Use(cuda=".".join(cuda_toolkit.split(".")[:2]), triton=True)
     for check in CHECKS:
         said = "" if check.install == "ignores" else check.find(gpus, use)
         if said and check.install == "stops":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from core.gpus import find_gpus
+from core.timing.deadlines import GPU_CHECK_TIMEOUT_S
 from driver.start.devices import count_gpus
 
 GIB = 2**30
@@ -50,12 +52,10 @@ class MemoryEstimate:
 
 
 def find_gpu_gib() -> float | None:
-    """Return the memory of a GPU in GiB; None if this process sees no GPU."""
-    if not count_gpus():
-        return None
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory / GIB  # unlike mem_get_info it takes none itself
+    """Return the memory of the smallest GPU in GiB; None if this process sees no GPU, or cannot use it."""
+    # torch would start CUDA in this process, and counts GPUs that it cannot use
+    devices = find_gpus(timeout_s=GPU_CHECK_TIMEOUT_S).devices if count_gpus() else ()
+    return min((gpu.total_gib for gpu in devices), default=None)
 
 
 def find_machine_gib() -> float:

@@ -55,6 +55,7 @@ def plan_gpu_use(cfg: RunConfig | EvalConfig) -> Use:
     return Use(
         **describe_torch(),
         bfloat16=cfg.model.dtype == "bfloat16",
+        triton=on_vllm,
         ranks=count_ranks(cfg),
         engine_share=rollout.gpu_memory_utilization if rollout and on_vllm else None,
         colocate=shares_devices(cfg),

@@ -21,7 +21,7 @@ from core.types.messages import ToolSpec
 from data_feeds.chat.template_args import make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import locate_parser, make_parser
-from driver.start.devices import count_gpus, list_cores, share_machine, shares_devices, uses_gpus
+from driver.start.devices import list_cores, share_machine, shares_devices, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
 from rewards.several import RewardPlan
@@ -123,7 +123,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         seed=cfg.seed,
         tensor_parallel_size=cfg.rollout.tensor_parallel_size,
         # On a GPU the cache is what gpu_memory_utilization leaves beside the weights.
-        kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
+        kv_cache_gib=None if uses_gpus(cfg) else cfg.rollout.kv_cache_gib,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
     )

@@ -26,7 +26,7 @@ V100, T4, A100 = (
     for name, capability in (("Tesla V100", (7, 0)), ("Tesla T4", (7, 5)), ("NVIDIA A100", (8, 0)))
 )
 FINE = Gpus(devices=(A100, A100), listed=2, driver="580.95.05", cuda=(13, 0))
-RUN = Use(cuda="13.0", bfloat16=True, ranks=2, engine_share=0.85)
+RUN = Use(cuda="13.0", bfloat16=True, triton=True, ranks=2, engine_share=0.85)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,12 @@ def test_a_container_without_nvidia_smi_has_its_gpus(tmp_path: Path, cuda: Path)
         ("13000 802", "echo 580.1", "CUDA fails with CUDA_ERROR_SYSTEM_NOT_READY (802): start nvidia-fabricmanager"),
         (f"13000 0;{H100[:-1]}46", None, "CUDA fails with CUDA_ERROR (46): end the process that has the GPU for"),
         ("13000 999", None, "CUDA fails with CUDA_ERROR (999): see whether nvidia-smi works, and restart"),
-        ("13000 100", "echo 580.1", "CUDA fails with CUDA_ERROR (100): see whether"),
+        (
+            "13000 100",
+            "echo 580.1",
+            "CUDA fails with CUDA_ERROR (100): let CUDA_VISIBLE_DEVICES name GPUs that are there",
+        ),
+        ("13000 0", "echo 580.1", "CUDA fails with no device: let CUDA_VISIBLE_DEVICES"),
         ("13000 100", None, ""),  # the library of an image, on a machine without a GPU
         (f"0 0;{H100}", None, "CUDA fails with no answer within 1 s: see whether"),
     ],
@@ -160,6 +165,7 @@ def test_triton_needs_a_compiler_and_pythons_headers(tmp_path: Path, monkeypatch
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "there is no C compiler: install gcc" in refuse_run(FINE, RUN)
+    assert refuse_run(FINE, replace(RUN, triton=False)) == ""  # the engine hf
     assert refuse_run(Gpus(), replace(RUN, cuda=None)) == ""  # no kernel is compiled for a CPU
     monkeypatch.setenv("CC", "tcc")
     assert refuse_run(FINE, RUN) == ""

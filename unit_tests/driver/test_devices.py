@@ -22,6 +22,7 @@ from driver.checks.explain_devices import describe_processes
 from driver.load_recipe import load_recipe
 from driver.start import devices
 from driver.start.devices import check_devices, plan_gpu_use, share_machine
+from driver.start.rollouts import plan_engines
 from unit_tests.helpers.fake_gpus import COMPILER, H100, compile_cuda, pretend, write_nvidia_smi
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,11 +84,11 @@ def test_a_gpu_that_cannot_be_used_ends_the_run_before_its_start(
 
 def test_what_a_run_wants_of_gpus(rl: Callable[..., RLConfig], recipe: Recipe) -> None:
     has_torch = {"cuda": plan_gpu_use(rl()).cuda}
-    of_rl = Use(**has_torch, ranks=2, engine_share=0.85)
+    of_rl = Use(**has_torch, triton=True, ranks=2, engine_share=0.85)
     assert plan_gpu_use(rl()) == of_rl
     assert plan_gpu_use(rl(placement="colocate")) == replace(of_rl, ranks=1, colocate=True)
     assert plan_gpu_use(rl(**{"model.dtype": "bfloat16"})).bfloat16
-    assert plan_gpu_use(rl(**{"rollout.engine": "hf"})).engine_share is None
+    assert plan_gpu_use(rl(**{"rollout.engine": "hf"})) == replace(of_rl, triton=False, engine_share=None)
     supervised = load_recipe(SLConfig, recipe({"backend": "ray", "trainer.ranks": 2}, kind="sl"), []).cfg
     assert plan_gpu_use(supervised) == Use(**has_torch, ranks=2)
 
@@ -111,6 +112,17 @@ def test_the_quickstart_takes_one_gpu_in_turns_and_says_so(tmp_path: Path, n: in
     )
     assert (done.stdout, "one GPU: trainer and engine use it in turns" in done.stderr) == (override, n == 1)
     assert "seed=$(SEED) $$($(BIN)/python -m tools.placement)\n" in (ROOT / "Makefile").read_text()
+
+
+def test_a_driver_without_gpus_leaves_the_cache_of_remote_gpus_to_vllm(
+    rl: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rollout.kv_cache_gib is of a CPU; on a GPU it would make the cache as small as a CPU's."""
+    has_gpus(monkeypatch, 0)
+    here = rl(**{"rollout.kv_cache_gib": 3.0})
+    assert plan_engines(here, here.model).engine.kv_cache_gib == 3.0
+    remote = rl(ray_address="10.0.0.1:6379", device="cuda")
+    assert plan_engines(remote, remote.model).engine.kv_cache_gib is None
 
 
 def places(cfg: RLConfig) -> dict[str, str]:
