@@ -24,8 +24,9 @@ def choose_build(cuda_toolkit: str) -> tuple[str, str]:
         if build not in ("cpu", "gpu"):
             sys.exit(f"FEYNRL_BUILD is {build}: set it to cpu or gpu, or leave it out")
         return build, f"FEYNRL_BUILD is {build}"
-    # of one run, and .venv is for all
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    # a shell that hides all GPUs does so for a run, and .venv is for all runs
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").strip() in ("", "-1"):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     gpus = find_gpus(timeout_s=GPU_CHECK_TIMEOUT_S)
     if not gpus.count and not gpus.failure:
         return "cpu", (gpus.smi_failure or "CUDA finds no GPU") + describe_unused_hardware()
