@@ -211,6 +211,9 @@ class IpcTransfer(StreamedTransfer):
     vLLM's own engine "ipc" reads the same handles, but does not verify the load.
     """
 
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Do nothing: handles come in chunks, so there is no group to join."""
+
     def buckets(self, update_info: WeightUpdate) -> Iterable[Bucket]:
         assert isinstance(update_info.chunk, bytes), "handles come in chunks"
         return [open_handles(update_info.chunk, self.device.index)]
