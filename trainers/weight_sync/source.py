@@ -20,7 +20,9 @@ class WeightSource:
         self.trainer, self.timer, self.is_sender = trainer, timer, is_sender
 
     def open_broadcast(self, address: str, timeout_s: float, over_nccl: bool) -> int:
-        """Listen for engines at `address`, on rank 0; return the port."""
+        """Leave the last group, and listen for engines at `address`, on rank 0; return the port."""
+        if hasattr(self, "sender"):
+            self.sender.leave()
         self.sender = (NcclSender if over_nccl else WeightSender)(timeout_s=timeout_s)
         return self.sender.open(address)
 

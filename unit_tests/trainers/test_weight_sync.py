@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,6 @@ from core.types.weights import Bucket, split_into_buckets
 from driver.load_recipe import load_recipe
 from driver.start.devices import check_devices
 from driver.start.rollouts import plan_rollouts
-from rollouts.engines.vllm_support.plugin import register
 from trainers.weight_sync.base import Probe, Sent
 from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
 from trainers.weight_sync.chunks import ChunkWriter, read_chunk
@@ -107,33 +105,6 @@ def test_a_member_who_does_not_come_is_an_error_in_time() -> None:
     sender.open()
     with pytest.raises(TransportFailed, match=r"did not get through over gloo: .*(?i:timed? ?out|wait timeout)"):
         sender.join(members=2)
-
-
-@pytest.mark.slow
-def test_what_nccl_needs_of_vllm_is_there() -> None:
-    """All that can be seen of it without a GPU."""
-    pytest.importorskip("vllm")
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.weight_transfer.base import WeightTransferEngine
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.distributed.weight_transfer.nccl_common import trainer_init
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-    from rollouts.engines.vllm_support.worker import JoinInfo, NcclTransfer, VerifiedTransfer
-
-    register()
-    assert WeightTransferEngineFactory._registry["feynrl_nccl"]() is NcclTransfer
-    for name in WeightTransferEngine.__abstractmethods__:
-        theirs, ours = (signature(getattr(c, name)) for c in (WeightTransferEngine, NcclTransfer))
-        assert list(ours.parameters) == list(theirs.parameters)
-    assert not NcclTransfer.__abstractmethods__
-    assert NcclTransfer.start_weight_update is VerifiedTransfer.start_weight_update
-    assert NcclTransfer.finish_weight_update is VerifiedTransfer.finish_weight_update
-    assert NcclTransfer.shutdown is NCCLWeightTransferEngine.shutdown
-    joined = {"address": "10.0.0.1", "port": 1, "first_rank": 1, "members": 2, "timeout_s": 1.0}
-    assert NcclTransfer.parse_init_info(NcclTransfer.__new__(NcclTransfer), joined) == JoinInfo(**joined)
-    assert {"tensor", "src", "stream"} <= signature(PyNcclCommunicator.broadcast).parameters.keys()
-    assert next(iter(signature(trainer_init).parameters)) == "init_info"
 
 
 def test_only_vllm_hears_nccl_and_only_on_gpus(recipe) -> None:

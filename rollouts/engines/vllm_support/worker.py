@@ -9,10 +9,9 @@ An adapter is loaded by vLLM's LoRA manager, from memory, under a fixed id.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -32,11 +29,11 @@ from core.errors import TransportFailed
 from core.types.weights import Bucket
 from rollouts.engines.vllm_support.load_trace import LoadTrace
 from rollouts.engines.vllm_support.patches import allow_next_update, find_adapters, forget_half_loaded
-from trainers.weight_sync.base import transfer_errors
 from trainers.weight_sync.broadcast import WeightReceiver
 from trainers.weight_sync.chunks import Chunk, read_chunk
 from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.ipc import open_handles
+from trainers.weight_sync.nccl import NcclReceiver
 
 ADAPTER_ID = 1
 """Id of the only adapter. Requests refer to it."""
@@ -152,11 +149,15 @@ class StreamedTransfer(VerifiedTransfer):
         raise NotImplementedError
 
 
-class GlooTransfer(StreamedTransfer):
-    """Transfer over gloo and TCP; see trainers/weight_sync/broadcast.py."""
+class JoinedTransfer(StreamedTransfer):
+    """Transfer from the group that trainer rank 0 and the workers of all engines form."""
+
+    receiver_class: type[WeightReceiver] | type[NcclReceiver]
+    _receiver: WeightReceiver | NcclReceiver | None = None
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        self._receiver = WeightReceiver(
+        self.shutdown()  # of the group before this one
+        self._receiver = self.receiver_class(
             address=init_info.address,
             port=init_info.port,
             rank=init_info.first_rank + self.parallel_config.rank,
@@ -165,43 +166,25 @@ class GlooTransfer(StreamedTransfer):
         )
 
     def stream(self) -> Iterable[Bucket]:
+        assert self._receiver is not None, "a worker joins before it receives"
         return self._receiver.receive()
 
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.leave()
+        self._receiver = None
 
-class NcclTransfer(StreamedTransfer, NCCLWeightTransferEngine):
-    """Transfer over vLLM's NCCL engine from an `NcclSender`, with checksums of loaded weights. Never run yet."""
 
-    # explicit, since VerifiedTransfer's empty method comes first
-    shutdown = NCCLWeightTransferEngine.shutdown
+class GlooTransfer(JoinedTransfer):
+    """Transfer over gloo and TCP; see trainers/weight_sync/broadcast.py."""
 
-    def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        with transfer_errors("nccl"):
-            NCCLWeightTransferEngine.init_transfer_engine(
-                self,
-                NCCLWeightTransferInitInfo(
-                    master_address=init_info.address,
-                    master_port=init_info.port,
-                    rank_offset=init_info.first_rank,
-                    world_size=init_info.members,
-                ),
-            )
-        self.model_update_group.group.store.set_timeout(timedelta(seconds=init_info.timeout_s))
+    receiver_class = WeightReceiver
 
-    def stream(self) -> Iterator[Bucket]:
-        while (bucket := self._next()) is not None:
-            yield bucket
 
-    def _next(self) -> Bucket | None:
-        nccl = self.model_update_group
-        with transfer_errors("nccl"):
-            # None ends the stream
-            header = nccl.group.broadcast_obj(None, src=0)
-            if header is None:
-                return None
-            bucket = [(name, torch.empty(shape, dtype=dtype, device=self.device)) for name, dtype, shape in header]
-            for _, tensor in bucket:
-                nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
-            return bucket
+class NcclTransfer(JoinedTransfer):
+    """Transfer over NCCL; see trainers/weight_sync/nccl.py. Never run yet."""
+
+    receiver_class = NcclReceiver
 
 
 class IpcTransfer(StreamedTransfer):

@@ -1,0 +1,106 @@
+"""Parts of vLLM, torch, DeepSpeed and NCCL that only GPU runs use.
+
+No test on a CPU calls them, so `PARTS` lists each with what this code expects of it, and the code imports them by
+`load_part`. unit_tests/tools/test_gpu_contract.py checks the list against the CPU builds, and `make gpu-contract`
+against the GPU builds, on a machine without a GPU. Libraries are imported when a part is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Function, class or module of a library, with what this code uses of it."""
+
+    target: str
+    """module, or module:name."""
+    arguments: tuple[str, ...] = ()
+    """Arguments that this code passes."""
+    by_position: int = 0
+    """Number of leading arguments that are passed by position; the others are passed by name."""
+    attributes: tuple[str, ...] = ()
+    """Attributes, methods and fields that this code uses."""
+    result: tuple[str, ...] = ()
+    """Attributes of the returned object that this code reads; its class is known to the GPU build only."""
+    gpu_build_only: bool = False
+    """True for a part that the CPU build lacks."""
+
+
+_WEIGHT_TRANSFER = "vllm.distributed.weight_transfer"
+_COMMUNICATORS = "vllm.distributed.device_communicators"
+PARTS = (
+    # ---- weights over NCCL: trainers/weight_sync/nccl.py
+    Part(
+        target=f"{_WEIGHT_TRANSFER}.nccl_common:stateless_init_process_group",
+        arguments=("master_address", "master_port", "rank", "world_size", "device"),
+    ),
+    Part(
+        target=f"{_COMMUNICATORS}.pynccl:PyNcclCommunicator",
+        attributes=("broadcast", "destroy", "device", "disabled", "group"),
+    ),
+    Part(target=f"{_COMMUNICATORS}.pynccl:PyNcclCommunicator.broadcast", arguments=("tensor", "src", "stream")),
+    Part(target=f"{_COMMUNICATORS}.pynccl:PyNcclCommunicator.destroy"),
+    Part(
+        target=f"{_COMMUNICATORS}.pynccl_wrapper:NCCLLibrary",
+        attributes=("ncclBroadcast", "ncclCommAbort", "ncclCommInitRank"),
+    ),
+    Part(target="vllm.distributed.utils:StatelessProcessGroup", attributes=("store",)),
+    Part(target="vllm.distributed.utils:StatelessProcessGroup.broadcast_obj", arguments=("obj", "src"), by_position=1),
+    Part(target="torch.distributed:Store", attributes=("set_timeout",)),
+    # ---- weights by handles of memory: trainers/weight_sync/ipc.py
+    Part(target="torch.multiprocessing.reductions:reduce_tensor", arguments=("tensor",), by_position=1),
+    Part(target="torch.multiprocessing.reductions:rebuild_cuda_tensor"),
+    # ---- vLLM's engine on a GPU: rollouts/engines/vllm.py
+    Part(
+        target="vllm.engine.arg_utils:AsyncEngineArgs",
+        arguments=("enable_sleep_mode", "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size"),
+    ),
+    Part(target="vllm.v1.engine.async_llm:AsyncLLM.sleep", arguments=("level", "mode")),
+    Part(target="vllm.v1.engine.async_llm:AsyncLLM.wake_up", arguments=("tags",), by_position=1),
+    Part(
+        target="vllm.v1.worker.gpu_worker:Worker",
+        attributes=(
+            *("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
+            *("weight_transfer_engine", "model_runner"),
+        ),
+    ),
+    # ---- attention: modeling/attention_varlen.py
+    Part(
+        target="torch.nn.attention.varlen:varlen_attn",
+        arguments=(
+            *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"),
+            *("scale", "window_size", "enable_gqa"),
+        ),
+        by_position=7,
+    ),
+    # ---- devices
+    Part(
+        target="torch.cuda",
+        attributes=(
+            *("is_available", "device_count", "current_device", "set_device", "synchronize", "current_stream"),
+            *("get_device_name", "get_device_capability", "get_device_properties", "mem_get_info"),
+            *("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "empty_cache", "ipc_collect"),
+            *("get_rng_state", "set_rng_state"),
+        ),
+    ),
+    Part(
+        target="torch.cuda:get_device_properties",
+        arguments=("device",),
+        by_position=1,
+        result=("total_memory", "uuid"),
+        gpu_build_only=True,
+    ),
+    # ---- groups of trainer ranks: trainers/distributed.py
+    Part(target="torch.distributed:ProcessGroupNCCL", gpu_build_only=True),
+    Part(target="deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator", attributes=("communication_backend_name",)),
+)
+
+
+def load_part(name: str) -> Any:
+    """Import a listed part by the last name of its target."""
+    [part] = [part for part in PARTS if part.target.rpartition(":")[2] == name]
+    return resolve_name(part.target)
