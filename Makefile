@@ -8,10 +8,10 @@ PYTEST := $(BIN)/python -m pytest
 # file makes once is made once.
 FAST := OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help install newest quickstart lint types fast check test verify mutants docs browser sandbox
+.PHONY: help install newest quickstart lint types fast check test verify mutants gpu-contract docs browser sandbox
 
 help:  ## what there is to make
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
 install: set-standard  ## .venv with the tested versions, for the GPU or the CPU, whichever this machine has
 
@@ -57,6 +57,9 @@ mutants: set-test  ## plant bugs one at a time, and name those that no test noti
 newest:  ## the fast and the slow tests with the newest versions of everything, in a new .venv-newest
 	@$(PYTHON) tools/install.py --newest
 	.venv-newest/bin/python -m pytest -q -m "not verify"
+
+gpu-contract:  ## what GPU runs use of vLLM, torch, DeepSpeed and NCCL, with the GPU builds and without a GPU (9 GB)
+	@$(PYTHON) tools/gpu_contract.py
 
 docs:  ## the documentation as a site, in site/; a broken link is an error
 	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs

@@ -53,7 +53,15 @@ PARTS = (
     Part(target="torch.distributed:Store", attributes=("set_timeout",)),
     # ---- weights by handles of memory: trainers/weight_sync/ipc.py
     Part(target="torch.multiprocessing.reductions:reduce_tensor", arguments=("tensor",), by_position=1),
-    Part(target="torch.multiprocessing.reductions:rebuild_cuda_tensor"),
+    Part(
+        target="torch.multiprocessing.reductions:rebuild_cuda_tensor",
+        arguments=(
+            *("tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype"),
+            *("storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad"),
+            *("ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required"),
+        ),
+        by_position=15,
+    ),
     # ---- vLLM's engine on a GPU: rollouts/engines/vllm.py
     Part(
         target="vllm.engine.arg_utils:AsyncEngineArgs",
@@ -98,9 +106,9 @@ PARTS = (
     Part(target="torch.distributed:ProcessGroupNCCL", gpu_build_only=True),
     Part(target="deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator", attributes=("communication_backend_name",)),
 )
+_TARGETS = {part.target.rpartition(":")[2]: part.target for part in PARTS}
 
 
 def load_part(name: str) -> Any:
     """Import a listed part by the last name of its target."""
-    [part] = [part for part in PARTS if part.target.rpartition(":")[2] == name]
-    return resolve_name(part.target)
+    return resolve_name(_TARGETS[name])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.gpu_contract import load_part
 from modeling.segments import Segments
 
 LARGEST_HEAD = 256
@@ -37,8 +38,7 @@ def attend_varlen(
 
     Not yet run on a GPU: `python -m tools.gpu_check` compares it with the kernel of attention.py there.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
+    varlen_attn = load_part("varlen_attn")
     # earlier versions take fewer heads of keys than of queries without being told
     must_tell = query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters
     more: dict[str, Any] = {"enable_gqa": True} if must_tell else {}

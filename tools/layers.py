@@ -27,7 +27,7 @@ PROGRAMS = ("main_rl.py", "main_sl.py", "main_eval.py")
 HOMES = {
     "ray": ("core/cluster/",),
     "deepspeed": ("trainers/deepspeed.py", "core/patches.py"),
-    "vllm": ("rollouts/engines/", "trainers/weight_sync/nccl.py", "data_feeds/chat/vllm_parsing.py"),
+    "vllm": ("rollouts/engines/", "data_feeds/chat/vllm_parsing.py"),
 }
 """The only files, or folders, that import a heavy library."""
 OPTIONAL = {

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from core.errors import TransportFailed
+from core.gpu_contract import load_part
 from core.types.weights import Bucket
 from trainers.weight_sync.base import transfer_errors
 from trainers.weight_sync.chunks import ChunkWriter
@@ -30,6 +30,7 @@ class HandleWriter(ChunkWriter):
     def _store(self, bucket: Bucket) -> None:
         self._shared: list[Tensor] = [tensor.detach().contiguous() for _, tensor in bucket]
         torch.cuda.synchronize()  # the reader's process knows nothing of what still runs here
+        reduce_tensor = load_part("reduce_tensor")
         handles = [(name, reduce_tensor(t)[1]) for (name, _), t in zip(bucket, self._shared, strict=True)]
         self.chunk = pickle.dumps((name_gpu(torch.cuda.current_device()), handles))
 
@@ -59,5 +60,4 @@ def name_gpu(device: int) -> str:
 
 def _open_handle(handle: tuple[Any, ...], device: int) -> Tensor:
     before, after = handle[:_PLACE_OF_DEVICE], handle[_PLACE_OF_DEVICE + 1 :]
-    rebuild: Any = rebuild_cuda_tensor
-    return rebuild(*before, device, *after)
+    return load_part("rebuild_cuda_tensor")(*before, device, *after)

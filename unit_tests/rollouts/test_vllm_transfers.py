@@ -17,12 +17,12 @@ NAMES = ["feynrl_gloo", "feynrl_ipc", "feynrl_local", "feynrl_nccl"]
 
 def test_vllm_makes_every_registered_transfer():
     pytest.importorskip("vllm")
-    from vllm.config import VllmConfig, WeightTransferConfig
+    from vllm.config import DeviceConfig, VllmConfig, WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     register()
     assert sorted(name for name in WeightTransferEngineFactory._registry if name.startswith("feynrl_")) == NAMES
-    config, model = VllmConfig(), torch.nn.Linear(2, 2)
+    config, model = VllmConfig(device_config=DeviceConfig("cpu")), torch.nn.Linear(2, 2)
     for name in NAMES:
         made = WeightTransferEngineFactory.create_engine(
             WeightTransferConfig(backend=name), config, torch.device("cpu"), model
@@ -34,7 +34,7 @@ def test_vllm_makes_every_registered_transfer():
 
 def test_a_worker_that_joins_again_leaves_the_last_group():
     pytest.importorskip("vllm")
-    from vllm.config import VllmConfig, WeightTransferConfig
+    from vllm.config import DeviceConfig, VllmConfig, WeightTransferConfig
 
     from rollouts.engines.vllm_support.worker import NcclTransfer
 
@@ -44,7 +44,12 @@ def test_a_worker_that_joins_again_leaves_the_last_group():
     class Transfer(NcclTransfer):
         receiver_class = receiver
 
-    made = Transfer(WeightTransferConfig(), VllmConfig(), torch.device("cpu"), torch.nn.Linear(2, 2))
+    made = Transfer(
+        WeightTransferConfig(),
+        VllmConfig(device_config=DeviceConfig("cpu")),
+        torch.device("cpu"),
+        torch.nn.Linear(2, 2),
+    )
     with ThreadPoolExecutor() as pool:
         for _ in range(2):
             one = sender(timeout_s=20.0)

@@ -1,0 +1,103 @@
+"""What only GPU runs use of other libraries is there: core/gpu_contract.py, against the builds that are installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+
+import pytest
+import torch
+
+from core.gpu_contract import PARTS, Part, load_part
+from tools.gpu_contract import find_faults, read_versions
+from tools.layers import ROOT, parse_file, product_files
+
+FILES = [*product_files(ROOT), *(str(path.relative_to(ROOT)) for path in (ROOT / "tools").rglob("*.py"))]
+ON_GPU_BUILD = torch.version.cuda is not None
+
+
+def as_case(part: Part):
+    # the others take seconds to import
+    return pytest.param(part, id=part.target, marks=[] if part.target.startswith("torch") else pytest.mark.slow)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("part", [as_case(part) for part in PARTS])
+def test_a_part_is_as_this_code_uses_it(part):
+    if part.gpu_build_only and not ON_GPU_BUILD:
+        pytest.skip("the CPU build of torch lacks it")
+    assert find_faults(part) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_GPU_BUILD, reason="the CPU builds come without NCCL")
+def test_vllm_loads_the_nccl_library_of_the_gpu_build():
+    assert load_part("NCCLLibrary")().ncclGetVersion().startswith("2.")
+
+
+def attributes_of(name: str) -> set[str]:
+    return {
+        node.attr
+        for file in FILES
+        for node in ast.walk(parse_file(ROOT / file))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name
+    }
+
+
+def test_every_function_of_torch_cuda_that_is_used_is_listed():
+    [listed] = [part.attributes for part in PARTS if part.target == "torch.cuda"]
+    used = attributes_of("torch.cuda")
+    assert len(used) > 10 and used <= {*listed}
+
+
+def test_every_part_that_is_loaded_is_listed():
+    calls = [node for file in FILES for node in ast.walk(parse_file(ROOT / file)) if isinstance(node, ast.Call)]
+    loaded = [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "load_part"]
+    names = {name.value for name in loaded if isinstance(name, ast.Constant)}
+    assert {"stateless_init_process_group", "varlen_attn", "rebuild_cuda_tensor"} <= names
+    assert names <= {part.target.rpartition(":")[2] for part in PARTS}
+
+
+class Owner:
+    """Class with one attribute of each kind."""
+
+    annotated: int
+
+    def __init__(self) -> None:
+        self.assigned = 1
+
+    def method(self, first: int, second: int, *, third: int) -> Owner:
+        return self
+
+
+HERE = f"{__name__}:Owner"
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (Part(target=HERE, attributes=("annotated", "assigned", "method")), None),
+        (Part(target=f"{HERE}.method", arguments=("first", "second", "third"), by_position=2), None),
+        (Part(target=f"{HERE}.method", result=("method",)), None),
+        (Part(target=f"{__name__}:Gone"), "is gone"),
+        (Part(target="torch.gone"), "is gone"),
+        (Part(target=HERE, attributes=("assign",)), "has no assign"),
+        (Part(target=f"{HERE}.method", arguments=("first", "second", "fourth")), "unexpected keyword|missing"),
+        (Part(target=f"{HERE}.method", arguments=("first", "second")), "missing a required"),
+        (Part(target=f"{HERE}.method", arguments=("second", "first", "third"), by_position=2), "by position"),
+        (Part(target=f"{HERE}.method", result=("gone",)), "without gone"),
+    ],
+)
+def test_what_a_library_lacks_is_found(part, says):
+    faults = find_faults(part)
+    assert (faults == []) if says is None else (len(faults) == 1 and re.search(says, faults[0]))
+
+
+def test_the_gpu_set_has_every_package_that_a_run_may_import():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = [re.split("==+", line) for line in read_versions()]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["gpu"], "pytest"]
+    for line in wanted:
+        assert re.split("[>=]", line)[0].lower() in {name.lower() for name, _ in versions}
+    assert "torch===2.13.0" in read_versions(), "else pip takes a CPU build where it finds one"
