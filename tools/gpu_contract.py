@@ -35,18 +35,14 @@ RUNNER = ("pytest", "pytest-timeout", "pytest-xdist", "pluggy", "iniconfig", "ex
 def main() -> None:
     free_gb = shutil.disk_usage(ROOT).free / 1e9
     if free_gb < NEEDED_GB and not FOLDER.is_dir():
-        sys.exit(
-            f"the GPU set needs {NEEDED_GB} GB of disk while it is installed, and {ROOT} has {free_gb:.0f} GB free"
-        )
+        sys.exit(f"the GPU set needs {NEEDED_GB} GB of disk, and {ROOT} has {free_gb:.0f} GB free: make room there")
     began = time.monotonic()
     python = str(FOLDER / "bin" / "python")
     run(sys.executable, "-m", "venv", str(FOLDER))
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--no-cache-dir", *read_versions())
     run(python, "-m", "pip", "check")
     size_gb = sum(path.lstat().st_size for path in FOLDER.rglob("*")) / 1e9
-    print(
-        f"[gpu-contract] installed into {FOLDER.name} in {time.monotonic() - began:.0f} s, {size_gb:.1f} GB", flush=True
-    )
+    print(f"[gpu-contract] {FOLDER.name} is ready after {time.monotonic() - began:.0f} s: {size_gb:.1f} GB", flush=True)
     run(python, "-m", "pytest", "-q", "-rs", "-m", "slow or not slow", *TESTS)
 
 

@@ -6,7 +6,7 @@ that waits too long leaves the group, which aborts NCCL's calls on its GPU (nccl
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -34,11 +34,9 @@ class NcclMember(Member):
         """vLLM's PyNcclCommunicator, or None outside of a group."""
         self._lock = Lock()
 
-    def connect(self, *, address: str, port: int, rank: int, members: int, device: Any) -> Any:
-        """Return a new communicator. Waits for all members, without a deadline."""
-        return load_part("stateless_init_process_group")(
-            master_address=address, master_port=port, rank=rank, world_size=members, device=device
-        )
+    def load_connect(self) -> Callable[..., Any]:
+        """Return vLLM's function that makes a communicator. It waits for all members, without a deadline."""
+        return load_part("stateless_init_process_group")
 
     def leave(self) -> None:
         """Free the communicator. Calls that wait for another member end."""
@@ -49,14 +47,15 @@ class NcclMember(Member):
 
     def _join(self, *, address: str, port: int, rank: int, members: int) -> None:
         """Join the group. Raises TransportFailed after the deadline."""
-        module = torch.get_device_module()
+        connect, module = self.load_connect(), torch.get_device_module()
         device = module.current_device()
         made: Future[Any] = Future()
 
         def make() -> None:
             try:
                 module.set_device(device)  # a thread begins on the first device
-                communicator = self.connect(address=address, port=port, rank=rank, members=members, device=device)
+                where = {"master_address": address, "master_port": port}
+                communicator = connect(**where, rank=rank, world_size=members, device=device)
             except Exception as error:
                 with suppress(InvalidStateError):
                     made.set_exception(error)

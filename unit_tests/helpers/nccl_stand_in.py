@@ -26,8 +26,9 @@ class Network:
         self.taken: dict[tuple[int, int], int] = {}
         self.made: list[Communicator] = []
 
-    def connect(self, *, port: int, rank: int, members: int) -> Communicator:
+    def connect(self, master_address: str, master_port: int, rank: int, world_size: int, device: Any) -> Communicator:
         """Wait for all members, for ever, as NCCL does."""
+        port, members = master_port, world_size
         with self.changed:
             store = self.stores.setdefault(port, HashStore())
             self.joined.setdefault(port, set()).add(rank)
@@ -81,8 +82,12 @@ class Communicator:
 def members_of(network: Network) -> tuple[type[NcclSender], type[NcclReceiver]]:
     """Return the sender's and the receiver's class, connected by `network`."""
 
-    def connect(self: Any, *, address: str, port: int, rank: int, members: int, device: Any) -> Communicator:
-        return network.connect(port=port, rank=rank, members=members)
+    class Sender(NcclSender):
+        def load_connect(self) -> Callable[..., Any]:
+            return network.connect
 
-    own: dict[str, Callable[..., Any]] = {"connect": connect}
-    return type("Sender", (NcclSender,), own), type("Receiver", (NcclReceiver,), own)
+    class Receiver(NcclReceiver):
+        def load_connect(self) -> Callable[..., Any]:
+            return network.connect
+
+    return Sender, Receiver

@@ -9,9 +9,12 @@ import tomllib
 import pytest
 import torch
 
+from configs.trainer_schema import LoraConfig
 from core.gpu_contract import PARTS, Part, load_part
+from rollouts.engines.vllm_support.settings import engine_args
 from tools.gpu_contract import find_faults, read_versions
 from tools.layers import ROOT, parse_file, product_files
+from unit_tests.helpers.engines import engine_config
 
 FILES = [*product_files(ROOT), *(str(path.relative_to(ROOT)) for path in (ROOT / "tools").rglob("*.py"))]
 ON_GPU_BUILD = torch.version.cuda is not None
@@ -34,6 +37,16 @@ def test_a_part_is_as_this_code_uses_it(part):
 @pytest.mark.skipif(not ON_GPU_BUILD, reason="the CPU builds come without NCCL")
 def test_vllm_loads_the_nccl_library_of_the_gpu_build():
     assert load_part("NCCLLibrary")().ncclGetVersion().startswith("2.")
+
+
+@pytest.mark.slow
+def test_vllm_takes_the_settings_of_an_engine_on_a_gpu():
+    arguments = load_part("AsyncEngineArgs")
+    lora = LoraConfig(r=8, alpha=16, targets=["q_proj"])
+    config = engine_config("m", sleep="discard", lora=lora)
+    settings = engine_args(config, on_cpu=False, sees=True)
+    assert settings["enable_sleep_mode"] and settings["enable_chunked_prefill"]
+    assert arguments(**settings).enable_sleep_mode
 
 
 def attributes_of(name: str) -> set[str]:

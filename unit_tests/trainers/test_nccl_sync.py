@@ -115,6 +115,7 @@ def test_a_communicator_that_would_send_nothing_is_refused(monkeypatch):
 def test_the_stand_in_has_what_is_used_of_vllms_communicator():
     made = Communicator(Network(), Group(torch.distributed.HashStore(), 0), 0, 0, 1)
     listed = {part.target.rpartition(":")[2]: part for part in PARTS}
+    assert [*signature(Network().connect).parameters] == [*listed["stateless_init_process_group"].arguments]
     assert all(hasattr(made, name) for name in listed["PyNcclCommunicator"].attributes)
     arguments = listed["PyNcclCommunicator.broadcast"].arguments
     assert [*signature(made.broadcast).parameters] == [*arguments]
