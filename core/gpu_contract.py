@@ -64,11 +64,11 @@ PARTS = (
     ),
     # ---- vLLM's engine on a GPU: rollouts/engines/vllm.py
     Part(
-        target="vllm.engine.arg_utils:AsyncEngineArgs",
+        target="vllm.engine.arg_utils:EngineArgs",
         arguments=("enable_sleep_mode", "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size"),
     ),
-    Part(target="vllm.v1.engine.async_llm:AsyncLLM.sleep", arguments=("level", "mode")),
-    Part(target="vllm.v1.engine.async_llm:AsyncLLM.wake_up", arguments=("tags",), by_position=1),
+    Part(target="vllm.v1.engine.llm_engine:LLMEngine.sleep", arguments=("level", "mode"), by_position=2),
+    Part(target="vllm.v1.engine.llm_engine:LLMEngine.wake_up", arguments=("tags",), by_position=1),
     Part(
         target="vllm.v1.worker.gpu_worker:Worker",
         attributes=(

@@ -11,8 +11,7 @@ from rollouts.engines.vllm_support.plugin import register
 from unit_tests.helpers.nccl_stand_in import Network, members_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-UPDATES = {"feynrl_local": {"buckets": []}}
-NAMES = ["feynrl_gloo", "feynrl_ipc", "feynrl_local", "feynrl_nccl"]
+NAMES = ["feynrl_gloo", "feynrl_ipc", "feynrl_nccl"]
 
 
 def test_vllm_makes_every_registered_transfer():
@@ -28,7 +27,7 @@ def test_vllm_makes_every_registered_transfer():
             WeightTransferConfig(backend=name), config, torch.device("cpu"), model
         )
         made.start_adapter()
-        assert made.consumed == {} and made.parse_update_info(UPDATES.get(name, {})) is not None
+        assert made.consumed == {} and made.parse_update_info({}) is not None
         made.shutdown()
 
 

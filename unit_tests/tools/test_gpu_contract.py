@@ -41,7 +41,7 @@ def test_vllm_loads_the_nccl_library_of_the_gpu_build():
 
 @pytest.mark.slow
 def test_vllm_takes_the_settings_of_an_engine_on_a_gpu():
-    arguments = load_part("AsyncEngineArgs")
+    arguments = load_part("EngineArgs")
     lora = LoraConfig(r=8, alpha=16, targets=["q_proj"])
     config = engine_config("m", sleep="discard", lora=lora)
     settings = engine_args(config, on_cpu=False, sees=True)
