@@ -50,9 +50,7 @@ def read_versions() -> list[str]:
     """Return what pip is to install: the sets run and standard, and what runs the tests."""
     of_runs, of_tests = (ROOT / "constraints-gpu.txt").read_text().split("# [test]")
     lines = [line for line in of_runs.splitlines() if line and not line.startswith("#")]
-    lines += [line for line in of_tests.splitlines() if line.partition("==")[0] in RUNNER]
-    # with two signs pip would prefer 2.13.0+cpu, where an index has it
-    return [re.sub("^torch==+", "torch===", line) for line in lines]
+    return lines + [line for line in of_tests.splitlines() if line.partition("==")[0] in RUNNER]
 
 
 def run(*command: str) -> None:
