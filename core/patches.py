@@ -14,14 +14,15 @@ import secrets
 import sys
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import shared_memory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.distributed.tensor import DTensor
 
 NONE_FOUND = "none found"
 RAY, TORCH, TRANSFORMERS, DEEPSPEED = "ray 2.60.0", "torch 2.13.0", "transformers 5.19.0", "deepspeed 0.19.8"
@@ -83,6 +84,11 @@ PATCHES = (
     Patch(
         target="torch.distributed.distributed_c10d._world",
         reason="a library's own process groups need the run's deadline, or a dead rank hangs the others",
+        tested=TORCH,
+    ),
+    Patch(
+        target="torch.distributed.tensor.DTensor._spec",
+        reason="the public `from_local` copies offloaded shards to the mesh's device, and a resume would fill the copy",
         tested=TORCH,
     ),
     Patch(
@@ -206,6 +212,15 @@ def set_group_timeouts(timeout: timedelta) -> None:
     groups: Any = distributed_c10d
     for group in groups._world.pg_map:
         group.set_timeout(timeout)
+
+
+def make_shard_of(parameter: DTensor, held: Tensor) -> DTensor:
+    """Return a DTensor with the placement of `parameter` and the local shard `held`, wherever that is; not a copy."""
+    from torch.distributed.tensor import DTensor
+
+    spec: Any = parameter._spec  # pyright: ignore[reportPrivateUsage]
+    meta = spec.tensor_meta._replace(dtype=held.dtype)
+    return DTensor(held, replace(spec, tensor_meta=meta), requires_grad=False)
 
 
 def is_grad_switch(function: Any) -> bool:

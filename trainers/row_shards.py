@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from core.patches import make_shard_of
 from trainers.allocator import return_freed_memory
 
 
 def as_part_of(parameter: Tensor, held: Tensor) -> Tensor:
     """Return a DTensor with the local shard `held` and the placement of `parameter`; it shares the memory of `held`."""
-    if not isinstance(parameter, DTensor):
-        return held
-    place = (parameter.device_mesh, parameter.placements)
-    return DTensor.from_local(held, *place, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return make_shard_of(parameter, held) if isinstance(parameter, DTensor) else held
 
 
 def local_part(tensor: Tensor) -> Tensor:

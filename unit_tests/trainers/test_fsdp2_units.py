@@ -3,15 +3,16 @@
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from configs.schema import RLConfig
+from configs.trainer_schema import TrainerConfig
 from core.errors import UserError
 from driver.checks.explain import describe_memory, describe_placement, estimate_memory
 from driver.load_recipe import load_recipe
 from driver.resume import bitwise_only_changes, check_settings
-from trainers.fsdp2 import gather
+from trainers.fsdp2 import FsdpLearner, gather
 from trainers.fsdp2_units import find_blocks, find_units, settle_shards
 from trainers.row_shards import local_part
 from unit_tests.helpers.models import random_model
@@ -83,6 +84,35 @@ def test_what_is_offloaded_is_held_by_the_cpu_and_computes_the_same(one_rank, de
         torch.testing.assert_close(local_part(p.grad), 2 * want.grad, rtol=1e-4, atol=1e-7)
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
     assert len(groups) > 2 and all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+
+
+class MeshElsewhere(DeviceMesh):
+    """A mesh whose ranks have another device than the CPU, for a model whose shards are on the CPU."""
+
+    says = "cpu"
+
+    @property
+    def device_type(self) -> str:
+        return self.says
+
+
+def test_offloaded_moments_are_saved_and_restored_where_they_are(one_rank, tmp_path):
+    mesh = MeshElsewhere("cpu", [0])
+    cfg = TrainerConfig(strategy="fsdp2", offload=True)
+    first, second = (
+        FsdpLearner(random_model("llama"), cfg, mesh, dtype=torch.float32, sum_over_ranks=lambda values: values)
+        for _ in range(2)
+    )
+    first.backward(first.module(torch.arange(12).reshape(2, 6)).logits.square().mean())
+    first.update(lr=1e-3, apply=True)
+    mesh.says = "meta"  # what is copied there is empty
+    first.save_state(tmp_path / "state")
+    second.load_state(tmp_path / "state")
+    for name, held in first.held.items():
+        assert torch.equal(second.held[name], held), name
+        want, got = first.optimizer.state[held], second.optimizer.state[second.held[name]]
+        assert got.keys() == want.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert want["exp_avg"].any() and all(torch.equal(got[kind], want[kind]) for kind in want), name
 
 
 def test_a_recipe_that_offloads_says_so(recipe):
