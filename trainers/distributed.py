@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.cluster.addresses import host_store
+from core.device import find_device
 from core.errors import UserError
 from core.patches import set_group_timeouts
 from core.types.weights import ExportScope
@@ -40,11 +41,10 @@ class DistributedTrainer(Trainer):
     ):
         """timeout_s: deadline of every collective."""
         self.dtype = model.dtype
-        on_gpu = torch.cuda.is_available()
         timeout = timedelta(seconds=timeout_s)
-        form_group("nccl" if on_gpu else "gloo", timeout)
+        form_group("nccl" if torch.cuda.is_available() else "gloo", timeout)
         self.start_library(timeout)
-        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+        device = find_device()  # a library may have chosen it
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         if cfg.sequence_parallel > 1:
             self.sequence_group = form_sequence_group(cfg.sequence_parallel)

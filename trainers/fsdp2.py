@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.device import find_device
 from core.types.weights import Bucket, ExportScope, split_into_buckets
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
@@ -38,8 +39,7 @@ class FsdpTrainer(DistributedTrainer):
     """Trainer rank with FSDP2."""
 
     def start_library(self, timeout: timedelta) -> None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        self.mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),))
+        self.mesh = init_device_mesh(torch.device(find_device()).type, (torch.distributed.get_world_size(),))
 
     def get_file_settings(self) -> dict[str, Any]:
         return {"backend": "ray", "trainer.strategy": "fsdp2"}  # any number of ranks reads them

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.device import find_device
 from core.types.weights import Bucket, ExportScope, split_into_buckets
 from modeling.export import exported_tensors, gather_tensors, save_exported
 from trainers.checkpoint.state import reading
@@ -24,8 +25,7 @@ class LocalTrainer(Trainer):
     """Trainer in one process, without DeepSpeed."""
 
     def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, **settings: Unpack[TrainerSettings]):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(model, cfg, alg, device=device, **settings)
+        super().__init__(model, cfg, alg, device=find_device(), **settings)
 
     def make_learner(self, model: nn.Module) -> Learner:
         return TorchLearner(model.to(self.device), self.cfg)

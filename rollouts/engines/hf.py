@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from core.device import find_device
 from core.errors import RunStopped, UserError
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
@@ -55,7 +56,7 @@ class HfEngine(Engine):
     def __init__(self, config: EngineConfig) -> None:
         from modeling.load import load_model
 
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = find_device()
         model = load_model(
             config.model_path, dtype=config.dtype, attention="sdpa", trust_remote_code=config.trust_remote_code
         )

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from core.device import normalize_device
+
 _ENDS = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 """Types of objects that are not followed: from code, everything in the process can be reached."""
 
@@ -29,9 +31,10 @@ def find_storages(*roots: object, device: str) -> list[UntypedStorage]:
     Storages that cannot be resized, such as a memory-mapped file, are excluded.
     """
     found: dict[int, UntypedStorage] = {}
+    wanted = normalize_device(device)
     for tensor in find_tensors(*roots):
         storage = tensor.untyped_storage()
-        if storage.device == torch.device(device) and storage.nbytes() and storage.resizable():
+        if storage.device == wanted and storage.nbytes() and storage.resizable():
             found[identify(storage)] = storage
     return list(found.values())
 

@@ -150,6 +150,7 @@ def test_tensors_are_found_wherever_they_are_held_and_code_is_not_followed():
     }
     assert sorted(s.nbytes() for s in find_storages(holder, device="cpu")) == [8, 8, 32], "two views are one storage"
     assert find_storages(holder, device="meta") == []
+    assert len(find_storages(holder, device="cpu:0")) == 3, "the same device, as a tensor would not name it"
 
 
 # The engine's half -------------------------------------------------------------------------------------------
