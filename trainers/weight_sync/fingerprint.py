@@ -29,8 +29,10 @@ _BITS = 64
 _WORD_BYTES = 8
 _ROW_BYTES_OF_WORDS = 128
 """Row length in bytes whose multiples are read 8 bytes at a time: up to 16 equal shards of a row end at a word."""
-_BLOCK_WORDS = 1 << 15
+_CPU_BLOCK_WORDS = 1 << 15
 """Words per block: fits the cache, and is too small for torch to start threads, which would wait for busy cores."""
+_GPU_BLOCK_WORDS = 1 << 22
+"""Words per block, 32 MiB as integers. Smaller blocks would cost more launches, larger blocks more memory."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,14 +61,16 @@ def checksum(shard: Tensor, *, shape: Sequence[int] | None = None, start: Sequen
     begins = [*begin[:-1], begin[-1] // per_word]
     seed = f"{shard.dtype} {full}"
     weights = [
-        _make_weights(f"{seed} {dim}", extent)[at : at + size].to(shard.device)
+        _make_weights(f"{seed} {dim}", extent)[at : at + size]
         for dim, (extent, at, size) in enumerate(zip(extents, begins, words.shape, strict=True))
     ]
+    ones = prod(int(weight.sum()) for weight in weights)  # on the CPU: a GPU would be waited for, once per dimension
+    weights = [weight.to(shard.device) for weight in weights]
     # the weights of a tensor are an outer product, so its sum is taken dimension by dimension, from the last
-    total = _row_sums(words.reshape(-1, words.shape[-1]), weights[-1])
+    block = choose_block_words(shard.device)
+    total = sum_rows(words.reshape(-1, words.shape[-1]), weights[-1], block_words=block)
     for weight in reversed(weights[:-1]):
         total = (total.view(-1, len(weight)) * weight).sum(-1)
-    ones = prod(int(weight.sum()) for weight in weights)
     return (int(total.sum()) + ones) % (1 << _BITS)
 
 
@@ -100,9 +104,14 @@ def _elements_per_word(row: int, itemsize: int) -> int:
     return _WORD_BYTES // itemsize if row * itemsize % _ROW_BYTES_OF_WORDS == 0 else 1
 
 
-def _row_sums(words: Tensor, weight: Tensor) -> Tensor:
+def choose_block_words(device: torch.device) -> int:
+    """Return the number of words that `sum_rows` reads at a time on this device."""
+    return _CPU_BLOCK_WORDS if device.type == "cpu" else _GPU_BLOCK_WORDS
+
+
+def sum_rows(words: Tensor, weight: Tensor, *, block_words: int) -> Tensor:
     """Compute sum_j mix(words[i, j]) * weight[j]: [R, W] integers, [W] int64 -> [R] int64."""
-    rows = max(1, _BLOCK_WORDS // words.shape[-1])
+    rows = max(1, block_words // words.shape[-1])
     sums = torch.empty(len(words), dtype=torch.int64, device=words.device)
     for at in range(0, len(words), rows):
         block = words[at : at + rows].to(torch.int64)

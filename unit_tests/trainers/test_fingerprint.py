@@ -7,8 +7,15 @@ import time
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainers.weight_sync.fingerprint import checksum, describe_difference, fingerprint
+from trainers.weight_sync.fingerprint import (
+    checksum,
+    choose_block_words,
+    describe_difference,
+    fingerprint,
+    sum_rows,
+)
 
 WRAP = 1 << 64
 
@@ -69,6 +76,33 @@ def test_a_shard_of_zeros_counts_by_its_place() -> None:
     empty = torch.zeros(8, 64)
     halves = [checksum(part, shape=empty.shape, start=[at, 0]) for part, at in zip(empty.chunk(2), (0, 4), strict=True)]
     assert 0 not in halves and sum(halves) % WRAP == checksum(empty)
+
+
+class Calls(TorchDispatchMode):
+    """Count the operations, which are launches on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_reads_large_blocks() -> None:
+    """Views are counted as well, so that the bound is above the number of launches."""
+    a_gib = torch.empty(1 << 17, 1 << 10, dtype=torch.int64, device="meta")
+    with Calls() as calls:
+        sum_rows(a_gib, a_gib[0], block_words=choose_block_words(torch.device("cuda:0")))
+    assert calls.count < 300
+
+
+def test_the_sums_do_not_depend_on_the_blocks() -> None:
+    words, weight = torch.randint(-(1 << 62), 1 << 62, (300, 64)), torch.arange(64) * 2 + 1
+    want = sum_rows(words, weight, block_words=1)
+    for device in ("cpu", "cuda:0"):
+        assert torch.equal(sum_rows(words, weight, block_words=choose_block_words(torch.device(device))), want)
 
 
 def test_a_shard_that_cuts_a_word_is_refused() -> None:
