@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -406,3 +409,10 @@ def test_more_tiny_functions_than_there_are_are_refused(capsys, tmp_path: Path) 
     assert "there are 576; raise --steps" in capsys.readouterr().err
     code_tasks.main(["--out", str(tmp_path), "--steps", "1", "--train", "2", "--eval", "2", "--sft", "2", "--jsonl"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "sft.jsonl", "train.jsonl"]
+
+
+def test_who_imports_a_script_may_still_train_on_a_gpu() -> None:
+    code = "import data_prep, os; print(os.environ.get('DS_ACCELERATOR'))"
+    without = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run([sys.executable, "-c", code], env=without, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
