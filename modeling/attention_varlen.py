@@ -31,6 +31,15 @@ def fits_varlen(query: Tensor) -> bool:
     return fits_head and torch.cuda.get_device_capability(query.device) >= NEEDED_CAPABILITY
 
 
+def gather_keys(x: Tensor, keys: Tensor) -> Tensor:
+    """Select rows of keys or values, [T, H, D] -> [K, H, D]; gradients of a row are summed in float32.
+
+    A GPU adds the gradients of 64 replies to those of their prompt one by one, and would round 64 times in bfloat16.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide).index_select(0, keys).to(x.dtype)
+
+
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None
 ) -> Tensor:
@@ -46,7 +55,7 @@ def attend_varlen(
     index = segments.index_keys(query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     if index.keys is not None:
-        k, v = k.index_select(0, index.keys), v.index_select(0, index.keys)
+        k, v = gather_keys(k, index.keys), gather_keys(v, index.keys)
     done = varlen_attn(
         # the transpose above is a view
         q.contiguous(),

@@ -111,14 +111,17 @@ class Segments:
         # computed once for all layers of a pass
         if self._varlen is None:
             ends = [0, *accumulate(self.lengths)]
-            spans = [torch.arange(a, b, device=device) for a, b in pairwise(ends)]
             seen = [sum(self.lengths[a] for a in [*chain, i]) for i, chain in enumerate(self.chains)]
-            chosen = [spans[a] for i, chain in enumerate(self.chains) for a in [*chain, i]]
             self._varlen = VarlenIndex(
-                keys=torch.cat(chosen) if self.are_shared else None,
+                keys=self._place_keys(ends).to(device) if self.are_shared else None,
                 query_ends=torch.tensor(ends, dtype=torch.int32, device=device),
                 key_ends=torch.tensor([0, *accumulate(seen)], dtype=torch.int32, device=device),
                 longest_query=max(self.lengths),
                 longest_key=max(seen),
             )
         return self._varlen
+
+    def _place_keys(self, ends: list[int]) -> Tensor:
+        """Return the row position of every key, on the CPU: a GPU would need a launch for every segment."""
+        spans = [torch.arange(a, b) for a, b in pairwise(ends)]
+        return torch.cat([spans[a] for i, chain in enumerate(self.chains) for a in [*chain, i]])

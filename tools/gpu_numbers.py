@@ -95,6 +95,8 @@ CASES = (
     # a window of two tokens: it ends inside ancestors and inside the segment itself
     Rows(lengths=LENGTHS, parents=FOREST, heads=(4, 1), window=2),
     Rows(lengths=LENGTHS, parents=FOREST, heads=(4, 1), head_dim=256),
+    # a prompt whose keys get the gradients of 64 replies
+    Rows(lengths=(257, *(33,) * 64), parents=(-1, *(0,) * 64), heads=(4, 2)),
     # the last case is small enough for a CPU, and is the only one of --small
     Rows(lengths=(11, 6, 6, 17, 2, 1), parents=FOREST, heads=(4, 2), head_dim=72, window=9),
 )

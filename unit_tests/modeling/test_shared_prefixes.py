@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from configs.trainer_schema import LoraConfig
@@ -20,7 +21,7 @@ from modeling.attention import (
     attend_by_sequence_if_able,
     can_share_prefixes,
 )
-from modeling.attention_varlen import attend_varlen, fits_varlen
+from modeling.attention_varlen import attend_varlen, fits_varlen, gather_keys
 from modeling.lora import with_adapter
 from modeling.segments import Segments
 from unit_tests.helpers.examples import families, siblings
@@ -147,6 +148,26 @@ def test_the_index_of_keys_is_the_whole_sequence_of_every_segment():
     assert plain.keys is None and plain.key_ends.tolist() == plain.query_ends.tolist() == [0, 3, 5]
 
 
+class Made(TorchDispatchMode):
+    """Count the operations whose result is on the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.count += isinstance(made, torch.Tensor) and made.is_meta
+        return made
+
+
+@pytest.mark.parametrize("parent", [-1, 0])
+def test_an_index_takes_no_launch_for_every_segment(parent):
+    with Made() as made:
+        Segments([2] * 64, [-1, *[parent] * 63]).index_keys(torch.device("meta"))
+    assert made.count <= 3, "ends of queries, ends of keys, and keys where they are shared"
+
+
 def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """What torch's documentation and comments say of varlen_attn, whose kernel runs on a GPU only."""
     left, right = window_size
@@ -177,6 +198,34 @@ def test_the_call_for_a_gpu_means_what_the_kernel_of_a_cpu_computes(monkeypatch,
     monkeypatch.setattr(varlen, "varlen_attn", varlen_by_hand)
     got = attend_varlen(query, key, value, segments, scaling=0.3, window=window)
     torch.testing.assert_close(got, want)
+
+
+class SumsOfRows(TorchDispatchMode):
+    """Record the dtypes in which gradients of gathered rows are added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.startswith(("aten::index_add", "aten::index_put")):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_a_prompt_of_many_replies_add_up_in_float32():
+    """A CPU adds in float32 anyway, and rounds once; a GPU adds in the dtype that it gets."""
+    keys = Segments([4, *[2] * 64], [-1, *[0] * 64]).index_keys(torch.device("cpu")).keys
+    torch.manual_seed(0)
+    x = torch.randn(132, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    slope = torch.randn(len(keys), 2, 8, dtype=torch.bfloat16)
+    gathered = gather_keys(x, keys)
+    assert torch.equal(gathered, x[keys])
+    with SumsOfRows() as sums:
+        [got] = torch.autograd.grad(gathered, x, slope)
+    assert sums.dtypes == {torch.float32}
+    want = torch.zeros(132, 2, 8, dtype=torch.float64).index_add_(0, keys, slope.double())
+    assert torch.equal(got, want.bfloat16())
 
 
 def test_torch_takes_the_arguments_of_the_call_for_a_gpu():
