@@ -62,9 +62,8 @@ class TorchLearner:
 
     def update(self, *, lr: float, apply: bool) -> float:
         norm = nn.utils.get_total_norm([m.grad for m in self.master if m.grad is not None])
-        if not apply:
-            norm = torch.full_like(norm, torch.inf)
-        if torch.isfinite(norm):
+        value = float(norm) if apply else math.inf  # the only wait for a GPU
+        if math.isfinite(value):
             if self.max_grad_norm > 0:
                 nn.utils.clip_grads_with_norm_(self.master, self.max_grad_norm, norm)
             for group in self.optimizer.param_groups:
@@ -75,7 +74,7 @@ class TorchLearner:
                     if p is not m:
                         p.copy_(m)
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return value
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
         for bucket in split_into_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):

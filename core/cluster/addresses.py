@@ -15,7 +15,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: the documented name
 
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}", "TP_SOCKET_IFNAME": "{}"}
+"""Variables with the form of their value. NCCL takes a name without = for a prefix: eth1 would be eth10, too."""
 
 
 def is_loopback(address: str) -> bool:
@@ -63,9 +64,9 @@ def use_interface_of(address: str) -> None:
     """
     if (name := find_interface(address, list_interfaces())) is None:
         return
-    for variable in INTERFACE_VARIABLES:
+    for variable, form in INTERFACE_VARIABLES.items():
         if is_loopback(address) or variable not in os.environ:
-            os.environ[variable] = name
+            os.environ[variable] = form.format(name)
     if is_loopback(address) or "VLLM_HOST_IP" not in os.environ:
         os.environ["VLLM_HOST_IP"] = address
 

@@ -48,7 +48,7 @@ def test_on_loopback_every_library_stays_there(no_settings):
     no_settings.setenv("NCCL_SOCKET_IFNAME", "eth7")
     use_interface_of("127.0.0.1")
     name = find_interface("127.0.0.1", list_interfaces())
-    assert {os.environ[variable] for variable in addresses.INTERFACE_VARIABLES} == {name}
+    assert [os.environ[variable] for variable in addresses.INTERFACE_VARIABLES] == [name, f"={name}", name]
     assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
 
 
