@@ -1,0 +1,101 @@
+"""Every rank of a distributed trainer calls the same collectives, in the same order, or a run would hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.trainer_schema import LoraConfig
+from core.cluster.addresses import listen_at
+from trainers.trainer import Trainer
+from unit_tests.helpers import collectives
+from unit_tests.helpers.collectives import find_disagreement, record_ranks
+from unit_tests.helpers.examples import some_groups, with_values
+from unit_tests.helpers.models import random_model
+from unit_tests.helpers.ray_trainers import FSDP2, OFFLOADED, alg_of, plan_of, sharded
+
+ROOT = Path(__file__).parent.parent.parent
+EIGHT = 8
+KINDS = {
+    "plain": {},
+    "offloaded": {},
+    "values": {"alg": alg_of("ppo")},
+    "adapter": {"lora": LoraConfig(r=4)},
+    "two to a row": {"sequence_parallel": 2},
+    "four to a row": {"sequence_parallel": 4},
+}
+
+
+def check_ranks(path: str, stage: int | str, **more) -> None:
+    plan = plan_of(path, dtype="bfloat16", attention="auto", ranks=EIGHT, **sharded(stage), **more)
+    ranks = record_ranks(plan, with_values(some_groups(EIGHT)))
+    assert find_disagreement(ranks) is None
+    assert len(ranks) == EIGHT and all(len(seen) > 20 for seen in ranks)
+    size = more.get("sequence_parallel", 1)
+    assert {len(c.ranks) for seen in ranks for c in seen} == {EIGHT} | ({size} if size > 1 else set())
+
+
+LATER = {"offloaded", "adapter", "four to a row"}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] if k in LATER else []) for k in KINDS])
+def test_eight_ranks_of_fsdp2_agree(tmp_path, kind):
+    random_model("llama", num_attention_heads=4).save_pretrained(tmp_path)
+    check_ranks(str(tmp_path), OFFLOADED if kind == "offloaded" else FSDP2, **KINDS[kind])
+
+
+def test_eight_ranks_of_fsdp2_agree_about_experts_that_some_do_not_use(tmp_path):
+    sizes = {"num_experts": 16, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    random_model("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    check_ranks(str(tmp_path), FSDP2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["plain", "values", "adapter", "two to a row"])
+def test_eight_ranks_of_deepspeed_agree(tiny_path, stage, kind):
+    check_ranks(tiny_path, stage, **KINDS[kind])
+
+
+def test_a_rank_that_leaves_a_collective_out_is_named(tiny_path):
+    def skip_on_three(trainer: Trainer, micro: list) -> None:
+        if trainer.rank != 3:
+            trainer.probe([5, 6, 7])
+
+    plan = plan_of(tiny_path, ranks=4, **sharded(FSDP2))
+    said = find_disagreement(record_ranks(plan, some_groups(16), work=skip_on_three))
+    assert said is not None and "that ranks 0 and 3 make together is Collective(" in said and said.endswith("and None")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_four_ranks_of_zero_3_agree_where_torch_compares_every_collective(tiny_path, tmp_path):
+    """ZeRO-3 compares values of its own over the ranks, so they must be real."""
+    with listen_at("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+    alone = os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", collectives.__name__]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "4", str(port), tiny_path, str(tmp_path)],
+            cwd=ROOT,
+            env=alone,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=150)
+            assert f"agreed {torch.distributed.DebugLevel.DETAIL}" in out, out + err
+            assert "noticed True" in out, out + err
+    finally:
+        for rank in ranks:
+            rank.kill()
