@@ -56,7 +56,7 @@ def test_eight_ranks_of_fsdp2_agree_about_experts_that_some_do_not_use(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "values", "adapter", "two to a row"])
 def test_eight_ranks_of_deepspeed_agree(tiny_path, stage, kind):
     check_ranks(tiny_path, stage, **KINDS[kind])
