@@ -96,21 +96,24 @@ def work(trainer: Trainer, micro: list[Any]) -> None:
     trainer.compute_columns(micro, frozenset(columns))
     trainer.step([micro, micro])
     trainer.measure_loss(micro)
-    trainer.probe([5, 6, 7])
+    trainer.probe([30, 31, 32])
     for _ in trainer.export_weights(2**16):
         pass
 
 
-def batches_of(plan: TrainerPlan, groups: list[Group], rank: int) -> list[Any]:
+def batches_of(plan: TrainerPlan, groups: list[Group], rank: int, max_tokens: int = 60) -> list[Any]:
     """Return the micro-batches of a rank; those of a sequence group are the same."""
     cfg = plan.trainer
-    per_group = micro_batches(groups, "token", 60, padded=False, ranks=cfg.ranks // cfg.sequence_parallel)
+    per_group = micro_batches(groups, "token", max_tokens, padded=False, ranks=cfg.ranks // cfg.sequence_parallel)
     return per_group[rank // cfg.sequence_parallel]
 
 
-def record_ranks(plan: TrainerPlan, groups: list[Group], *, work: Any = work) -> list[list[Collective]]:
+def record_ranks(
+    plan: TrainerPlan, groups: list[Group], *, max_tokens: int = 60, work: Any = work
+) -> list[list[Collective]]:
     """Return the collectives of every rank of `plan`, from loading the model to the end of `work`."""
-    return [record_rank(plan, batches_of(plan, groups, rank), rank, work) for rank in range(plan.trainer.ranks)]
+    ranks = range(plan.trainer.ranks)
+    return [record_rank(plan, batches_of(plan, groups, rank, max_tokens), rank, work) for rank in ranks]
 
 
 def record_rank(plan: TrainerPlan, micro: list[Any], rank: int, work: Any) -> list[Collective]:

@@ -12,12 +12,15 @@ import torch
 
 from configs.trainer_schema import LoraConfig
 from core.cluster.addresses import listen_at
+from data_feeds.packing.batches import micro_batches
+from modeling.images.processor import ImageProcessor
 from trainers.trainer import Trainer
 from unit_tests.helpers import collectives
 from unit_tests.helpers.collectives import find_disagreement, record_ranks
 from unit_tests.helpers.examples import some_groups, with_values
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.ray_trainers import FSDP2, OFFLOADED, alg_of, plan_of, sharded
+from unit_tests.helpers.seeing import save_model, seeing_groups
 
 ROOT = Path(__file__).parent.parent.parent
 EIGHT = 8
@@ -31,9 +34,9 @@ KINDS = {
 }
 
 
-def check_ranks(path: str, stage: int | str, **more) -> None:
+def check_ranks(path: str, stage: int | str, *, groups=None, max_tokens: int = 60, **more) -> None:
     plan = plan_of(path, dtype="bfloat16", attention="auto", ranks=EIGHT, **sharded(stage), **more)
-    ranks = record_ranks(plan, with_values(some_groups(EIGHT)))
+    ranks = record_ranks(plan, with_values(groups or some_groups(EIGHT)), max_tokens=max_tokens)
     assert find_disagreement(ranks) is None
     assert len(ranks) == EIGHT and all(len(seen) > 20 for seen in ranks)
     size = more.get("sequence_parallel", 1)
@@ -56,6 +59,17 @@ def test_eight_ranks_of_fsdp2_agree_about_experts_that_some_do_not_use(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, FSDP2])
+def test_eight_ranks_agree_about_a_vision_tower_that_some_do_not_use(tmp_path, stage):
+    path = save_model(tmp_path, "qwen2_5_vl")
+    groups = seeing_groups(ImageProcessor(path))
+    most = max(len(s.token_ids) for group in groups for s in group)
+    rows = micro_batches(groups, "token", most, ranks=EIGHT, padded=False)
+    assert 0 < sum(any(batch.images for batch in rank) for rank in rows) < EIGHT
+    check_ranks(path, stage, groups=groups, max_tokens=most)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "values", "adapter", "two to a row"])
 def test_eight_ranks_of_deepspeed_agree(tiny_path, stage, kind):
@@ -65,7 +79,7 @@ def test_eight_ranks_of_deepspeed_agree(tiny_path, stage, kind):
 def test_a_rank_that_leaves_a_collective_out_is_named(tiny_path):
     def skip_on_three(trainer: Trainer, micro: list) -> None:
         if trainer.rank != 3:
-            trainer.probe([5, 6, 7])
+            trainer.probe([30, 31, 32])
 
     plan = plan_of(tiny_path, ranks=4, **sharded(FSDP2))
     said = find_disagreement(record_ranks(plan, some_groups(16), work=skip_on_three))
