@@ -23,6 +23,7 @@ from core.device import normalize_device
 
 _ENDS = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 """Types of objects that are not followed: from code, everything in the process can be reached."""
+_BLOCK_BYTES = 1 << 26
 
 
 def find_storages(*roots: object, device: str) -> list[UntypedStorage]:
@@ -69,37 +70,63 @@ class OffloadedStorages:
     """Storages with contents on the host and no device memory."""
 
     def __init__(self) -> None:
-        self._emptied: list[tuple[UntypedStorage, int, UntypedStorage | None]] = []
-        """Storages with sizes in bytes and host copies."""
+        self._emptied: list[tuple[UntypedStorage, int, list[Tensor]]] = []
+        """Storages with sizes in bytes and the pieces of their host copies."""
 
     def put(self, storages: Iterable[UntypedStorage], *, keep: bool = True) -> int:
         """Copy the storages to the host and free the device memory; return the freed bytes.
 
         keep: False discards the contents; `bring_back` then restores only the memory.
         """
-        freed = 0
-        for storage in storages:
-            self._emptied.append((storage, storage.nbytes(), copy_to_host(storage) if keep else None))
-            freed += storage.nbytes()
+        chosen = list(storages)
+        freed = sum(storage.nbytes() for storage in chosen)
+        host = HostBlocks(freed, pinned=any(storage.device.type == "cuda" for storage in chosen))
+        for storage in chosen:
+            self._emptied.append((storage, storage.nbytes(), host.copy(view_bytes(storage)) if keep else []))
             storage.resize_(0)
         give_memory_back()
         return freed
 
     def bring_back(self) -> None:
         """Restore every storage, with the saved contents."""
-        for storage, nbytes, copy in self._emptied:
+        for storage, nbytes, pieces in self._emptied:
             storage.resize_(nbytes)
-            if copy is not None:
-                storage.copy_(copy)
+            if pieces:
+                for part, piece in zip(view_bytes(storage).split([len(p) for p in pieces]), pieces, strict=True):
+                    part.copy_(piece)
         self._emptied = []
 
 
-def copy_to_host(storage: UntypedStorage) -> UntypedStorage:
-    """Return a copy in host memory. GPU storages are copied to pinned memory, which is much faster."""
-    on_gpu = storage.device.type == "cuda"
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu).untyped_storage()
-    copy.copy_(storage)
-    return copy
+class HostBlocks:
+    """Host memory in blocks of one size, for copies of storages end to end.
+
+    Copies of a GPU go to pinned memory, which is much faster. torch rounds it up to a power of two, so that a block for
+    each storage could take twice the memory.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        """nbytes: size of all copies together."""
+        self._missing, self._pinned = nbytes, pinned
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, source: Tensor) -> list[Tensor]:
+        """Copy bytes, [n] uint8; return the pieces of the copy in order."""
+        pieces: list[Tensor] = []
+        while len(source):
+            if not len(self._free):
+                size = min(_BLOCK_BYTES, self._missing)
+                self._missing -= size
+                self._free = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            n = min(len(source), len(self._free))
+            piece, self._free = self._free[:n], self._free[n:]
+            pieces.append(piece.copy_(source[:n]))
+            source = source[n:]
+        return pieces
+
+
+def view_bytes(storage: UntypedStorage) -> Tensor:
+    """Return a storage as a tensor of bytes, [n] uint8, with the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def give_memory_back() -> None:

@@ -40,7 +40,7 @@ from rollouts.scheduling.generation import Generation
 from rollouts.worker import RolloutWorker
 from trainers.local import LocalTrainer
 from trainers.offload.offloaded_trainer import OffloadedTrainer
-from trainers.offload.storages import find_storages, find_tensors
+from trainers.offload.storages import HostBlocks, find_storages, find_tensors
 from trainers.trainer import Trainer
 from trainers.weight_sync.transports import HandleTransport, SyncEndpoints
 from unit_tests.helpers.engines import PROMPTS, engine_of, several
@@ -151,6 +151,16 @@ def test_tensors_are_found_wherever_they_are_held_and_code_is_not_followed():
     assert sorted(s.nbytes() for s in find_storages(holder, device="cpu")) == [8, 8, 32], "two views are one storage"
     assert find_storages(holder, device="meta") == []
     assert len(find_storages(holder, device="cpu:0")) == 3, "the same device, as a tensor would not name it"
+
+
+def test_copies_on_the_host_fill_blocks_whose_size_pinned_memory_has_as_well():
+    """A copy of 40 MiB of its own would pin 64 MiB."""
+    sources = [torch.full((40 << 20,), i, dtype=torch.uint8) for i in range(3)]
+    host = HostBlocks(120 << 20, pinned=False)
+    copies = [host.copy(source) for source in sources]
+    assert all(torch.equal(torch.cat(pieces), source) for pieces, source in zip(copies, sources, strict=True))
+    blocks = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for c in copies for piece in c}
+    assert sorted(blocks.values()) == [56 << 20, 64 << 20]
 
 
 # The engine's half -------------------------------------------------------------------------------------------
