@@ -13,7 +13,7 @@ from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
 from driver.checks.explain_devices import describe_gpus, describe_processes
-from driver.checks.memory_estimate import GIB, BytesEach, MemoryEstimate
+from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded
 from driver.start.devices import check_devices, count_gpus, uses_gpus
@@ -147,7 +147,8 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
             "memory per rank",
             f"about {m.per_rank:.2f} GiB: weights {m.weights:.2f}, gradients {m.gradients:.2f}, optimizer "
             f"{m.optimizer:.2f}, frozen models {m.frozen:.2f}; activations come on top"
-            + (", and are all that a GPU holds besides one block's weights" if loaded.cfg.trainer.offload else ""),
+            + (", and are all that a GPU holds besides one block's weights" if loaded.cfg.trainer.offload else "")
+            + (f", CUDA ({CUDA_GIB:g}) and DeepSpeed's buckets ({m.buckets:.2f})" if uses_gpus(loaded.cfg) else ""),
         ),
     ]
     if isinstance(loaded.cfg, RLConfig):
@@ -195,6 +196,7 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
         gradients=in_training * each.gradients / GIB,
         optimizer=in_training * each.optimizer / GIB,
         frozen=frozen * each.reference / GIB,
+        buckets=count_buckets(cfg) / GIB,
         per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
         checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
         saved=((n if merges else 0) + adapter + critic) * held / GIB,
@@ -236,6 +238,23 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
         gradients=4 / (ranks if stage >= 2 else 1),
         optimizer=(master + count_states(cfg)) / (ranks if stage >= 1 else 1),
     )
+
+
+def count_buckets(cfg: RunConfig) -> float:
+    """Return the bytes of DeepSpeed's buffer for gradients, which it allocates whole whatever the model's size."""
+    trainer = cfg.trainer
+    if cfg.backend != "ray" or trainer.strategy != "deepspeed" or trainer.zero_stage == 0:
+        return 0
+    defaults: dict[str, Any] = {"reduce_bucket_size": 5e8, "overlap_comm": False, "contiguous_gradients": True}
+    given = defaults | trainer.deepspeed.get("zero_optimization", {})
+    if not given["contiguous_gradients"]:
+        return 0
+    # ZeRO-1 reduces sums in float32; ZeRO-2 has a second buffer while the first is on its way
+    held = 4 if trainer.zero_stage == 1 else count_held(cfg)
+    size = given["reduce_bucket_size"]
+    if not isinstance(size, int | float):  # DeepSpeed will refuse it
+        return 0
+    return size * held * (2 if trainer.zero_stage == 2 and given["overlap_comm"] else 1)
 
 
 def count_frozen_tower(cfg: RunConfig) -> int:

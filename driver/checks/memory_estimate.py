@@ -10,6 +10,10 @@ from core.timing.deadlines import GPU_CHECK_TIMEOUT_S
 from driver.start.devices import count_gpus
 
 GIB = 2**30
+CUDA_GIB = 0.6
+"""GPU memory of a process before its first tensor: the context, and workspaces of the libraries. Not measured yet."""
+GRAPHS_GIB = 1.0
+"""GPU memory of vLLM's CUDA graphs, which stays while it sleeps. Not measured yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,8 @@ class MemoryEstimate:
     gradients: float
     optimizer: float
     frozen: float
+    buckets: float
+    """DeepSpeed's buffer for gradients that are reduced together, per rank. On a CPU only what is used counts."""
     per_engine: float
     """Weights of an engine's rank; 0 without engines."""
     checkpoint: float

@@ -11,7 +11,7 @@ from functools import partial
 
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
-from driver.checks.memory_estimate import MemoryEstimate, find_gpu_gib, find_machine_gib
+from driver.checks.memory_estimate import CUDA_GIB, GRAPHS_GIB, MemoryEstimate, find_gpu_gib, find_machine_gib
 from driver.start.devices import uses_gpus
 
 
@@ -55,7 +55,7 @@ def plan_colocation(
         }
         return [of_machine(when="everything together", parts=everything)]
     # With sleep_mode=discard the engines' weights are not kept: the next sync sends all of them.
-    away = {"trainers": trainers}
+    away = {"trainers": trainers + cfg.trainer.ranks * estimate.buckets}
     if cfg.rollout.sleep_mode == "offload":
         away["weights of the engines"] = engines * estimate.per_engine
     needs = [of_machine(when="what is away from the GPUs", parts=away)]
@@ -70,9 +70,14 @@ def plan_colocation(
         "two buckets": 2 * cfg.weight_sync.bucket_mib / 1024,
     }
     share = cfg.rollout.gpu_memory_utilization
+    # What neither side gives back: CUDA in each process, and an engine's graphs.
+    stays = {"CUDA": CUDA_GIB * (2 if cfg.backend == "ray" else 1)}
+    if on_vllm and not cfg.rollout.enforce_eager:
+        stays["graphs of the engine"] = GRAPHS_GIB
+    training = {"the trainer": estimate.per_rank, "DeepSpeed's buckets": estimate.buckets}
     return [
-        of_gpu(when="training", parts={"the trainer": estimate.per_rank}),
-        of_gpu(when="sending the weights", parts=sending),
+        of_gpu(when="training", parts=training | stays),
+        of_gpu(when="sending the weights", parts=sending | stays),
         Need(
             when="generating",
             parts={"weights of the engine": estimate.per_engine},

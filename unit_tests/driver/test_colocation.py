@@ -29,6 +29,7 @@ from core.timing.phases import Activity
 from core.types.samples import Group
 from data_feeds.packing.batches import micro_batches
 from driver.checks.explain import estimate_memory
+from driver.checks.memory_estimate import CUDA_GIB, GRAPHS_GIB
 from driver.checks.shared_memory import Need, plan_colocation, refuse_tight
 from driver.load_recipe import load_recipe
 from driver.records.time_account import describe_colocation_cost
@@ -461,9 +462,12 @@ def test_memory_is_planned_for_every_turn_and_refused_in_numbers(recipe):
     assert [need.when for need in needs] == [
         *("training", "sending the weights", "generating", "what is away from the GPUs"),
     ]
-    assert needs[1].total == pytest.approx(estimate.weights + estimate.per_engine + 2 * 64 / 1024)
+    assert estimate.buckets == pytest.approx(5e8 * 4 / 2**30), "DeepSpeed's default, in float32"
+    stays = 2 * CUDA_GIB + GRAPHS_GIB  # contexts of both, and graphs of the engine
+    assert needs[0].total == pytest.approx(estimate.per_rank + estimate.buckets + stays)
+    assert needs[1].total == pytest.approx(estimate.weights + estimate.per_engine + 2 * 64 / 1024 + stays)
     assert needs[2].there == pytest.approx(0.85 * 80) and needs[3].total == pytest.approx(
-        estimate.per_rank + estimate.per_engine
+        estimate.per_rank + estimate.buckets + estimate.per_engine
     )
     dropped = plan_colocation(
         on_gpu.model_copy(update={"rollout": on_gpu.rollout.model_copy(update={"sleep_mode": "discard"})}),
@@ -471,11 +475,27 @@ def test_memory_is_planned_for_every_turn_and_refused_in_numbers(recipe):
         gpu_gib=80.0,
         machine_gib=24,
     )
-    assert dropped[3].total == pytest.approx(estimate.per_rank)
+    assert dropped[3].total == pytest.approx(estimate.per_rank + estimate.buckets)
     for i, need in enumerate(needs):
         small = [*needs[:i], Need(when=need.when, parts=need.parts, place=need.place, there=need.total / 2), *needs[i:]]
         with pytest.raises(UserError, match=f"^placement is colocate, and {need.when} takes"):
             refuse_tight(small)
+
+
+@pytest.mark.parametrize(
+    ("changes", "nbytes"),
+    [
+        ({"trainer.zero_stage": 1}, 5e8 * 4),
+        ({"trainer.zero_stage": 2}, 5e8 * 2),
+        ({"trainer.zero_stage": 2, "trainer.deepspeed": {"zero_optimization": {"overlap_comm": True}}}, 5e8 * 4),
+        ({"trainer.zero_stage": 3, "trainer.deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}}, 2000),
+        ({"trainer.zero_stage": 3, "trainer.deepspeed": {"zero_optimization": {"contiguous_gradients": False}}}, 0),
+        ({"trainer.strategy": "fsdp2"}, 0),
+    ],
+)
+def test_buckets_of_deepspeed_are_counted_as_it_allocates_them(recipe, changes, nbytes):
+    loaded = load_recipe(RLConfig, recipe({"backend": "ray", "model.dtype": "bfloat16"} | changes), [])
+    assert estimate_memory(loaded).buckets * 2**30 == pytest.approx(nbytes)
 
 
 def test_a_run_that_does_not_fit_is_not_started(refused):
