@@ -31,6 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS: dict[str, tuple[str, str]] = {
     "attention": ("tools.gpu_numbers", "packed rows: torch's varlen_attn beside a CPU's kernel"),
+    "gathering": ("tools.gpu_numbers", "what it costs to add gradients of a shared prompt up in float32"),
     "logp": ("tools.gpu_numbers", "log-probabilities of padded and packed rows"),
     "update": ("tools.gpu_numbers", "updates of the local trainer: whole, cut, shared prefixes"),
     "sync": ("tools.gpu_numbers", "weights to the engine hf, with proof"),

@@ -7,6 +7,8 @@ transformers, numpy and pydantic. `python -m tools.gpu_check` runs them, and so 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.types.samples import Batch
 from data_feeds.packing.batches import micro_batches
 from modeling.attention import attend_by_sequence
-from modeling.attention_varlen import fits_varlen
+from modeling.attention_varlen import fits_varlen, gather_keys
 from modeling.forward import Layout, forward
 from modeling.load import load_model
 from modeling.segments import Segments
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
 from tools.benchmarks.random_task import QWEN3_0_6B, make_groups, save_model
+from tools.benchmarks.train_throughput import synchronize
 from trainers.local import LocalTrainer
 from trainers.trainer import Trainer
 from trainers.weight_sync.fingerprint import fingerprint
@@ -133,6 +136,38 @@ def check_attention(bench: Bench) -> str:
             f"rows in bfloat16 went to {', '.join(sorted(kernels))} on this GPU, not to varlen_attn alone"
         )
     return f"{len(cases)} rows with gradients, {' and '.join(sorted(kernels))}: at most {worst:.2%} from a CPU's"
+
+
+def check_gathering(bench: Bench) -> str:
+    """Time the sum of a prompt's gradients over 64 replies, in float32 and in bfloat16, beside attention itself."""
+    prompt, reply, heads, head_dim = (8, 2, (4, 2), 8) if bench.small else (1024, 256, (16, 8), 128)
+    segments = Segments([prompt, *[reply] * 64], [-1, *[0] * 64])
+    shapes = [(1, n, prompt + 64 * reply, head_dim) for n in (heads[0], heads[1], heads[1])]
+    inputs = [torch.randn(shape, device=bench.device).bfloat16().requires_grad_() for shape in shapes]
+    keys = segments.index_keys(inputs[0].device).keys
+    assert keys is not None
+    rows = inputs[1][0].transpose(0, 1)  # [T, H, D]
+
+    def attend_once() -> Tensor:
+        return attend_by_sequence(nn.Identity(), *inputs, None, segments=segments)[0]
+
+    whole = time_passes(attend_once, inputs)
+    wide = time_passes(lambda: gather_keys(rows, keys), inputs[1:2])
+    narrow = time_passes(lambda: rows.index_select(0, keys), inputs[1:2])
+    # keys and values are gathered alike
+    return f"float32 costs {2 * (wide - narrow):.2f} ms of the {whole:.2f} ms of attention, forward and backward"
+
+
+def time_passes(compute: Callable[[], Tensor], inputs: list[Tensor]) -> float:
+    """Return the milliseconds of a forward and backward pass, the median of five after one to warm up."""
+    taken: list[float] = []
+    for _ in range(6):
+        synchronize()
+        began = time.perf_counter()
+        torch.autograd.grad(compute().sum(), inputs)
+        synchronize()
+        taken.append(1000 * (time.perf_counter() - began))
+    return sorted(taken[1:])[2]
 
 
 def attend(inputs: list[Tensor], slope: Tensor, segments: Segments, window: int | None) -> list[Tensor]:
