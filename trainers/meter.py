@@ -39,11 +39,10 @@ class Meter:
         add_up: sums a tensor over the ranks.
         """
         names = sorted(self.sums)
-        # a single reduction for all sums; the second column of the token count is filler
-        local = torch.stack(
-            [torch.tensor([self.tokens, 1.0], dtype=torch.float64), *(self.sums[n].cpu() for n in names)]
-        )
-        (tokens, _), *sums = add_up(local).tolist()
+        pairs = [self.sums[n] for n in names]
+        # The second column is filler. It goes to the sums, and all are read at once: a GPU is waited for a single time.
+        count = torch.tensor([self.tokens, 1.0], dtype=torch.float64, device=pairs[0].device if pairs else "cpu")
+        (tokens, _), *sums = add_up(torch.stack([count, *pairs])).tolist()
         return {
             "tokens": tokens,
             **{n: total / weight for n, (total, weight) in zip(names, sums, strict=True) if weight},
