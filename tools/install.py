@@ -126,7 +126,7 @@ def install_resolved(python: str, build: str, wanted: str, *, newest: bool) -> N
 def pinned(wanted: str, file: str = "constraints.txt") -> dict[str, str]:
     """Return {name: version} of a set and those before it."""
     _, *sections = re.split(r"^# \[\w+\]", (ROOT / file).read_text(), flags=re.MULTILINE)
-    return dict(re.findall(r"^([\w.-]+)==(\S+)$", "".join(sections[: SETS.index(wanted) + 1]), re.MULTILINE))
+    return dict(re.findall(r"^([\w.-]+)===?(\S+)$", "".join(sections[: SETS.index(wanted) + 1]), re.MULTILINE))
 
 
 def run(*commands: list[str], fix: str = RESUME, may_fail: bool = False) -> bool:
