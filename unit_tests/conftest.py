@@ -13,6 +13,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_prep import arithmetic, tiny_model
 from unit_tests.helpers.chat_families import FAMILIES, load_family
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.pretend_cuda import PretendDevice, pretend_cuda
 from unit_tests.helpers.runs import folder_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a model hub
@@ -60,6 +61,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cuda_device() -> Iterator[PretendDevice]:
+    """The pretend CUDA device, for tests that ask for no device by name; it counts what the host waits for."""
+    with pretend_cuda() as device:
+        yield device
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,44 @@
+"""Every algorithm and every kind of step computes on the pretend CUDA device what it computes on the CPU.
+
+float32 is equal to the bit. `python -m unit_tests.pretend_cuda.steps` prints the table.
+"""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from algs import list_algorithms
+from unit_tests.helpers.pretend_cuda import needs_pretend_cuda
+from unit_tests.pretend_cuda.steps import Case, Models, list_cases, train_on_both
+
+pytestmark = [needs_pretend_cuda, pytest.mark.usefixtures("one_thread")]
+CASES = list_cases()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_the_cpu_to_the_bit(models, name):
+    want, got = train_on_both(CASES[name], models)
+    assert torch.equal(got.gradient, want.gradient) and got.gradient.norm() > 0
+    assert torch.equal(got.columns, want.columns)
+    assert got.metrics == want.metrics
+
+
+HALF = {alg: Case(alg=alg, dtype="bfloat16", max_tokens=90) for alg in list_algorithms()}
+HALF |= {
+    "sliding windows": Case(dtype="bfloat16", model="windows"),
+    "packed": Case(dtype="bfloat16", layout="packed"),
+    "images": Case(alg="sft", dtype="bfloat16", model="qwen2_5_vl", max_tokens=200),
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision_takes_the_kernel_of_variable_lengths(models, name):
+    with sdpa_kernel(SDPBackend.MATH):  # of the CPU's kernels the one that computes bfloat16 in float32, as ours does
+        want, got = train_on_both(HALF[name], models)
+    assert got.varlen_calls > 0
+    assert (got.gradient - want.gradient).norm() <= 0.01 * want.gradient.norm() > 0
