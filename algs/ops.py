@@ -33,8 +33,8 @@ def reaches_cap(logp: Tensor, other: Tensor) -> Tensor:
 
 def sequence_sum(values: Tensor, seq_ids: Tensor) -> Tensor:
     """Compute the sum over each token's sequence, [M] -> [M]. A sequence is never split between micro-batches."""
-    n = int(seq_ids.max()) + 1 if len(seq_ids) else 0
-    return values.new_zeros(n).index_add(0, seq_ids, values)[seq_ids]
+    # one place per token is enough for all sequences; their number would have to be read from the device
+    return torch.zeros_like(values).index_add(0, seq_ids, values)[seq_ids]
 
 
 def sequence_mean(values: Tensor, seq_ids: Tensor) -> Tensor:

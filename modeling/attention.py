@@ -113,7 +113,8 @@ def attend_by_sequence(
     """
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(f"attention {BY_SEQUENCE} is causal, and {type(module).__name__} is not")
-    if attention_mask is not None or query.shape[2] != key.shape[2]:
+    has_mask = attention_mask is not None and attention_mask.numel() > 0  # forward.py sends an empty one
+    if has_mask or query.shape[2] != key.shape[2]:
         raise ValueError(f"attention {BY_SEQUENCE} is for training: it takes neither a mask nor a cache")
     if segments is None:
         # padding on the right is a part of the segment: no real token attends to it, because attention is causal

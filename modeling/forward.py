@@ -65,10 +65,9 @@ def forward(
     log-softmax is in float32 at the sampling temperature, by which the engine also divides its logits. logits_mib:
     memory for logits, above which they are computed in chunks; 0 computes all at once. allowed_tokens: tokens of the
     softmax, equal to those that the engine samples from; all tokens for SFT and preferences, which train on given text.
-    Raises RunStopped for a trained token outside. sequence_group: ranks that compute this batch together; each returns
-    the whole result.
+    No trained token may be outside (AllowedTokens.check_labels). sequence_group: ranks that compute this batch
+    together; each returns the whole result.
     """
-    allowed_tokens.check_labels(batch.labels)
     part = _lay_out_part(model, batch, layout, sequence_group)
     size = choose_chunk(model, len(part.labels), logits_mib)
     if size is None:
@@ -162,6 +161,10 @@ class _Part:
 def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group: SequenceGroup | None) -> _Part:
     (row, column), inputs = _lay_out(model, batch, layout)
     if sequence_group is None:
+        if read_attention(model.config.get_text_config()) == BY_SEQUENCE:
+            # Without a mask transformers looks for one in all positions, and the host waits for the answer. One of four
+            # axes goes to the kernel as it is, and the kernel ignores an empty one.
+            inputs["attention_mask"] = batch.input_ids.new_empty((0, 0, 0, 0), dtype=torch.bool)
         every = torch.ones_like(batch.labels, dtype=torch.bool)
         return _Part(inputs=inputs, at=(row[batch.at], column[batch.at]), labels=batch.labels, mine=every)
     if inputs.keys() != {"input_ids", "position_ids", "segments"} or batch.rope_ids is not None:
@@ -190,7 +193,7 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
         # No mask: the padding is on the right, and no token attends to its right.
         if (batch.parents >= 0).any():
             raise ValueError("rows that share prefixes cannot be padded: set trainer.share_prefixes=off")
-        n_rows, width = len(batch.parents), int(batch.position_ids.max()) + 1
+        n_rows, width = len(batch.parents), int(batch.lengths.max())
         inputs = {"input_ids": batch.input_ids.new_full((n_rows, width), choose_padding(model))}
         # without shared prefixes each segment is a sequence, and so a row
         inputs["input_ids"][batch.segment_ids, batch.position_ids] = batch.input_ids
@@ -223,17 +226,16 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
         )
     if kernel == BY_SEQUENCE:
         return {"segments": segments}
-    lengths = torch.bincount(batch.segment_ids)
     if kernel in TAKE_BORDERS:
         # int32 is the kernel's type
-        ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        longest = int(lengths.max())
+        ends = nn.functional.pad(batch.lengths.cumsum(0), (1, 0)).int().to(batch.input_ids.device)
+        longest = int(batch.lengths.max())
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True) and int(lengths.max()) > window:
+    if window and getattr(config, "use_sliding_window", True) and int(batch.lengths.max()) > window:
         raise ValueError(
             f"packed rows under {kernel} attention take one mask for all layers, and this "
-            f"model's sliding window of {window} is shorter than a sequence of {int(lengths.max())} tokens: "
+            f"model's sliding window of {window} is shorter than a sequence of {int(batch.lengths.max())} tokens: "
             "set trainer.layout=padded"
         )
     # The last resort costs T x T booleans, so `layout_for` chooses padded rows for such kernels.

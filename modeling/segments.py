@@ -77,8 +77,7 @@ class Segments:
     @staticmethod
     def of_batch(batch: Batch, sequence_group: SequenceGroup | None = None) -> Segments:
         """Return the segments of a batch in a row; padding for a sequence group is a separate segment."""
-        lengths = torch.bincount(batch.segment_ids, minlength=len(batch.parents)).tolist()
-        parents = batch.parents.tolist()
+        lengths, parents = batch.lengths.tolist(), batch.parents.tolist()
         if sequence_group is not None and (padding := sequence_group.slice_row(sum(lengths)).padding):
             lengths, parents = [*lengths, padding], [*parents, -1]
         return Segments(lengths, parents, sequence_group)

@@ -213,9 +213,14 @@ class Trainer:
     ) -> list[dict[ScoredColumn, Floats]]:
         """Return the columns that an algorithm requires, under the current weights: arrays [M], per micro-batch."""
         with self.timer.measure(Activity.LOGP):
-            batches = map(self.media.load, micro_batches)
+            batches = map(self._load, micro_batches)
             # sorted: sharded models gather weights in every forward pass, so the order is the same on all ranks
             return [{c: self._compute_column(b, c).cpu().numpy() for c in sorted(columns)} for b in batches]
+
+    def _load(self, batch: Batch) -> Batch:
+        """Return the batch on the device. Raises RunStopped for a trained token that the policy may not choose."""
+        self.allowed_tokens.check_labels(batch.labels)  # on the host, which would wait for a device's answer
+        return self.media.load(batch)
 
     def _compute_column(self, batch: Batch, column: ScoredColumn) -> Tensor:
         if column == "values":
@@ -302,7 +307,7 @@ class Trainer:
         Batches are loaded lazily: the pixels of a whole update may take more memory than the tokens.
         """
         with torch.no_grad():
-            seen = ((self.forward(batch), batch.tokens) for batch in map(self.media.load, micro_batches))
+            seen = ((self.forward(batch), batch.tokens) for batch in map(self._load, micro_batches))
             totals = sum_totals(self.alg, seen, self.sum_over_rows)
-        for batch in map(self.media.load, micro_batches):
+        for batch in map(self._load, micro_batches):
             yield replace(batch, tokens=batch.tokens.replace(totals=totals))

@@ -16,6 +16,9 @@ class MissingColumn(AttributeError):
     """Error of a loss that reads a column its algorithm does not require."""
 
 
+READ_BY_HOST = ("parents", "lengths")
+"""Fields of a Batch that stay on the CPU."""
+
 _absent: Any = None
 """Default of a column. `Tokens` deletes absent columns, so that reading them raises MissingColumn."""
 
@@ -104,7 +107,10 @@ class Batch:
     segment_ids: Tensor
     """[T] int64, number of the segment: 0..S-1."""
     parents: Tensor
-    """[S] int64, the segment continued by each segment, with a smaller number; -1 at the start of a sequence."""
+    """[S] int64, the segment continued by each segment, with a smaller number; -1 at the start of a sequence. Stays on
+    the CPU."""
+    lengths: Tensor
+    """[S] int64, input tokens of each segment. Stays on the CPU."""
     at: Tensor
     """[M] int64, input positions whose next token is trained on. A shared position may occur several times: the last
     token of a prompt predicts the first token of every reply."""
@@ -125,7 +131,7 @@ class Batch:
         return with_tensors, (Batch, without_tensors(self))
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with every tensor on `device`."""
+        """Return the batch with its tensors on `device`, but for those that only the host reads."""
         tokens = self.tokens.replace(**_move_tensors(self.tokens, device))
         compared = {name: seen.replace(**_move_tensors(seen, device)) for name, seen in self.compared.items()}
         media = {name: tensor.to(device) for name, tensor in self.media.items()}
@@ -134,7 +140,8 @@ class Batch:
 
 def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[str, Any]:
     # Absent columns raise MissingColumn, an AttributeError, for which getattr returns the default.
-    there = ((name, getattr(record, name, None)) for name in list_fields(type(record)))
+    # to read a tensor from a GPU, the host waits until the GPU has done all that it was given
+    there = ((name, getattr(record, name, None)) for name in list_fields(type(record)) if name not in READ_BY_HOST)
     return {name: v.to(device) for name, v in there if isinstance(v, Tensor)}
 
 

@@ -113,6 +113,7 @@ def pack(
         position_ids=torch.from_numpy(row.position_ids),
         segment_ids=torch.from_numpy(row.segment_ids),
         parents=torch.from_numpy(row.parents),
+        lengths=torch.from_numpy(np.bincount(row.segment_ids, minlength=len(row.parents))),
         at=torch.from_numpy(np.concatenate([place[chosen] for place, chosen in zip(places, learnt, strict=True)])),
         labels=torch.from_numpy(select([s.token_ids for s in samples]).astype(np.int64)),
         tokens=Tokens(

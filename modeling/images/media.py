@@ -72,6 +72,7 @@ def add_blank(batch: Batch, processor: ImageProcessor) -> Batch:
         position_ids=append(batch.position_ids, torch.arange(n)),
         segment_ids=append(batch.segment_ids, torch.full((n,), len(batch.parents))),
         parents=append(batch.parents, torch.tensor([-1])),
+        lengths=append(batch.lengths, torch.tensor([n])),
         images=(blank,),
         rope_ids=rope,
     )

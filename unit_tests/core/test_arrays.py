@@ -97,7 +97,8 @@ def test_a_batch_crosses_the_border_as_it_is_and_its_memory_is_its_own():
     [[batch]] = micro_batches(with_values(some_groups(40, 4)), "token", 10**6)
     buffers: list[pickle.PickleBuffer] = []
     inline = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    tensors = [batch.input_ids, batch.position_ids, batch.segment_ids, batch.parents, batch.at, batch.labels]
+    tensors = [batch.input_ids, batch.position_ids, batch.segment_ids, batch.parents, batch.lengths]
+    tensors += [batch.at, batch.labels]
     names = ("seq_ids", "weight", "advantage", "rollout_logp", "values", "returns")
     tensors += [getattr(batch.tokens, name) for name in names]
     assert len(inline) < 4000 and sum(b.raw().nbytes for b in buffers) == sum(t.nbytes for t in tensors)

@@ -53,7 +53,7 @@ aten = torch.ops.aten
 WAITING = frozenset(
     f"aten::{name}"
     for name in (
-        *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount", "_unique2"),
+        *("_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "bincount", "_unique2"),
         *("unique_dim", "unique_consecutive", "repeat_interleave", "histc"),
     )
 )
@@ -299,8 +299,7 @@ def compile_guard(library: Path) -> None:
         made.replace(library)  # at once: another process of the tests may look for it
 
 
-def _does_nothing(*_: Any, **__: Any) -> None:
-    return None
+def _does_nothing(*_: Any, **__: Any) -> None: ...
 
 
 REPLACED: dict[str, Callable[..., Any]] = {
@@ -318,7 +317,14 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "is_bf16_supported": lambda *_, **__: True,
     "device": lambda *_: nullcontext(),
 }
-"""Functions of torch.cuda while the pretend device is there."""
+"""Functions of torch.cuda while the device is there."""
+_group = torch._C._group_tensors_by_device_and_dtype
+
+
+def group_tensors(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
+    """Return torch's groups for `_foreach_` operations, under the device that Python is shown."""
+    found = _group(lists, with_indices).items()
+    return {(next(x.device for x in own[0][0] if x is not None), dtype): own for (_, dtype), own in found}
 
 
 SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
@@ -337,6 +343,7 @@ def pretend_cuda() -> Generator[PretendDevice]:
     _device = PretendDevice()
     with ExitStack() as stack:
         stack.enter_context(patched(torch.cuda, **REPLACED))
+        stack.enter_context(patched(torch._C, _group_tensors_by_device_and_dtype=group_tensors))
         for read, write in SWITCHES:
             stack.callback(write, read())
             write(True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import main_eval
+from algs.grpo import GRPO
 from analysis.capture.recompute import replay
 from core.errors import RunStopped, UserError
 from core.types.action_tokens import list_action_tokens
@@ -26,6 +27,7 @@ from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.engines.hf import HfEngine
 from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.models import packed, random_model, some_samples
 from unit_tests.helpers.runs import OWN_ENGINE, file_of
 
@@ -90,11 +92,13 @@ def test_a_head_in_chunks_takes_the_same_softmax(allowed_tokens):
 
 
 @pytest.mark.parametrize("allowed_tokens", SETS.values(), ids=SETS)
-def test_a_trained_token_outside_of_the_set_stops_the_run(allowed_tokens):
-    model = random_model("llama")
-    rows = some_samples(40, 40)
+def test_a_trained_token_outside_of_the_set_stops_the_run(allowed_tokens, tiny_path):
+    trainer = trainer_of(tiny_path, GRPO(), settings={"allowed_tokens": allowed_tokens})
+    batches = [packed(some_samples(40, 40))]
     with pytest.raises(RunStopped, match="which the policy may not choose") as stopped:
-        forward(model, model, packed(rows), layout="padded", temperature=1.0, allowed_tokens=allowed_tokens)
+        trainer.compute_columns(batches, frozenset({"prox_logp"}))
+    with pytest.raises(RunStopped, match="which the policy may not choose"):
+        trainer.step([batches])
     [named] = [int(word.rstrip(",")) for word in str(stopped.value).split() if word.rstrip(",").isdigit()]
     assert allowed_tokens.find_outside([named])
 

@@ -122,7 +122,12 @@ def test_tokens_would_leak_between_replies_if_they_were_laid_in_one_segment():
     model = in_double("llama")
     [batch] = laid_out(families(), "shared")
     right = logp_of(model, batch, "packed")
-    one = replace(batch, segment_ids=torch.zeros_like(batch.segment_ids), parents=torch.tensor([-1]))
+    one = replace(
+        batch,
+        segment_ids=torch.zeros_like(batch.segment_ids),
+        parents=torch.tensor([-1]),
+        lengths=batch.lengths.sum()[None],
+    )
     assert (logp_of(model, one, "packed") - right).abs().max() > 0.01
 
 

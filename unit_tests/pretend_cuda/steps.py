@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from algs import find_algorithm, list_algorithms
-from algs.base import Algorithm, assign_advantages
+from algs.base import Algorithm, PolicyGradient, assign_advantages
 from configs.trainer_schema import LoraConfig
 from core.cluster.workers import Local
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
@@ -136,7 +136,7 @@ def make_algorithm(case: Case, models: Models) -> Algorithm:
 def make_groups(case: Case, alg: Algorithm, models: Models) -> list[Group]:
     if case.model in seeing.FAMILIES:
         groups = seeing.seeing_groups(ImageProcessor(models.find(case.model)))
-    elif alg.rows in ("conversations", None):
+    elif alg.rows == "conversations":
         groups = families()
     else:
         groups = some_answers(alg.rows, 5)
@@ -178,7 +178,8 @@ def train(case: Case, models: Models, device: PretendDevice | None = None) -> Re
 
 
 def needed_columns(case: Case, alg: Algorithm) -> frozenset[Any]:
-    return alg.required_columns | (frozenset({"prox_logp"}) if case.updates > 1 and alg.rows is None else frozenset())
+    is_stale = case.updates > 1 and isinstance(alg, PolicyGradient)
+    return alg.required_columns | (frozenset({"prox_logp"}) if is_stale else frozenset())
 
 
 def plan(case: Case, alg: Algorithm, groups: list[Group]) -> Plan:

@@ -3,13 +3,16 @@
 float32 is equal to the bit. `python -m unit_tests.pretend_cuda.steps` prints the table.
 """
 
+import re
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from algs import list_algorithms
+from unit_tests.helpers import seeing
 from unit_tests.helpers.pretend_cuda import needs_pretend_cuda
-from unit_tests.pretend_cuda.steps import Case, Models, list_cases, train_on_both
+from unit_tests.pretend_cuda.steps import Case, Models, Result, list_cases, train_on_both
 
 pytestmark = [needs_pretend_cuda, pytest.mark.usefixtures("one_thread")]
 CASES = list_cases()
@@ -26,6 +29,18 @@ def test_a_step_is_that_of_the_cpu_to_the_bit(models, name):
     assert torch.equal(got.gradient, want.gradient) and got.gradient.norm() > 0
     assert torch.equal(got.columns, want.columns)
     assert got.metrics == want.metrics
+    check_waits(CASES[name], got)
+
+
+def check_waits(case: Case, got: Result) -> None:
+    """The host reads norms and metrics; only transformers' own code reads more, for rows that are padded or images."""
+    own = [line for line in got.other_syncs if not re.search(r"module\(\*\*.*inputs", line)]
+    # of a head in chunks the first pass is checked
+    assert len(own) == ("logits_mib" in case.trainer) and all("allclose" in line for line in own)
+    assert case.layout == "padded" or case.model in seeing.FAMILIES or got.other_syncs.total() == len(own)
+    learners = 2 if case.alg == "ppo" else 1
+    # of each update whether the gradient is finite, and its norm; of the step the metrics
+    assert got.syncs.total() - got.other_syncs.total() <= 2 * learners * case.updates + 1
 
 
 HALF = {alg: Case(alg=alg, dtype="bfloat16", max_tokens=90) for alg in list_algorithms()}
