@@ -73,6 +73,8 @@ class Result:
     """Scored columns of all samples, flat."""
     syncs: Counter[str]
     """Waits in the step, by line."""
+    uploads: int
+    """Copies to the device in the step."""
     varlen_calls: int
     seconds: float
 
@@ -165,13 +167,14 @@ def train(case: Case, models: Models, device: PretendDevice | None = None) -> Re
     device = device or PretendDevice()  # on the CPU it stays empty
     device.clear()
     metrics = trainer.step([micro_batches] * case.updates)
-    syncs, varlen_calls = Counter(device.syncs), device.varlen_calls
+    syncs, uploads, varlen_calls = Counter(device.syncs), device.uploads.total(), device.varlen_calls
     columns = [torch.tensor(s.columns[c]) for g in scored for s in g for c in sorted(s.columns)]
     return Result(
         gradient=before - read_master(trainer),
         metrics=metrics,
         columns=torch.cat([*columns, torch.zeros(1)]),
         syncs=syncs,
+        uploads=uploads,
         varlen_calls=varlen_calls,
         seconds=time.perf_counter() - begun,
     )
@@ -221,7 +224,8 @@ def main() -> None:
             wrong += not same
             lines = ", ".join(f"{n} {line.split()[0]}" for line, n in got.other_syncs.items())
             seconds = want.seconds + got.seconds
-            print(f"{name:32} {'equal' if same else 'OTHER':6} {got.syncs.total():3} waits, {seconds:5.2f} s  {lines}")
+            counts = f"{got.syncs.total():3} waits, {got.uploads:3} uploads, {seconds:5.2f} s"
+            print(f"{name:32} {'equal' if same else 'OTHER':6} {counts}  {lines}")
     print(f"{time.perf_counter() - begun:.1f} s, {wrong} differ")
     sys.exit(wrong > 0)
 

@@ -34,9 +34,13 @@ def test_it_samples_what_it_samples_on_a_cpu(tiny_path, name):
     want = sample()
     with pretend_cuda() as device:
         assert sample() == want
-    # of every token the ids and the log-probabilities; of a batch which requests go on
-    own = {line: n for line, n in device.syncs.items() if line.startswith("rollouts/") and "self.model(" not in line}
-    assert 0 < sum(own.values()) <= 2 * TOKENS + 2, own
+    waits, uploads = (
+        {line: n for line, n in counted.items() if line.startswith("rollouts/") and "self.model(" not in line}
+        for counted in (device.syncs, device.uploads)
+    )
+    assert 0 < sum(waits.values()) <= 2 * TOKENS, "of every token its id and its log-probability"
+    # an index that stays on the CPU would be copied by each use
+    assert all("device" in line for line in uploads), uploads
 
 
 @pytest.mark.parametrize("family", seeing.FAST)
