@@ -37,13 +37,16 @@ RULES = {
     "like": "a tensor beside another, as of new_zeros or ones_like, is made on the CPU",
     "made": "a tensor of the CPU is made on the GPU",
 }
+AGAIN = "pretend_cuda/test_once_more.py"
 STEPS = (
     "pretend_cuda/test_steps.py",
-    "pretend_cuda/test_once_more.py::test_the_shadow_of_the_same_loss_equals_it",
+    f"{AGAIN}::test_the_shadow_of_the_same_loss_equals_it",
+    f"{AGAIN}::test_a_gradient_that_is_not_finite_is_not_applied",
 )
 ENGINE = ("pretend_cuda/test_engine.py",)
 REASONS = {
     "find_storages(": "the pretend device has no storages",
+    "t.flatten().float().cpu()": "flatten_weights is for tests",
 }
 """Part of a place -> why its mistake is not noticed."""
 

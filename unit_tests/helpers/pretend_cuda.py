@@ -190,10 +190,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return attend_varlen(func, args, kwargs)
     if name == "aten::_pin_memory":
         return args[0]
-    changed = {k: CPU if k == "device" and v is not None else v for k, v in kwargs.items() if k != "pin_memory"}
+    known = kwargs | ({"device": CPU} if on_device and device is not None else {})
+    known.pop("pin_memory", None)
     held = {id(hold(x)): x for x in tensors}
     given = tree_map(hold, args)
-    out = func(*given, **tree_map(hold, changed))
+    out = func(*given, **tree_map(hold, known))
     if name == "aten::_to_copy" and out is given[0]:
         out = out.clone()
     if name == "aten::_local_scalar_dense":
@@ -303,18 +304,14 @@ def _does_nothing(*_: Any, **__: Any) -> None: ...
 
 
 REPLACED: dict[str, Callable[..., Any]] = {
-    **{"is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0},
     **dict.fromkeys(("synchronize", "empty_cache", "ipc_collect", "set_rng_state", "_lazy_init"), _does_nothing),
-    **{"reset_peak_memory_stats": _does_nothing, "is_initialized": lambda: False},
-    **{name: lambda *_: 0 for name in ("memory_allocated", "max_memory_allocated", "memory_reserved")},
-    "get_device_capability": lambda *_: (9, 0),
+    **{"reset_peak_memory_stats": _does_nothing, "is_initialized": lambda: False, "is_available": lambda: True},
+    **{"memory_allocated": lambda *_: 0, "max_memory_allocated": lambda *_: 0, "current_device": lambda: 0},
+    **{"device_count": lambda: 1, "get_device_capability": lambda *_: (9, 0)},
     "get_device_name": lambda *_: "pretend",
-    "get_device_properties": lambda *_: SimpleNamespace(
-        total_memory=80 * 2**30, name="pretend", uuid="GPU-pretend", major=9, minor=0, multi_processor_count=132
-    ),
+    "get_device_properties": lambda *_: SimpleNamespace(total_memory=80 * 2**30, name="pretend", major=9, minor=0),
     "mem_get_info": lambda *_: (80 * 2**30, 80 * 2**30),
     "get_rng_state": lambda *_: torch.zeros(8, dtype=torch.uint8),
-    "is_bf16_supported": lambda *_, **__: True,
     "device": lambda *_: nullcontext(),
 }
 """Functions of torch.cuda while the device is there."""

@@ -55,6 +55,7 @@ def test_new_tensors_are_where_a_gpu_would_have_them():
         assert isinstance(tensor, CudaTensor) and tensor.device == torch.device("cuda:0") and tensor.is_cuda
     for tensor in (x.cpu(), x.to("cpu"), x.to(torch.ones(1)), torch.zeros(3)):
         assert type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    assert torch.zeros(3, device="meta").device.type == "meta", "of which models are made before their weights are read"
 
 
 class ForgetsTheDevice(torch.autograd.Function):
