@@ -47,6 +47,10 @@ ENGINE = ("pretend_cuda/test_engine.py",)
 REASONS = {
     "find_storages(": "the pretend device has no storages",
     "t.flatten().float().cpu()": "flatten_weights is for tests",
+    "every = torch.ones_like(batch.labels": "only the ranks of a sequence group read it",
+    "_Part(inputs=inputs, at=(torch.zeros_like(columns)": "a sequence group has several processes",
+    "lengths.cumsum(0)": "the kernel of flash-attn is not there",
+    'inputs["attention_mask"] = ': "an empty mask is never read",
 }
 """Part of a place -> why its mistake is not noticed."""
 

@@ -53,6 +53,7 @@ class Case:
     alg_settings: dict[str, Any] = field(default_factory=dict)
     model: str = "tiny"
     layout: str = "shared"
+    attention: str = "auto"
     dtype: str = "float32"
     updates: int = 1
     max_tokens: int = 60
@@ -95,6 +96,8 @@ KINDS: dict[str, Case] = {
     "head in chunks": Case(trainer={"logits_mib": 1}, model="wide"),
     "layers computed again": Case(trainer={"gradient_checkpointing": True}),
     "clipped norm, AdamW": Case(trainer={"optimizer": "adamw", "max_grad_norm": 0.1, "lr": 0.01}),
+    "a mask of torch's": Case(attention="sdpa", layout="packed"),
+    "a mask that is added": Case(attention="eager", layout="packed"),
     "sliding windows": Case(model="windows"),
     "sliding windows, padded": Case(model="windows", layout="padded"),
     "images in tiles": Case(alg="sft", model="idefics3", max_tokens=200),
@@ -152,7 +155,7 @@ def train(case: Case, models: Models, device: PretendDevice | None = None) -> Re
     torch.manual_seed(0)
     given = LAYOUTS[case.layout] | {"lr": 0.5} | case.trainer
     more = {"allowed_tokens": case.allowed_tokens, "observers": case.observers}
-    attention = "sdpa" if case.layout == "padded" else "auto"
+    attention = "sdpa" if case.layout == "padded" else case.attention
     trainer = trainer_of(
         models.find(case.model), alg, dtype=case.dtype, attention=attention, lora=case.lora, settings=more, **given
     )
