@@ -307,7 +307,7 @@ REPLACED: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("synchronize", "empty_cache", "ipc_collect", "set_rng_state", "_lazy_init"), _does_nothing),
     **{"reset_peak_memory_stats": _does_nothing, "is_initialized": lambda: False, "is_available": lambda: True},
     **{"memory_allocated": lambda *_: 0, "max_memory_allocated": lambda *_: 0, "current_device": lambda: 0},
-    **{"device_count": lambda: 1, "get_device_capability": lambda *_: (9, 0)},
+    **{"device_count": lambda: 1, "get_device_capability": lambda of=CUDA: {"cuda": (9, 0)}[torch.device(of).type]},
     "get_device_name": lambda *_: "pretend",
     "get_device_properties": lambda *_: SimpleNamespace(total_memory=80 * 2**30, name="pretend", major=9, minor=0),
     "mem_get_info": lambda *_: (80 * 2**30, 80 * 2**30),
