@@ -56,6 +56,8 @@ class Case:
     attention: str = ""
     """Empty for sdpa in padded rows, and for our kernel in others."""
     dtype: str = "float32"
+    text_only: bool = False
+    """True for samples without images, of a model that sees."""
     updates: int = 1
     max_tokens: int = 60
     lora: LoraConfig | None = None
@@ -104,6 +106,7 @@ KINDS: dict[str, Case] = {
     "sliding windows, padded, our kernel": Case(model="windows", layout="padded", attention="auto"),
     "images in tiles": Case(alg="sft", model="idefics3", max_tokens=200),
     "images with grids": Case(model="qwen2_5_vl", max_tokens=200),
+    "text for a model that sees": Case(alg="sft", model="qwen2_5_vl", text_only=True),
     "images, padded": Case(model="qwen2_5_vl", layout="padded", max_tokens=200),
     "images, frozen tower": Case(model="idefics3", max_tokens=200, trainer={"vision": "frozen"}),
 }
@@ -143,6 +146,7 @@ def make_algorithm(case: Case, models: Models) -> Algorithm:
 def make_groups(case: Case, alg: Algorithm, models: Models) -> list[Group]:
     if case.model in seeing.FAMILIES:
         groups = seeing.seeing_groups(ImageProcessor(models.find(case.model)))
+        groups = [g for g in groups if not (case.text_only and any(s.images for s in g))]
     elif alg.rows == "conversations":
         groups = families()
     else:
