@@ -39,9 +39,7 @@ class Correction(StrictModel):
         return self.level in ("sequence", "geometric")
 
     def compute_weights(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor | None) -> Tensor:
-        """Compute the factor of each token's policy term, [M] -> [M], detached."""
-        if self.level == "none":
-            return prox_logp.new_ones(prox_logp.shape)
+        """Compute the factor of each token's policy term, [M] -> [M], detached, for any level but none."""
         token = importance_ratio(prox_logp, rollout_logp)
         rho = token
         if self.by_sequence:

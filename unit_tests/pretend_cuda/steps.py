@@ -92,6 +92,7 @@ KINDS: dict[str, Case] = {
     "several updates": Case(updates=2),
     "smaller micro-batches": Case(max_tokens=25, layout="packed"),
     "entropy, reference": Case(alg_settings={"entropy_coef": 0.01, "kl": {"coef": 0.1}}),
+    "no correction": Case(alg_settings={"correction": {"level": "none"}}),
     "value model, clipped": Case(alg="ppo", alg_settings={"value_clip": 0.2}, updates=2),
     "adapters": Case(lora=LoraConfig(r=4), alg_settings={"kl": {"coef": 0.1}}),
     "allowed tokens": Case(allowed_tokens=AllowedTokens(allowed=tuple(range(70)))),
