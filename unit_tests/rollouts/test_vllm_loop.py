@@ -166,6 +166,12 @@ def test_what_vllm_refuses_fails_alone_and_a_failed_iteration_ends_the_engine() 
         for _ in range(2):
             with pytest.raises(ProcessDied, match=r"vLLM failed: RuntimeError.*device-side assert"):
                 await loop.request({}, 2)
+        llm.seconds = 0.05
+        first = asyncio.create_task(loop.request({}, 2))
+        await asyncio.sleep(0.01)
+        late = asyncio.create_task(loop.request({}, 2))
+        done = await asyncio.wait_for(asyncio.gather(first, late, return_exceptions=True), timeout=5)
+        assert [type(error) for error in done] == [ProcessDied, ProcessDied]
         await loop.close()
 
     asyncio.run(body())

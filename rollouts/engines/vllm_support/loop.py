@@ -164,8 +164,9 @@ class EngineLoop:
             # vLLM cannot go on after a failed iteration
             died = error if isinstance(error, ProcessDied) else ProcessDied(f"vLLM failed: {error!r}")
             died.__cause__ = error
-            failed, self._live = self._live, {}
-            for request in failed.values():
+            failed = [*self._live.values(), *self._queued]  # those that came meanwhile, too
+            self._live, self._queued = {}, []
+            for request in failed:
                 if not request.answer.done():
                     request.answer.set_exception(died)
         finally:
