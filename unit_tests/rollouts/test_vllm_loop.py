@@ -25,9 +25,9 @@ class OneTokenAnIteration:
         self.requests: dict[str, tuple[int, list[int]]] = {}
         self.batches: list[list[str]] = []
         self.aborted: list[str] = []
-        self.closed = self.fails = False
+        self.closed = self.fails = self.held = False
         self.version = "3"
-        core = SimpleNamespace(pause_scheduler=self._hold, resume_scheduler=lambda: None, batch_queue=[None] * ahead)
+        core = SimpleNamespace(pause_scheduler=self._hold, resume_scheduler=self._go_on, batch_queue=[None] * ahead)
         self.engine_core = SimpleNamespace(engine_core=core, shutdown=self._close)
         self.model_executor = SimpleNamespace()
 
@@ -48,8 +48,8 @@ class OneTokenAnIteration:
         time.sleep(self.seconds)
         if self.fails:
             raise RuntimeError("device-side assert")
-        if queue := self.engine_core.engine_core.batch_queue:
-            queue.pop()
+        if self.held:  # vLLM begins nothing more
+            self.engine_core.engine_core.batch_queue.pop()
         self.batches.append([*self.requests])
         outputs = []
         for name, (wanted, tokens) in [*self.requests.items()]:
@@ -62,6 +62,10 @@ class OneTokenAnIteration:
 
     def _hold(self, mode: str, *, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
+        self.held = True
+
+    def _go_on(self) -> None:
+        self.held = False
 
     def _close(self) -> None:
         self.closed = True
