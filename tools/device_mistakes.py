@@ -51,6 +51,7 @@ REASONS = {
     "_Part(inputs=inputs, at=(torch.zeros_like(columns)": "a sequence group has several processes",
     "lengths.cumsum(0)": "the kernel of flash-attn is not there",
     'inputs["attention_mask"] = ': "an empty mask is never read",
+    "spans = [torch.arange(": "the same positions, in more launches",
     "grad.new_zeros(ctx.shape": "autograd checks it in C++, where both are on the CPU, and nothing reads it",
     '"n": weight.new_tensor(': "a number of the CPU mixes with numbers of a GPU",
     "clamp(min=1e-30), torch.ones_like(w)": "a number of the CPU mixes with numbers of a GPU",
