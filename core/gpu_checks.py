@@ -93,7 +93,7 @@ def find_other_build(gpus: Gpus, use: Use) -> str:
 
 
 def find_missing_compiler(gpus: Gpus, use: Use) -> str:
-    """Report what Triton lacks, which compiles a part of its launcher on every machine."""
+    """Report a missing C compiler or Python.h: Triton compiles a part of its launcher on every machine."""
     if use.cuda is None or not use.triton:
         return ""
     # Triton's own order: CC, then gcc, then clang

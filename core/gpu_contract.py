@@ -1,4 +1,4 @@
-"""Parts of vLLM, torch, DeepSpeed and NCCL that only GPU runs use.
+"""List of what only GPU runs use of vLLM, torch, DeepSpeed and NCCL.
 
 No test on a CPU calls them, so `PARTS` lists each with what this code expects of it, and the code imports them by
 `load_part`. unit_tests/tools/test_gpu_contract.py checks the list against the CPU builds, and `make gpu-contract`

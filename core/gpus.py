@@ -150,7 +150,7 @@ def _has_library() -> bool:
 
 
 def _ask_cuda(timeout_s: float) -> dict[str, Any]:
-    """Return what `list_devices` says, from a process of its own: CUDA may hang, and breaks later forks."""
+    """Return the answer of `list_devices` in a process of its own: CUDA may hang, and breaks later forks."""
     # -I: the folder core/ must not come before the standard library
     try:
         done = subprocess.run([sys.executable, "-I", __file__], capture_output=True, text=True, timeout=timeout_s)

@@ -98,6 +98,7 @@ class RewardPool:
                 if not result.done():
                     result.set_exception(error)
             return
+        # a running average, so that the size of a share follows a reward that becomes slower or faster
         self._sample_s = (self._sample_s + seconds / len(samples)) / 2
         for waiter, result in zip(waiting, results, strict=True):
             if not waiter.done():  # its group may have been cancelled

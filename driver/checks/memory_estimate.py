@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.gpus import find_gpus
+from core.gpus import GIB, find_gpus
 from core.timing.deadlines import GPU_CHECK_TIMEOUT_S
 from driver.start.devices import count_gpus
 
-GIB = 2**30
 CUDA_GIB = 0.6
 """GPU memory of a process before its first tensor: the context, and workspaces of the libraries. Not measured yet."""
 GRAPHS_GIB = 1.0

@@ -67,10 +67,15 @@ def check_gpus(cfg: RunConfig | EvalConfig) -> str | None:
     return refuse_run(find_gpus(timeout_s=GPU_CHECK_TIMEOUT_S), plan_gpu_use(cfg)) or None
 
 
+def count_engine_ranks(cfg: RunConfig | EvalConfig) -> int:
+    """Return the number of ranks of all engines, at least; 0 without engines."""
+    rollout = cfg.rollout if isinstance(cfg, RLConfig | EvalConfig) else None
+    return rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
+
+
 def count_ranks(cfg: RunConfig | EvalConfig) -> int:
     """Return the number of ranks with a device of their own: those of trainers, and of engines that share none."""
-    rollout = cfg.rollout if isinstance(cfg, RLConfig | EvalConfig) else None
-    engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
+    engines = count_engine_ranks(cfg)
     if isinstance(cfg, EvalConfig):
         return engines
     # Colocated engines use the trainers' devices.
@@ -93,9 +98,7 @@ def advise_fewer_gpus(cfg: RunConfig | EvalConfig, gpus: int) -> str:
 
 def check_devices(cfg: RunConfig) -> str | None:
     """Return an error sentence if this machine lacks devices for the run, or None."""
-    rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
-    engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
-    wanted = count_ranks(cfg)
+    engines, wanted = count_engine_ranks(cfg), count_ranks(cfg)
     gpus, cores = count_gpus(), os.cpu_count() or 1
     if isinstance(cfg, RLConfig) and cfg.weight_sync.transport == "nccl" and not uses_gpus(cfg):
         return "weight_sync.transport is nccl, and trainers and engines get no GPUs: set it to auto, or device=cuda"

@@ -135,7 +135,7 @@ class Engine(ReceivesWeights, Protocol):
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
     ) -> Completion:
-        """Sample one continuation of `token_ids` at the run's temperature.
+        """Sample a continuation of `token_ids` at the run's temperature.
 
         images: images of spans of `token_ids`, passed only to engines with the capability `images`.
         """

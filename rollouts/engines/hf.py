@@ -155,7 +155,7 @@ class HfEngine(Engine):
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
     def _sample_tokens(self, rows: Rows, live: list[EngineRequest]) -> list[EngineRequest]:
-        """Sample one token per live request. Return the unfinished requests, with their rows prepared."""
+        """Sample a token for each live request. Return the unfinished requests, with their rows prepared."""
         out = self.model(
             input_ids=rows.ids,
             attention_mask=rows.mask,

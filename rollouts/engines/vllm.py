@@ -31,12 +31,9 @@ from rollouts.engines.vllm_support.images import check_prompt, make_prompt
 from rollouts.engines.vllm_support.loop import EngineLoop
 from rollouts.engines.vllm_support.patches import restoring_threads
 from rollouts.engines.vllm_support.requests import continue_seed, probe_params, read_versions, sampling_params
-from rollouts.engines.vllm_support.settings import engine_args, prepare_cpu
+from rollouts.engines.vllm_support.settings import ADAPTER_ID, engine_args, prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
-
-ADAPTER_ID = 1
-"""Id of the adapter, as in vllm_support/worker.py. That file cannot be imported before vLLM's environment is set."""
 
 
 class VllmEngine(Engine):
@@ -124,7 +121,7 @@ class VllmEngine(Engine):
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
     ) -> Completion:
-        """Sample one continuation of `token_ids` at the run's temperature, including the stop token.
+        """Sample a continuation of `token_ids` at the run's temperature, including the stop token.
 
         A request aborted by an update (weight_sync.pause_mode: abort) continues from the tokens already sampled.
         """
@@ -151,7 +148,7 @@ class VllmEngine(Engine):
     async def _sample(
         self, prompt: list[int], images: Sequence[PlacedImage], ids: list[int], max_new_tokens: int, seed: int
     ) -> Any:
-        """Run one vLLM request to the end or a stop string. Return None if an update aborts it before a token.
+        """Run a vLLM request to the end or a stop string. Return None if an update aborts it before a token.
 
         ids: completion tokens sampled so far.
         """
@@ -200,7 +197,7 @@ class VllmEngine(Engine):
         params: Any,
         ends: Callable[[list[int]], bool] | None = None,
     ) -> Any:
-        """Run one vLLM request. Raises RunStopped if vLLM expanded images to other tokens than we did."""
+        """Run a vLLM request. Raises RunStopped if vLLM expanded images to other tokens than we did."""
         self._sleeper.check_sampling()
         # counted for sleep(), which needs an idle engine
         self._running += 1
@@ -268,7 +265,7 @@ class VllmEngine(Engine):
         await self._rpc("feynrl_begin", adapter=self._lora is not None)
 
     async def _load_part(self, **update_info: Any) -> None:
-        """Load one part of an update, a vllm_support.worker.WeightUpdate."""
+        """Load a part of an update, a vllm_support.worker.WeightUpdate."""
         _raise_first(await self._rpc("feynrl_load_part", adapter=self._lora is not None, update_info=update_info))
 
     async def _finish_update(self, version: int) -> None:

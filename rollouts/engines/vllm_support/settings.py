@@ -13,6 +13,8 @@ CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable: the cores of every rank, as 0,1|2,3."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
+ADAPTER_ID = 1
+"""Id of the only adapter. Requests refer to it."""
 CPU_BLOCK = 32
 """KV-cache block size on a CPU, in tokens: the minimum of the attention kernel. vLLM's default is 128.
 

@@ -29,14 +29,12 @@ from core.errors import TransportFailed
 from core.types.weights import Bucket
 from rollouts.engines.vllm_support.load_trace import LoadTrace
 from rollouts.engines.vllm_support.patches import allow_next_update, find_adapters, forget_half_loaded
+from rollouts.engines.vllm_support.settings import ADAPTER_ID
 from trainers.weight_sync.broadcast import WeightReceiver
 from trainers.weight_sync.chunks import Chunk, read_chunk
 from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.ipc import open_handles
 from trainers.weight_sync.nccl import NcclReceiver
-
-ADAPTER_ID = 1
-"""Id of the only adapter. Requests refer to it."""
 
 
 class VerifiedTransfer(WeightTransferEngine[Any, Any]):
@@ -128,7 +126,7 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class WeightUpdate(WeightTransferUpdateInfo):
-    """One chunk, or the buckets of a trainer in this process. Neither: the weights are streamed."""
+    """Weights of an update: a chunk, or the buckets of a trainer in this process. Neither: they are streamed."""
 
     chunk: Chunk | None = None
     buckets: Iterable[Bucket] | None = None
@@ -249,7 +247,7 @@ class WorkerMethods:
         self.start_weight_update()
 
     def feynrl_load_part(self, adapter: bool, update_info: dict[str, Any]) -> str:
-        """Load one part of an update. Return the transport's error message, or ""."""
+        """Load a part of an update. Return the transport's error message, or ""."""
         if not adapter:
             return _catch_transport_error(self.update_weights, update_info)
         transfer = self.weight_transfer_engine
