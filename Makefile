@@ -51,8 +51,9 @@ verify: set-test  ## long evidence runs, the planted bugs of `make mutants` amon
 	$(PYTEST) -q -m verify --timeout 3600
 
 ONLY ?=
-mutants: set-test  ## plant bugs one at a time, and name those that no test notices; ONLY=algs/ for some
+mutants: set-test  ## plant bugs one at a time, of a list and then drawn by rule, and name those that no test notices; ONLY=algs/ for some of the list, SEED=1 for others by rule
 	$(BIN)/python tools/mutants.py --only '$(ONLY)'
+	$(BIN)/python -m tools.drawn_mutants --seeds $(SEED)
 
 newest:  ## the fast and the slow tests with the newest versions of everything, in a new .venv-newest
 	@$(PYTHON) tools/install.py --newest

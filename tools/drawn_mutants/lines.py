@@ -1,0 +1,114 @@
+"""Which tests run a line: recorded once per state of the repository by coverage.py, child processes included."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import coverage
+
+Tier = Literal["fast", "slow"]
+HERE = Path("tools/drawn_mutants")
+MARKS: dict[Tier, str] = {"fast": "not slow and not verify and not gpu", "slow": "slow and not verify and not gpu"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Lines that the tests of a tier run, and how long each test takes."""
+
+    folder: Path
+    root: Path
+    """Repository whose lines these are."""
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each test function, over all its parameters, by its name as pytest takes it."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for case in ElementTree.parse(self.folder / "tests.xml").iter("testcase"):
+            file = case.attrib["classname"].replace(".", "/") + ".py"
+            found[f"{file}::{case.attrib['name'].partition('[')[0]}"] += float(case.attrib["time"])
+        return found
+
+    def find_tests(self, file: str, line: int, budget_s: float) -> list[str]:
+        """Return the test functions that run a line, those of the same folder first, the short ones first.
+
+        A line that runs at import only is seen by every test that runs another line of the file. budget_s: seconds
+        that the tests may take together; one test is returned in any case.
+        """
+        by_line = self._of_file(file)
+        tests = by_line.get(line, set())
+        if not tests or self._runs_at_import(file, line):
+            tests = {test for seen in by_line.values() for test in seen}
+        home = f"unit_tests/{file.split('/')[0]}/"
+        chosen: list[str] = []
+        spent = 0.0
+        for test in sorted(tests, key=lambda test: (not test.startswith(home), self.seconds.get(test, 0.0))):
+            spent += self.seconds.get(test, 0.0)
+            if chosen and spent > budget_s:
+                break
+            chosen.append(test)
+        return chosen
+
+    @cached_property
+    def _data(self) -> coverage.CoverageData:
+        data = coverage.CoverageData(str(self.folder / "lines"))
+        data.read()
+        return data
+
+    def _of_file(self, file: str) -> dict[int, set[str]]:
+        seen = self._data.contexts_by_lineno(file)
+        # a context is test|phase, or nothing at import
+        return {line: {c.partition("[")[0].partition("|")[0] for c in contexts if c} for line, contexts in seen.items()}
+
+    def _runs_at_import(self, file: str, line: int) -> bool:
+        """Return whether a line stands outside of every function's body."""
+        nodes = ast.walk(ast.parse((self.root / file).read_text()))
+        inside = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        return not any(node.body[0].lineno <= line <= (node.end_lineno or 0) for node in inside)
+
+
+def record(root: Path, kept: Path, tier: Tier) -> Record:
+    """Run the tests of a tier under coverage, unless this was done for these files. kept: folder of the records."""
+    folder = kept / hash_files(root) / tier
+    if not (folder / "tests.xml").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        config = root / HERE / "coverage.ini"
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "COVERAGE_FILE": str(folder / "lines"),
+            "PYTHONPATH": str(root / HERE / "child"),
+            "LINES_CONFIG": str(config),
+        }
+        workers = "auto" if tier == "fast" else "1"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS[tier], "-n", workers, "--dist", "worksteal"]
+        command += ["--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
+        command += [f"--junitxml={folder / 'running.xml'}", "--timeout", "900"]
+        subprocess.run(command, cwd=root, env=environment, check=False)
+        children = sorted(map(str, folder.glob("lines.*")))
+        whole = coverage.Coverage(data_file=str(folder / "lines"), config_file=str(config))
+        if children:
+            whole.load()
+            whole.combine(children)
+            whole.save()
+        (folder / "running.xml").rename(folder / "tests.xml")
+    return Record(folder, root)
+
+
+def hash_files(root: Path) -> str:
+    """Return a short hash of all Python files that git knows or would add."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "*.py"]
+    names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
+    digest = hashlib.sha1(usedforsecurity=False)
+    for name in sorted(filter(None, names)):
+        if (root / name).is_file():
+            digest.update(f"{name}\0".encode() + (root / name).read_bytes())
+    return digest.hexdigest()[:12]
