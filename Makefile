@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # file makes once is made once.
 FAST := OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help install newest quickstart lint types fast check test verify mutants gpu-contract docs browser sandbox
+.PHONY: help install newest quickstart lint types fast check test test-all verify mutants gpu-contract docs browser sandbox
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -44,8 +44,11 @@ fast: set-test  # the tests without an engine
 check: lint  ## lint, types and the fast tests: about two minutes
 	$(MAKE) --no-print-directory -j 2 types fast
 
-test: fast  ## the fast and the slow tests
-	$(PYTEST) -q -m "(slow or gpu) and not verify" --durations=30
+test: fast  ## the fast tests, and one real run of each kind
+	$(PYTEST) -q -m "usual and not verify"
+
+test-all: test  ## the other slow tests, too
+	$(PYTEST) -q -m "(slow or gpu) and not verify and not usual" --durations=30
 
 verify: set-test  ## long evidence runs, the planted bugs of `make mutants` among them
 	$(PYTEST) -q -m verify --timeout 3600

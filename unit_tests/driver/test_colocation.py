@@ -514,6 +514,7 @@ SAME = {"steps": 3, "updates_per_step": 2, "eval_every": 2, "checkpoint.every": 
 
 
 @pytest.mark.slow
+@pytest.mark.usual
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_on_one_device_is_the_run_on_two_to_the_bit(recipe, tmp_path, sums):
     """With checkpoints and evaluations between the steps; and resumed from the run on two devices."""

@@ -151,7 +151,8 @@ CASES = {
 
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
-    "engine", [pytest.param("hf", marks=pytest.mark.slow), pytest.param("vllm", marks=pytest.mark.verify)]
+    "engine",
+    [pytest.param("hf", marks=[pytest.mark.slow, pytest.mark.usual]), pytest.param("vllm", marks=pytest.mark.verify)],
 )
 def test_a_run_whose_processes_are_killed_at_every_moment_makes_the_numbers_of_one_that_was_not(
     recipe, tmp_path, engine

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.timeout(600)  # in a new environment vLLM first compile
 
 
 @pytest.mark.slow
+@pytest.mark.usual
 def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums):
     reward = file_of(tmp_path / "sevens.py", SEVENS)
     done = program(recipe(LEARN | {"reward.function": reward, "data.eval": str(sums / "eval.parquet")}))
@@ -335,7 +336,7 @@ def port_of_gcs(pids: set[int]) -> int:
     ("engine", "end"),
     [
         pytest.param("hf", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("vllm", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("vllm", signal.SIGKILL, marks=[pytest.mark.slow, pytest.mark.usual]),
         pytest.param("hf", signal.SIGINT, marks=pytest.mark.verify),
         pytest.param("vllm", signal.SIGTERM, marks=pytest.mark.verify),
     ],
@@ -464,6 +465,7 @@ def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, numb
 
 
 @pytest.mark.slow
+@pytest.mark.usual
 def test_supervised_loss_falls_and_is_a_token_mean(trained, sums):
     changes = {"steps": 12, "trainer.lr": 3e-3, "data.eval": str(sums / "sft.parquet"), "eval_every": 6}
     folder = trained(changes, kind="sl")

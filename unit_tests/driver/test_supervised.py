@@ -76,7 +76,12 @@ def data_of(path: Path, **more) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "alg", [{"name": "dpo"}, {"name": "orpo"}, {"name": "dpo", "form": "ipo", "length_norm": True}]
+    "alg",
+    [
+        pytest.param({"name": "dpo"}, marks=pytest.mark.usual),
+        {"name": "orpo"},
+        {"name": "dpo", "form": "ipo", "length_norm": True},
+    ],
 )
 def test_a_run_on_real_pairs_learns_them(tmp_path, tiny_path, hh, alg):
     data = data_of(hh, eval=str(hh), eval_rows=8)

@@ -3,7 +3,7 @@
 Every python, bash and yaml block has a marker, an HTML comment on the line above its fence:
 
     <!-- test: fast -->              run in every test run: Python in this process, commands too where they are Python
-    <!-- test: slow -->              run by `make test`, commands in a shell
+    <!-- test: slow -->              run by `make test-all`, commands in a shell
     <!-- test: verify -->            run by `make verify`, commands in a shell
     <!-- test: fast, exits 2 -->     the command must end with this code; without it with 0
     <!-- test: slow, serves -->      a server on port 8000, which the blocks after it use, up to the next one

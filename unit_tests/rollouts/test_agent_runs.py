@@ -162,6 +162,7 @@ def check_run(run: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usual
 def test_a_run_with_an_agent_takes_more_samples_than_episodes(trained, tmp_path):
     pytest.importorskip("openai")
     changes = branching(tmp_path) | {"backend": "ray", "rollout.num_engines": 1, "max_staleness": 1}

@@ -34,6 +34,7 @@ def made(recipe, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usual
 @pytest.mark.timeout(300)
 def test_a_run_publishes_and_saves_what_it_trains(made, tiny_path):
     _, folder = made

@@ -40,7 +40,8 @@ def two():
 @pytest.mark.parametrize(
     ("family", "stage", "vision"),
     [
-        *(("idefics3", 0, "train"), ("idefics3", 3, "train"), ("qwen2_5_vl", 2, "train"), ("qwen3_vl", 3, "frozen")),
+        *(("idefics3", 0, "train"), ("idefics3", 3, "train"), ("qwen3_vl", 3, "frozen")),
+        pytest.param("qwen2_5_vl", 2, "train", marks=pytest.mark.usual),
         ("qwen3_vl", FSDP2, "frozen"),
         *(pytest.param(f, FSDP2, "train", marks=LATER) for f in ("idefics3", "qwen2_5_vl", "qwen3_vl")),
     ],
