@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from pydantic import field_validator
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from algs.base import Algorithm, Metrics, with_advantages
-from algs.ops import sequence_sum
+from algs.ops import MAX_LOG_RATIO, sequence_sum
 from core.types.samples import Group, LossNorm, Rows, Sample, Tokens
+
+Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 
 
 class Pairwise(Algorithm):
@@ -64,6 +68,34 @@ def preference_sign(sample: Sample) -> float:
 def with_advantage_of(groups: list[Group], compute: Callable[[Sample], float]) -> list[Group]:
     """Set a constant advantage on all trained tokens of each sample."""
     return with_advantages(groups, [compute(s) if s.n_trained else 0.0 for g in groups for s in g])
+
+
+def discount_length(groups: list[Group], decay: float) -> list[Group]:
+    """Scale the advantages of the tokens by which a completion is longer than the other one of its pair."""
+
+    def scale(sample: Sample, group: Group) -> Sample:
+        assert sample.advantage is not None
+        shorter = min(one.n_trained for one in group)
+        share = np.where(np.cumsum(sample.loss_mask) <= shorter, 1.0, decay)
+        return sample.with_advantage(sample.advantage * share)
+
+    return [[scale(s, g) for s in g] for g in groups]
+
+
+def f_divergence(gained: Tensor, divergence: Divergence) -> Tensor:
+    """Compute f' of a completion's ratio, without constants, from its log, [M] -> [M]: for reverse KL, the log itself.
+
+    Source: https://arxiv.org/abs/2309.16240, Table 1.
+    """
+    match divergence:
+        case "reverse_kl":
+            return gained
+        case "forward_kl":
+            return -(-gained).clamp(max=MAX_LOG_RATIO).exp()
+        case "js":
+            return logsigmoid(gained)
+        case "alpha":  # of 0.5
+            return -2 * (-gained / 2).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def pair_sum(signed: Tensor, tokens: Tokens) -> Tensor:

@@ -205,7 +205,7 @@ _declare(
     "tokens whose k3 to the reference is beyond 10 nats, where it continues as a straight line",
     RL,
 )
-_CLIPPED = "grpo, ppo, gspo, reinforce_pp"
+_CLIPPED = "grpo, ppo, gspo, reinforce_pp, passk, raft"
 APPROX_KL = _declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)
 CLIP_FRACTIONS = (
     _declare("train/clip_frac_high", "fraction", "tokens whose gradient the upper clip bound removed", _CLIPPED),
@@ -213,11 +213,13 @@ CLIP_FRACTIONS = (
 )
 CLIP_FRACTION = _declare("train/clip_frac", "fraction", "tokens whose ratio was clipped", "gmpo")
 CAPPED = _declare("train/capped", "fraction", "tokens whose importance weight reached max_weight", "cispo")
-MASKED = _declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo")
+MASKED = _declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo, ipo_rl")
 SILENCED = (*CLIP_FRACTIONS, CLIP_FRACTION, MASKED)
 """Metrics for the fraction of trained tokens without a gradient."""
 CUT = (*SILENCED, CAPPED)
 """Metrics for the fraction of tokens that a loss clips, caps or masks."""
+_declare("train/drift", "nats", "mean of log pi(a) minus the anchor's", "dro")
+_declare("train/sequence_weight", "", "mean weight of the sequences; 1 on policy", "vespo")
 _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")
 _declare("train/teacher_kl", "nats", "estimate of KL(pi || teacher) on the sampled tokens", "opd")
 _declare("train/ess", "fraction", "effective sample size of the update", "p3o, p4o")

@@ -44,6 +44,14 @@ VARIANTS: list[Variant] = [
     ("dpo", {"reference_free": True, "length_norm": True, "beta": 2.0, "target_margin": 1.0}),
 ]
 MORE: list[Variant] = [
+    ("dro", {"anchor": "ref", "level": "sequence", "loss_norm": "sequence_sum"}),
+    ("dro", {"anchor": "rollout", **OFF}),
+    ("vespo", {"anchor": "rollout", **OFF}),
+    ("ipo_rl", {"delta": 0.1, "kl_tau": 0.001}),
+    ("raft", {"keep": "best", "clip": 0.2}),
+    ("dpo", {"form": "exo", "label_smoothing": 0.1}),
+    ("dpo", {"form": "apo_zero", "nll_coef": 0.5, "length_decay": 0.5}),
+    ("dpo", {"form": "nca", "divergence": "js"}),
     ("grpo", {"correction": {"mode": "clip"}, **KL_IN_REWARD}),
     ("gspo", {"form": "token"}),
     ("dppo", {"divergence": "kl"}),

@@ -1,0 +1,57 @@
+"""Pass@k training: what a sample adds to a group of k of its siblings (https://arxiv.org/abs/2508.10751, Eq. 10-15).
+
+Of a group of N samples of which F fail, a group of k passes if one of its samples does:
+
+    mean = 1 - C(F, k) / C(N, k)        std = sqrt(mean (1 - mean))
+    A    = (1 - mean) / std                                          of a sample that passes
+    A    = (1 - mean - C(F - 1, k - 1) / C(N - 1, k - 1)) / std      of one that fails
+    L_t  = PPO's clipped loss
+
+This is the exact mean, over all groups of k that hold the sample, of the group's normalised reward. Failures cost
+little while one of k samples passes, so the policy keeps several ways of answering.
+
+Others: verl's GRPO_PASSK (https://arxiv.org/abs/2503.19595) is another method: it credits the best sample alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field
+from torch import Tensor
+
+from algs.base import Metrics, PolicyGradient, with_advantages
+from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
+from core.types.samples import Group, Policy, Tokens
+
+
+class PassK(PolicyGradient):
+    k: int = Field(2, ge=2)
+    threshold: float = 0.5
+    """Least reward of a sample that passes."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+
+    @property
+    def needs_siblings(self) -> bool:
+        return True
+
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
+        return with_advantages(groups, [a for g in groups for a in self.compare(g)])
+
+    def compare(self, group: Group) -> list[float]:
+        """Return the advantage of each sample of a group; 0 without a reward, and if all groups of k are equal."""
+        rewards = [self.penalised_reward(s) for s in group]
+        passed = [r >= self.threshold for r in rewards if r is not None]
+        n, failed, k = len(passed), passed.count(False), self.k
+        if n < k or not 0 < math.comb(failed, k) < math.comb(n, k):
+            return [0.0] * len(group)
+        mean = 1 - math.comb(failed, k) / math.comb(n, k)
+        std = math.sqrt(mean * (1 - mean))
+        up, down = 1 - mean, 1 - mean - math.comb(failed - 1, k - 1) / math.comb(n - 1, k - 1)
+        return [0.0 if r is None else (up if r >= self.threshold else down) / std for r in rewards]
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        ratio = importance_ratio(policy.logp, tokens.prox_logp)
+        loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high)
+        return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)
