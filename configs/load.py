@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from core.errors import UserError, first_line, quote, suggest_name
+from configs.other_names import describe_other_name
+from core.errors import UserError, find_closest, first_line, quote, suggest_name
 from core.text.text_files import read_text
 
 
@@ -150,18 +150,60 @@ def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:
     key = quote(prefix + ".".join(loc))
     match found["type"]:
         case "extra_forbidden":
-            known = list(section_at(cls, loc[:-1]).model_fields)
-            close = difflib.get_close_matches(loc[-1], known, n=1)
-            # All known keys only if none is close, because the list can be long.
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-            return f"{key} is not a known key; {hint}"
+            return f"{key} is not a known key; {hint_key(cls, loc, prefix, found['input'])}"
         case "missing":
             return f"{key} is missing: set it in the recipe or as {key}=VALUE on the command line"
+        case "model_type" | "model_attributes_type" | "dict_type" if hint := hint_section(
+            cls, loc, key, found["input"]
+        ):
+            return f"{key}={found['input']!r:.200} is not valid: {hint}"
         case "value_error":
             message = str(found["msg"]).removeprefix("Value error, ")
             return f"{key}: {message}" if key else message
         case _:
             return f"{key}={found['input']!r:.200} is not valid: {found['msg'][0].lower() + found['msg'][1:]}"
+
+
+def hint_key(cls: type[BaseModel], loc: list[str], prefix: str, value: object) -> str:
+    """Return the key that an unknown key was meant to be, as a clause, or all keys of its section."""
+    known = list(section_at(cls, loc[:-1]).model_fields)
+    dotted = prefix + ".".join(loc)
+    if other := describe_other_name(dotted, value, is_certain=True):
+        return other
+    if elsewhere := [key for key in list_keys(cls) if key.rpartition(".")[2] == loc[-1]]:
+        return f"did you mean {' or '.join(prefix + key for key in elsewhere)}?"
+    if close := find_closest(loc[-1], known):
+        return f"did you mean {close!r}?"
+    if other := describe_other_name(dotted, value):
+        return other
+    # All known keys only if none is close, because the list can be long.
+    return f"known keys: {', '.join(known)}"
+
+
+def hint_section(cls: type[BaseModel], loc: list[str], key: str, value: object) -> str:
+    """Return the key below a section that was meant by a value of the section itself, as a clause; "" without one."""
+    if key == "alg":
+        return "alg is a section, set alg.name, or alg.file"
+    section = section_at(cls, loc)
+    if section is cls:
+        return ""
+    fields = section.model_fields
+    name = next((name for name, field in fields.items() if field.is_required()), next(iter(fields)))
+    try:
+        section.model_validate({name: value})
+    except ValidationError as error:
+        if any(e["loc"][:1] == (name,) for e in error.errors()):
+            return f"{key} is a section with the keys {', '.join(fields)}"
+    return f"{key} is a section, did you mean {key}.{name}={quote(value)}?"
+
+
+def list_keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
+    """List the dotted keys of a configuration, sections included."""
+    keys: list[str] = []
+    for name, field in cls.model_fields.items():
+        below = sections_in(field.annotation)
+        keys += [prefix + name, *(key for section in below for key in list_keys(section, f"{prefix}{name}."))]
+    return keys
 
 
 def section_at(cls: type[BaseModel], loc: list[str]) -> type[BaseModel]:

@@ -123,5 +123,17 @@ def suggest_name(name: str, names: Collection[str]) -> str:
     >>> suggest_name("grop", ["grpo", "ppo"])
     " (did you mean 'grpo'?)"
     """
-    close = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = find_closest(name, names)
+    return f" (did you mean {close!r}?)" if close else ""
+
+
+def find_closest(name: str, names: Collection[str]) -> str | None:
+    """Return the known name closest to a misspelt one; None if none is close.
+
+    >>> find_closest("gpro", ["gspo", "grpo"])
+    'grpo'
+    """
+    close = difflib.get_close_matches(name, names, n=len(names) or 1)
+    # The same letters in another order, before names of which the ratio says that they are as close.
+    close.sort(key=lambda one: sorted(one) != sorted(name))
+    return close[0] if close else None

@@ -2,7 +2,7 @@
 
 docs/reference/ comes from the schema, the algorithms' docstrings and fields, core/metrics.py and
 core/timing/deadlines.py. configs/README.md and algs/LIBRARY.md are short tables that link there. One table of
-docs/concepts/one_step.md is made.
+docs/concepts/one_step.md is made, and one of docs/coming_from/index.md, from configs/other_names.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from algs.base import Algorithm, GroupRelative, PolicyGradient, TurnCredit
 from algs.terms import KL, Correction, Overlong
 from configs.data_schema import SourceConfig
 from configs.eval_schema import EvalConfig, EvalDataConfig, EvalModelConfig, EvalRolloutConfig, EvalSetConfig
+from configs.other_names import NOT_HERE, OTHER_NAMES
 from configs.rollout_schema import EngineRange, RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
@@ -38,6 +39,7 @@ def pages() -> dict[Path, str]:
     """Return every generated page with its text."""
     reference = ROOT / "docs" / "reference"
     one_step = ROOT / "docs" / "concepts" / "one_step.md"
+    coming_from = ROOT / "docs" / "coming_from" / "index.md"
     return {
         ROOT / "configs" / "README.md": recipes(),
         ROOT / "algs" / "LIBRARY.md": algorithm_index(),
@@ -46,6 +48,7 @@ def pages() -> dict[Path, str]:
         reference / "metrics.md": metrics(),
         reference / "deadlines.md": deadlines(),
         one_step: count_lines(one_step.read_text()),
+        coming_from: coming_from.read_text().partition(MADE)[0] + other_names(),
     }
 
 
@@ -187,6 +190,23 @@ def deadlines() -> str:
     ]
     parts += [f"| {row.waits_for} | {row.length} | {row.after_it} |" for row in TABLE]
     return "\n".join(parts) + "\n"
+
+
+def other_names() -> str:
+    """List our keys with their names in other frameworks."""
+    rows = [MADE, "", "| FeynRL | TRL | verl | OpenRLHF |", "|---|---|---|---|"]
+    for row in OTHER_NAMES:
+        theirs = [", ".join(f"`{name}`" for name in names) for names in (row.trl, row.verl, row.openrlhf)]
+        ours = re.sub(r"[a-z_]+(?:\.[a-z_]+)*(?:: \w+)?", r"`\g<0>`", row.ours).replace("`and`", "and")
+        rows.append(f"| {ours}{f'; {row.note}' if row.note else ''} | {' | '.join(theirs)} |")
+    rows += [f"| none: {reason} | {', '.join(f'`{name}`' for name in names)} | | |" for reason, names in group_absent()]
+    return "\n".join(rows) + "\n"
+
+
+def group_absent() -> list[tuple[str, list[str]]]:
+    """List the reasons why a key has no counterpart, each with the keys."""
+    reasons = dict.fromkeys(NOT_HERE.values())
+    return [(reason, [name for name, why in NOT_HERE.items() if why == reason]) for reason in reasons]
 
 
 def count_lines(page: str) -> str:
