@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,21 +23,62 @@ def read_recipe(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
 
     recipe: path of a file, or a mapping of keys, whose `base` is relative to the working folder.
     """
+    own, *bases = read_layers(recipe)
+    raw = own[1]
+    for _, below in bases:
+        raw = merge_recipes(below, raw)
+    return raw
+
+
+def read_layers(recipe: str | Mapping[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
+    """Read a recipe and its base recipes, each with its file and without `base`, the recipe first."""
     if isinstance(recipe, str):
-        raw, seen = read_yaml(recipe), [Path(recipe).resolve()]
+        file, raw = Path(recipe), read_yaml(recipe)
     else:
         # A copy, because overrides change it in place. The made-up name stands for a file in the working folder, to
         # which `base` is then relative.
-        raw, seen = copy.deepcopy(dict(recipe)), [Path("the given keys").resolve()]
+        file, raw = Path("the given keys"), copy.deepcopy(dict(recipe))
+    layers = [(file, raw)]
     while (base := raw.pop("base", None)) is not None:
+        where = file.resolve()
         if not isinstance(base, str) or not base.isprintable():
-            raise UserError(f"{seen[-1]}: base={base!r:.200} must be the path of another recipe")
-        file = seen[-1].parent / base
-        if file.resolve() in seen:
-            raise UserError(f"{seen[-1]}: base={base} leads back to itself")
-        seen.append(file.resolve())
-        raw = merge_recipes(read_yaml(str(file)), raw)
-    return raw
+            raise UserError(f"{where}: base={base!r:.200} must be the path of another recipe")
+        file = where.parent / base
+        if file.resolve() in [known.resolve() for known, _ in layers]:
+            raise UserError(f"{where}: base={base} leads back to itself")
+        raw = read_yaml(str(file), key=f"{where}: base={base}, looked for at")
+        layers.append((file, raw))
+    return layers
+
+
+def find_inherited(recipe: str | Mapping[str, Any]) -> dict[str, Path]:
+    """Return the keys that a recipe has from its base recipes, flattened, each with the file that sets it."""
+    (_, raw), *bases = read_layers(recipe)
+    inherited: dict[str, Path] = {}
+    for file, below in bases:
+        own = flatten_settings(raw)
+        raw = merge_recipes(below, raw)
+        new = flatten_settings(raw).keys() - own.keys()
+        inherited |= dict.fromkeys(sorted(new), file)
+    return inherited
+
+
+@contextmanager
+def naming_inherited(inherited: Mapping[str, Path]) -> Generator[None]:
+    """Add to a UserError of the body, if it names an inherited key, the file that sets the key."""
+    try:
+        yield
+    except UserError as error:
+        # Only dotted words and `key=`: a word such as `steps` alone may be prose.
+        named = {dotted or single for dotted, single in _KEY.findall(str(error))}
+        found = [key for key in inherited if any(f"{key}.".startswith(f"{word}.") for word in named)]
+        if found:
+            files = ", ".join(dict.fromkeys(str(inherited[key]) for key in found))
+            error.args = (f"{error} (the recipe inherits {', '.join(found)} from its base {files})",)
+        raise
+
+
+_KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)|\b([a-z_]+)=")
 
 
 def merge_recipes(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -58,13 +101,16 @@ def merge_recipes(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """Read a YAML file with a mapping. Raises UserError with the line of a mistake."""
+def read_yaml(path: str, *, key: str = "--config") -> dict[str, Any]:
+    """Read a YAML file with a mapping. Raises UserError with the line of a mistake.
+
+    key: option or key that names the file, for errors.
+    """
     file = Path(path)
     if not os.path.isfile(path):  # unlike file.is_file, False for a name that is too long
         recipes = [p.name for p in file.parent.glob("*.yaml")] if os.path.isdir(file.parent) else []
-        raise UserError(f"--config {quote(path)}: there is no such file{suggest_name(file.name, recipes)}")
-    text = read_text(file, f"--config {path}")
+        raise UserError(f"{key} {quote(path)}: there is no such file{suggest_name(file.name, recipes)}")
+    text = read_text(file, f"{key} {path}")
     try:
         raw = yaml.load(text, StrictLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a date of month 13, a list as a key

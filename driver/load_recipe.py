@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
 from algs.base import Algorithm, PolicyGradient
-from configs.load import apply_override, flatten_settings, read_recipe, read_yaml, validate
+from configs.load import (
+    apply_override,
+    find_inherited,
+    flatten_settings,
+    naming_inherited,
+    read_recipe,
+    read_yaml,
+    validate,
+)
 from configs.schema import RLConfig, RunConfig
 from core.cluster.ray_address import parse_address
 from core.loading import FileSpec
@@ -28,14 +36,24 @@ class Loaded(Generic[C]):
     alg: Algorithm
     alg_spec: FileSpec
     """File that defines the algorithm."""
+    inherited: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    """Keys that the recipe has from its base recipes, each with the file."""
 
 
 def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> Loaded[C]:
     """Validate a recipe, given as a file or as keys. Raises UserError that names the file or key, and the fix."""
-    raw = read_recipe(recipe)
+    raw, inherited = read_recipe(recipe), find_inherited(recipe)
     for item in overrides:
         apply_override(raw, item)
-    return _validate_all(cls, raw, given=frozenset(flatten_settings(raw)))
+        inherited = {key: file for key, file in inherited.items() if not _sets(item, key)}
+    with naming_inherited(inherited):
+        loaded = _validate_all(cls, raw, given=frozenset(flatten_settings(raw)))
+    return replace(loaded, inherited=inherited)
+
+
+def _sets(override: str, key: str) -> bool:
+    """Tell whether an override sets a key: itself, or its whole section."""
+    return f"{key}.".startswith(f"{override.partition('=')[0]}.")
 
 
 def load_config_of_run(cls: type[C], file: Path, overrides: Sequence[str]) -> Loaded[C]:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from configs.load import naming_inherited
 from configs.schema import RunConfig
 from core.cluster.private_ray import refuse_second_ray
 from driver.load_recipe import Loaded, load_recipe
@@ -40,7 +41,8 @@ def run_program(file: str, cls: type[C], args: argparse.Namespace, launch: Calla
         return run_sweep(file, cls, args.config, combinations, only_explain=args.explain)
     loaded = load_recipe(cls, args.config, args.overrides)
     if args.explain:
-        print(explain(loaded))
+        with naming_inherited(loaded.inherited):
+            print(explain(loaded))
         return 0
     launch(loaded)
     return 0
@@ -69,4 +71,5 @@ def launch_run(
 
         return run_in_context(prepared.loaded.cfg, body, prepared.checkpoint)
 
-    return run_with_resumes(attempt, loaded)
+    with naming_inherited(loaded.inherited):
+        return run_with_resumes(attempt, loaded)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.eval_schema import EvalConfig
-from configs.load import apply_override, read_recipe, validate
+from configs.load import apply_override, find_inherited, naming_inherited, read_recipe, validate
 from configs.trainer_schema import ModelConfig
 from core.cluster.ray_address import parse_address
 from core.errors import UserError
@@ -70,7 +70,8 @@ def load_eval_recipe(recipe: str | Mapping[str, Any], overrides: Sequence[str]) 
     raw = read_recipe(recipe)
     for item in overrides:
         apply_override(raw, item)
-    cfg: EvalConfig = validate(EvalConfig, raw, prefix="")
+    with naming_inherited(find_inherited(recipe)):
+        cfg: EvalConfig = validate(EvalConfig, raw, prefix="")
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)
     check_engine(cfg)
