@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from core.errors import suggest_name
-from core.metrics import EVAL_LOSS, METRICS, TRAIN, find_metric
+from core.metrics import EVAL_LOSS
 from core.strict_model import LearningRate, StrictModel
 
 
@@ -234,9 +233,6 @@ def refuse_best(checkpoint: CheckpointConfig, *, eval_every: int) -> str | None:
         return None
     if not every:
         return "the run makes no checkpoint: set checkpoint.every"
-    if find_metric(name) is None and not name.startswith(TRAIN):  # a loss of the user's may log any name there
-        hint = suggest_name(name, [metric.name for metric in METRICS])
-        return f"there is no such metric{hint or '; see docs/reference/metrics.md'}"
     if name.startswith("eval/") and not eval_every:
         return "it is measured with eval_every: set that"
     # A checkpoint without a value of the metric could never be the best, however good its weights are.

@@ -22,6 +22,7 @@ from configs.schema import RLConfig, RunConfig
 from core.cluster.ray_address import parse_address
 from core.loading import FileSpec
 from driver.checks.engine import check_engine
+from driver.checks.metric_names import check_metric_names
 from driver.checks.unused_keys import check_keys
 from driver.records.trackers import load_trackers
 
@@ -76,6 +77,7 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
         # Only here are both known: the algorithm's section does not see `rollout`.
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg)
+    check_metric_names(cfg, alg, spec)
     # A run's own config.yaml contains every key, used or not; only a recipe's keys are the user's intention.
     if given is not None:
         check_keys(cfg, alg, given)

@@ -18,7 +18,7 @@ def test_a_missing_base_is_named_with_where_it_was_looked_for(recipe, tmp_path):
         f"error: {own}: base=rll.yaml, looked for at {tmp_path / 'rll.yaml'}: there is no such file "
         "(did you mean 'rl.yaml'?)\n"
     )
-    with pytest.raises(UserError, match="the given keys: base=nowhere.yaml, looked for at /"):
+    with pytest.raises(UserError, match=r"the given keys: base=nowhere\.yaml, looked for at /"):
         load_recipe(RLConfig, {"base": "nowhere.yaml"}, [])
     file_of(tmp_path / "rll.yaml", "- a list")
     assert "rll.yaml must hold keys and values" in run_here(main_rl, "--config", own)[1]

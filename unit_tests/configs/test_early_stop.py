@@ -7,10 +7,13 @@ import json
 import pytest
 
 import main_sl
+from configs.schema import RLConfig, SLConfig
 from configs.trainer_schema import StopWhenConfig
 from core.errors import UserError
 from driver.early_stop import EarlyStop
+from driver.load_recipe import load_recipe
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import ROOT
 
 
 def steps_until_the_end(values: list[float | None], **when) -> int | None:
@@ -44,7 +47,25 @@ REFUSED = {
     "no bound": ({"metric": "train/loss"}, "set above or below"),
     "two bounds": ({"metric": "train/loss", "above": 1, "below": 2}, "set above or below, and not both"),
     "no evaluation": ({"metric": "eval/reward/mean", "above": 1}, "set eval_every"),
+    "a misspelt metric": ({"metric": "reward/maen", "above": 1}, "no such metric (did you mean 'reward/mean'?)"),
+    "a misspelt part": ({"metric": "reward/corect", "above": 1}, "no such metric (did you mean 'reward/correct'?)"),
+    "a metric of the other program": ({"metric": "eval/loss", "above": 1}, "set eval_every"),
+    "a metric of another algorithm": (
+        {"metric": "train/clip_frac", "above": 1},
+        "(did you mean 'train/clip_frac_low'?)",
+    ),
+    "a metric of nobody": ({"metric": "accuracy", "above": 1}, "no such metric; docs/reference/metrics.md lists"),
 }
+
+
+def test_what_a_run_may_log_is_not_refused_at_the_start(recipe):
+    """Parts of rewards that have no weight, what an environment counts, and what a loss of the user's may log."""
+    names = ["reward/polite", "reward/arithmetic.correct", "rollout/counts/anything", "time/step_s", "sync/bytes"]
+    path = recipe()
+    for name in names:
+        load_recipe(RLConfig, path, [f"stop_when={{metric: {name}, above: 1}}"])
+    file = recipe({"alg": {"file": str(ROOT / "algs" / "sft.py")}}, kind="sl")
+    assert load_recipe(SLConfig, file, ["stop_when={metric: train/mine, above: 1}"])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -34,7 +34,7 @@ from trainers.checkpoint.state import rank_file
 from unit_tests.helpers.checkpoints import Writer, stand
 from unit_tests.helpers.examples import Malicious, run_here, some_groups, with_values
 from unit_tests.helpers.ray_trainers import plan_of
-from unit_tests.helpers.runs import LUCK, ROOT, folder_of, numbers_of
+from unit_tests.helpers.runs import LUCK, ROOT, file_of, folder_of, numbers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,9 +88,10 @@ BEST = {
     "eval/reward/mean": ({"eval_every": 0}, "it is measured with eval_every"),
     "eval/pass@4": ({"eval_every": 2}, "checkpoints are made every 3: make checkpoint.every a multiple"),
     "eval/reward/correct": ({}, None),
-    "reward/men": ({}, None),  # a part of a reward may have any name
-    "train/mine": ({}, None),
-    "evl/reward/mean": ({}, "there is no such metric .did you mean"),
+    "reward/polite": ({}, None),  # a reward may return parts that the recipe does not weigh
+    "reward/men": ({}, "this run logs no such metric .did you mean 'reward/mean'"),
+    "train/mine": ({}, "this run logs no such metric"),
+    "evl/reward/mean": ({}, "this run logs no such metric .did you mean 'eval/reward/mean'"),
     "eval/loss": ({"checkpoint.every": 0}, "set checkpoint.every"),
 }
 
@@ -108,7 +109,8 @@ def test_a_best_that_cannot_be_compared_is_refused(metric, recipe, sums):
 
 
 def test_a_best_that_no_step_logs_stops_the_run_at_its_first_checkpoint(recipe, tmp_path):
-    path = recipe({"checkpoint": {"every": 1, "best": "train/mine"}}, kind="sl")
+    mine = file_of(tmp_path / "mine.py", "from algs.sft import SFT\nclass Mine(SFT):\n    dft: bool = True\n")
+    path = recipe({"checkpoint": {"every": 1, "best": "train/mine"}, "alg": {"file": mine}}, kind="sl")
     code, err = run_here(main_sl, "--config", path, "name=none")
     assert code == 1 and "checkpoint.best=train/mine: no step has logged it; the steps log" in err, err
     path = recipe({"checkpoint": {"every": 1, "keep": 1, "best": "train/loss", "best_mode": "highest"}}, kind="sl")

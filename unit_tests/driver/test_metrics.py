@@ -17,11 +17,15 @@ from algs.base import PolicyGradient
 from algs.check import fixtures
 from algs.check.update import compute_advantages, make_policy, plan_batches
 from algs.ops import reaches_cap, reaches_clamp
+from configs.schema import RLConfig, SLConfig
+from configs.trainer_schema import StopWhenConfig
 from core.errors import RunStopped
 from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
 from core.timing.clock import Clock
 from core.timing.phases import Phase
 from core.types.samples import Prompt, Sample, make_sample
+from driver.checks.metric_names import check_metric_names
+from driver.load_recipe import load_recipe
 from driver.records.console import Console
 from driver.records.episode_metrics import measure_counts
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
@@ -74,6 +78,16 @@ def logged_by_algorithms() -> set[str]:
 def test_algorithms_log_declared_metrics_only(logged_by_algorithms):
     intermediate = {MISMATCH_RATIO_SQ, *VALUE_MOMENTS}
     assert {name for name in logged_by_algorithms - intermediate if find_metric(name) is None} == set()
+
+
+def test_a_condition_on_any_metric_of_an_algorithm_is_accepted(recipe):
+    for name in list_algorithms():
+        spec, cls = find_algorithm({"name": name})
+        kind, config = ("rl", RLConfig) if issubclass(cls, PolicyGradient) else ("sl", SLConfig)
+        cfg = load_recipe(config, recipe(kind=kind), []).cfg
+        for metric in metrics_of_algorithm(name) - {MISMATCH_RATIO_SQ, *VALUE_MOMENTS}:
+            asked = cfg.model_copy(update={"stop_when": StopWhenConfig(metric=metric, above=1.0)})
+            check_metric_names(asked, cls(**NEEDED.get(name, {})), spec)
 
 
 def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logged_by_algorithms, one_thread):
