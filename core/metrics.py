@@ -7,6 +7,7 @@ angle brackets is a placeholder: <part> of the reward, <source> of a mixture, <n
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,7 +60,9 @@ def _declare(name: str, unit: Unit, meaning: str, logged_by: str) -> str:
 RL, SL, ALL = "RL", "supervised", "all runs"
 _TOOLS, _AGENTS, _TURNS = "RL with tools", "RL with rollout.agent", "RL with placement: colocate"
 
-STEP_NUMBER = _declare("step", "steps", "number of the step, from 0", ALL)
+STEP_NUMBER = _declare(
+    "step", "steps", "number of the step, from 0: the steps behind the weights that it starts with, or is of", ALL
+)
 TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second of the whole step", ALL)
 
 REWARD_MEAN = _declare("reward/mean", "", "mean reward over the episodes that have one", RL)
@@ -331,6 +334,11 @@ _declare(
 IDLE_FRACTION = "time/{}s/idle_fraction"
 _declare(IDLE_FRACTION.format("trainer"), "fraction", "the mean trainer rank's time without work", RL)
 ENGINE_IDLE = _declare(IDLE_FRACTION.format("engine"), "fraction", "the mean engine's time without work", RL)
+
+
+def is_evaluation(line: Mapping[str, float]) -> bool:
+    """Tell whether a line of metrics.jsonl is an evaluation's, and no step's."""
+    return all(name == STEP_NUMBER or name.startswith(EVAL.format("")) for name in line)
 
 
 def find_metric(name: str) -> Metric | None:

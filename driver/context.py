@@ -32,10 +32,10 @@ from driver.checks.output_folder import save_in_one_step
 from driver.early_stop import EarlyStop
 from driver.records.advice import Adviser, make_settings
 from driver.records.console import Console
+from driver.records.outcome import show_outcome
 from driver.records.run_folder import RunFolder
 from driver.records.run_result import RunResult, make_result, name_end
 from driver.records.sample_text import make_record, write_sample
-from driver.records.time_account import describe_shares
 from driver.records.trackers.base import Outcome
 from driver.records.trackers.hub import Trackers
 from driver.records.tracking import make_sample_rows, make_trackers
@@ -65,7 +65,8 @@ class RunContext:
     updates_made: int = 0
     logged: dict[str, float] = field(default_factory=dict[str, float])
     names_logged: set[str] = field(default_factory=set[str])
-    """Metrics of the last step, and names of all logged metrics."""
+    evaluated: set[int] = field(default_factory=set[int])
+    """Metrics of the last step, names of all logged metrics, and steps of the logged evaluations."""
 
     @property
     def training(self) -> RunConfig:
@@ -74,22 +75,35 @@ class RunContext:
         return self.cfg
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Send the step's metrics to the trackers and the console, with advice."""
+        """Send a step's metrics to the trackers and the console, with advice; an evaluation gets its own line."""
         metrics = {names.STEP_NUMBER: float(step), **metrics, **self.clock.start_lap()}
         tokens = metrics.get(names.ROLLOUT_TOKENS, metrics[names.TRAIN_TOKENS])
         metrics[names.TOKENS_PER_S] = tokens / metrics[names.STEP_SECONDS]
         self.logged = metrics
         self.names_logged |= metrics.keys()
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         with self.clock.phase(Phase.LOG):  # of the next step: the seconds of this one are in the line
-            self.trackers.metrics(step, metrics)
+            self.trackers.metrics(step, {name: value for name, value in metrics.items() if name not in evaluation})
             self.console.show_step(metrics)
             for rule, text in self.adviser.read_line(metrics):
                 self.console.advise(rule, text)
         self.facts["steps_done"] = step + 1
+        if evaluation:
+            self.log_evaluation(int(evaluation.get("eval/version", step + 1)), evaluation)
         skipped = int(metrics[names.TRAIN_SKIPPED])
         self.updates_skipped += skipped
         self.updates_made += self.training.total_updates // self.cfg.n_steps - skipped
         self.early_stop.note_step(metrics)
+
+    def log_evaluation(self, steps_done: int, metrics: dict[str, float]) -> None:
+        """Send an evaluation to the trackers, once, at the number of steps behind its weights; 0 before training.
+
+        A step's own metrics are of the weights that it starts with, so both are of the same weights at one number.
+        """
+        if steps_done not in self.evaluated:
+            self.evaluated.add(steps_done)
+            with self.clock.phase(Phase.LOG):
+                self.trackers.metrics(steps_done, {names.STEP_NUMBER: float(steps_done), **metrics})
 
     def count_steps(self, first: int) -> Iterator[int]:
         """Yield the steps from `first` to the recipe's last, or until `stop_when` ends the run."""
@@ -167,7 +181,12 @@ class RunContext:
     async def write_checkpoint(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, state: RunState) -> None:
         """Write a checkpoint with all metrics of the step; also save the model if it is the best by checkpoint.best."""
         keys = self.training.checkpoint
-        self._check_best(keys.best, is_last=state.steps_done == self.cfg.n_steps)
+        if keys.best is not None and keys.best not in self.names_logged:
+            said = f"checkpoint.best={keys.best}: no step has logged it; the steps log {', '.join(sorted(self.logged))}"
+            # At the end it is only reported, because the trained model still has to be saved.
+            if state.steps_done < self.cfg.n_steps:
+                raise RunStopped(said)
+            self.console.say(said)
         with self.clock.phase(Phase.CHECKPOINT):
             home = self.folder.path / "checkpoints"
             await write_checkpoint(home, trainers, replace(state, metrics=state.metrics | self.logged))
@@ -176,16 +195,6 @@ class RunContext:
             if keys.best is not None and best is not None and best.state.steps_done == state.steps_done:
                 await self._write_model(trainers, tokenizer, self.folder.path / "best_model", steps=state.steps_done)
                 self.facts["best"] = {"steps_done": state.steps_done, keys.best: best.state.metrics[keys.best]}
-
-    def _check_best(self, metric: str | None, *, is_last: bool) -> None:
-        """Raise RunStopped if no step has logged the metric of checkpoint.best; at the end, report it."""
-        if metric is None or metric in self.names_logged:
-            return
-        said = f"checkpoint.best={metric}: no step has logged it; the steps log {', '.join(sorted(self.logged))}"
-        # At the end it is only reported, because the trained model still has to be saved.
-        if not is_last:
-            raise RunStopped(said)
-        self.console.say(said)
 
     async def resume(self, trainers: Workers[Trainer], checkpoint: Checkpoint | None, settings: dict[str, Any]) -> int:
         """Restore the trainers from `checkpoint`; return the number of completed steps, 0 without a checkpoint."""
@@ -202,21 +211,6 @@ class RunContext:
         if moved := bitwise_only_changes(checkpoint.state.recipe["settings"], settings["settings"]):
             self.console.say(f"not to the last bit: {', '.join(moved)} differs from the run that is resumed")
         return done
-
-    def show_outcome(self) -> None:
-        """Show held-out results before and after, shares of time, and the run folder."""
-        before, after = self.facts.get("before", {}), self.facts.get("after", {})
-        hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
-        rows = [(n, f"{before[n]:.3f}", f"{after[n]:.3f}") for n in before if n in after and n not in hidden]
-        if rows:
-            self.console.show_table("on held-out data", rows, ("", "before", "after"))
-        if devices := self.facts.get("devices"):
-            for line in (*describe_shares(devices), self.facts["bottleneck"]):
-                self.console.say(line)
-        if self.is_over:
-            steps, reason = self.facts["steps_done"], self.early_stop.reason
-            self.console.say(f"ended after {steps} of {self.cfg.n_steps} steps: {reason}")
-        self.console.say(f"run folder: {self.folder.path}")
 
     async def start_cluster(self) -> None:
         """Start Ray in a thread: in the main thread it would take over SIGTERM and block the event loop."""
@@ -331,7 +325,8 @@ def run_in_context(
         with Scratch(logs=folder.path / "logs"), context.tracking(at_once), console, seldom:
             asyncio.run(run_body(context, body, at_once))
         reason = f"done early, {context.early_stop.reason}" if context.is_over else "done"
-        context.show_outcome()
+        show_outcome(console, context.facts, ended_early=context.early_stop.reason, of=cfg.n_steps)
+        console.say(f"run folder: {folder.path}")
     except (KeyboardInterrupt, asyncio.CancelledError) as error:
         # A signal cancels the run's task; callers, such as a notebook, expect the exception of Ctrl-C.
         reason = name_end(error)

@@ -161,7 +161,8 @@ def read_run(run_dir: Path, overrides: list[str], code: int) -> SweptRun:
         return SweptRun(overrides=overrides, folder="", exit_reason=f"exit code {code}", metrics={})
     folder = folders[-1]  # one that resumed by itself has several
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    metrics: dict[str, float] = json.loads(lines[-1]) if lines else {}
+    steps = [line for line in map(json.loads, lines) if not names.is_evaluation(line)]
+    metrics: dict[str, float] = steps[-1] if steps else {}
     summary: dict[str, Any] = {}
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

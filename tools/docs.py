@@ -160,8 +160,9 @@ def metrics() -> str:
     """List every metric, by the part of its name before the first slash."""
     parts = begin_page(
         "Metrics",
-        "Every line of `metrics.jsonl` is one step. These are all names that it may hold. `<part>` is a part of "
-        "the reward, `<source>` a source of a mixture, `<n>` a number. How to use them: [Read the "
+        "Every line of `metrics.jsonl` is one step, or one evaluation on data.eval. The `step` of an evaluation is the "
+        "number of steps behind its weights: 0 before training. These are all names that it may hold. `<part>` is a "
+        "part of the reward, `<source>` a source of a mixture, `<n>` a number. How to use them: [Read the "
         "log](../how_to/reading_the_log.md).",
     )
     for area in dict.fromkeys(metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name):

@@ -48,8 +48,8 @@ class Evaluator:
     def may_run_beside(self, steps_done: int) -> bool:
         """Tell whether an evaluation after `steps_done` steps can run concurrently until the next weight sync.
 
-        Not before the last sync: the last step's line contains the evaluation of the final weights. Nor if evaluations
-        are as frequent as syncs, because two of them would end in the same line.
+        Not before the last sync: the evaluation of the final weights is made in place. Nor if evaluations are as
+        frequent as syncs, because two of them would end at the same sync.
         """
         cfg = self.cfg
         # Both need the result in the line of the evaluated step.

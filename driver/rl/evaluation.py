@@ -1,9 +1,9 @@
-"""Evaluation schedule of an RL run, and the log lines that contain the metrics."""
+"""Evaluation schedule of an RL run, and the log lines of the evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from core import metrics as names
@@ -19,7 +19,6 @@ T = TypeVar("T")
 class EvaluatedRun(Protocol):
     """Part of a run that an evaluation calls."""
 
-    first_step: int
     steps_done: int
     colocation: Colocation | None
 
@@ -38,25 +37,23 @@ class RunEvaluation:
     """Steps between two evaluations; 0 makes none while the run trains."""
     last: EvalResult | None = None
     """The last evaluation."""
-    unlogged: dict[str, float] = field(default_factory=dict[str, float])
-    """Metrics of an evaluation that ran beside training, to be logged with the step in which it ended."""
 
     async def evaluate_if_due(self, run: EvaluatedRun, steps_done: int) -> dict[str, float]:
-        """Evaluate after every `every` steps; return the evaluation metrics since the last step.
-
-        In overlap they may be of an evaluation that ran beside training, with the weights before the last sync.
-        """
+        """Evaluate after every `every` steps; return the metrics of an evaluation in place."""
         if self.context.checkpoint_is_due(steps_done):
             await self.end_pending()  # a resumed run could not make it again
-        logged, self.unlogged = self.unlogged, {}
         if not self.every or steps_done % self.every:
-            return logged
+            return {}
         if not self.evaluator.may_run_beside(steps_done):
-            return await self.evaluate(run, f"after step {steps_done}")
+            return await self._evaluate(run, f"after step {steps_done}")
         self.evaluator.begin(f"after step {steps_done}")
-        return logged
+        return {}
 
-    async def evaluate(self, run: EvaluatedRun, when: str) -> dict[str, float]:
+    async def evaluate(self, run: EvaluatedRun, when: str) -> None:
+        """Measure before or after training, and log it."""
+        self._log(await self._evaluate(run, when))
+
+    async def _evaluate(self, run: EvaluatedRun, when: str) -> dict[str, float]:
         """Measure the reward on the held-out prompts, `eval_samples` each at the run's temperature.
 
         After the last step it may have been measured already.
@@ -66,12 +63,7 @@ class RunEvaluation:
             await run.sync_weights(run.steps_done)  # stop_when may end a run between two weight syncs
         if self.last is None or self.last.version != buffer.version:
             self.last = await self._measure(run, when)
-        found = self._report(replace(self.last, when=when))
-        if 0 < run.first_step == run.steps_done and self.evaluator.may_run_beside(run.first_step):
-            # nothing was trained since the resume: the original run began this evaluation beside its next step and
-            # would have logged it there
-            self.unlogged = found
-        return found
+        return self._report(replace(self.last, when=when))
 
     async def _measure(self, run: EvaluatedRun, when: str) -> EvalResult:
         """Evaluate while the trainers wait; repeat after a sync if an engine was restarted with newer weights."""
@@ -90,7 +82,7 @@ class RunEvaluation:
         )
 
     async def end_pending(self) -> None:
-        """Wait for a pending evaluation beside training, and keep the metrics for the log."""
+        """Wait for a pending evaluation beside training, and log it."""
         if self.evaluator.pending is None:
             return
         with self.context.clock.phase(Phase.EVALUATE):
@@ -101,7 +93,10 @@ class RunEvaluation:
             )
         else:
             self.last = found
-            self.unlogged = self._report(found)
+            self._log(self._report(found))
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        self.context.log_evaluation(int(metrics[names.EVAL.format(names.VERSION)]), metrics)
 
     def _report(self, found: EvalResult) -> dict[str, float]:
         """Print the result of an evaluation; return the metrics under their log names."""

@@ -217,9 +217,10 @@ class Run:
         """Evaluate after every `eval_every` steps, in place or beside training."""
         return {} if self.evaluation is None else await self.evaluation.evaluate_if_due(self, steps_done)
 
-    async def evaluate(self, when: str) -> dict[str, float]:
+    async def evaluate(self, when: str) -> None:
         """Measure the reward on the held-out prompts while the trainers wait."""
-        return {} if self.evaluation is None else await self.evaluation.evaluate(self, when)
+        if self.evaluation is not None:
+            await self.evaluation.evaluate(self, when)
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         """Write a checkpoint after every `checkpoint.every` steps."""

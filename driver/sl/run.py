@@ -200,6 +200,7 @@ class Run:
             return
         measured = await self._measure(self.held_out)
         self.context.facts[when] = measured
+        self.context.log_evaluation(self.context.facts.get("steps_done", self.first_step), measured)
         shown = [f"loss {measured[names.EVAL_LOSS]:.4f}"]
         if names.EVAL_PAIR_ACCURACY in measured:
             shown.append(f"accuracy {measured[names.EVAL_PAIR_ACCURACY]:.3f}")

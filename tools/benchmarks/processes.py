@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from core.metrics import is_evaluation
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -20,4 +22,5 @@ def run_for_json(command: list[str], *, cwd: Path = ROOT) -> Any:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Return the metrics of every step of a run folder."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if not is_evaluation(line)]

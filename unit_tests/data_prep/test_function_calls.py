@@ -19,6 +19,7 @@ from rewards.function_calls import score
 from rollouts.envs.number_tools import NumberTools
 from unit_tests.helpers.episodes import calls_of
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import metrics_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -120,7 +121,7 @@ def learn(warm: Path, folder: Path, *changes: str) -> tuple[float, float, list[d
     summary = json.loads((run / "summary.json").read_text())
     before, after = (summary[when]["reward/mean"] for when in ("before", "after"))
     print(f"held-out reward {before:.3f} before, {after:.3f} after")
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = metrics_of(run)
     assert all(1 < step["rollout/turns_mean"] <= 3 for step in steps)
     samples = [json.loads(line) for line in (run / "samples" / "step_00000.jsonl").read_text().splitlines()]
     right = next(s for s in samples if s["reward"] == 1.0)

@@ -34,7 +34,7 @@ from trainers.checkpoint.state import rank_file
 from unit_tests.helpers.checkpoints import Writer, stand
 from unit_tests.helpers.examples import Malicious, run_here, some_groups, with_values
 from unit_tests.helpers.ray_trainers import plan_of
-from unit_tests.helpers.runs import LUCK, ROOT, file_of, folder_of, numbers_of
+from unit_tests.helpers.runs import LUCK, ROOT, evaluations_of, file_of, folder_of, numbers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -243,6 +243,8 @@ def test_a_checkpoint_that_holds_code_is_refused_and_its_code_does_not_run(tiny_
 def assert_same_end(whole: Path, resumed: Path, first_step: int) -> None:
     want, got = numbers_of(whole), numbers_of(resumed)
     assert len(want) > first_step > 0 and got == want[first_step:]
+    evaluated = evaluations_of(whole)
+    assert evaluations_of(resumed) == {step: line for step, line in evaluated.items() if step >= first_step}
     assert (resumed / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
 
 

@@ -21,7 +21,7 @@ import main_rl
 import main_sl
 from driver.evaluation.suites.generations import WHOLE, list_parts
 from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import OWN_ENGINE, folder_of
+from unit_tests.helpers.runs import OWN_ENGINE, evaluations_of, folder_of, lines_of
 
 ROOT = Path(__file__).parent.parent.parent
 DIGITS = "def score(prompt, messages):\n    return {'correct': sum(map(str.isdigit, messages[-1]['content'])) / 2}\n"
@@ -89,16 +89,20 @@ def test_an_evaluation_says_what_the_training_run_said(recipe, eval_recipe, tmp_
     assert run_here(main_rl, "--config", path, "name=train") == (0, "")
     trained = folder_of(tmp_path, "train")
     summary = json.loads((trained / "summary.json").read_text())
-    logged = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    means = [row["eval/reward/mean"] for row in logged]
-    assert len({*means}) == 3, "the model changes"
-    best = means.index(max(means)) + 1
+    logged = evaluations_of(trained)
+    assert [*logged] == [0, 1, 2, 3], "before the first step and after each"
+    assert logged[0] == {"step": 0} | {f"eval/{k}": v for k, v in summary["before"].items()}
+    means = [row["eval/reward/mean"] for row in logged.values()]
+    assert len({*means[1:]}) == 3, "the model changes"
+    best = means.index(max(means[1:]), 1)
     assert summary["best"] == {"steps_done": best, "eval/reward/mean": max(means)}
     assert os.readlink(trained / "checkpoints/best") == f"step_{best:05d}"
-    assert summary["after"] == {k.removeprefix("eval/"): v for k, v in logged[-1].items() if k.startswith("eval/")}
+    assert summary["after"] == {k.removeprefix("eval/"): v for k, v in logged[3].items() if k != "step"}
+    steps = [(line["step"], "train/loss" in line) for line in lines_of(trained)]
+    assert steps == [(0, False), (0, True), (1, False), (1, True), (2, False), (2, True), (3, False)]
 
     config = eval_recipe()
-    for model, wanted in (("model", logged[-1]), ("best_model", logged[best - 1])):
+    for model, wanted in (("model", logged[3]), ("best_model", logged[best])):
         assert run_here(main_eval, "--config", config, f"name={model}", f"model.path={trained / model}") == (0, "")
         [row] = results_of(folder_of(tmp_path, model))["table"]
         assert row["prompts"] == 10 and row["samples"] == 40
@@ -111,21 +115,20 @@ def test_an_evaluation_says_what_the_training_run_said(recipe, eval_recipe, tmp_
 def test_in_overlap_evaluations_run_beside_training_and_say_what_their_checkpoints_say(
     recipe, eval_recipe, tmp_path, sums, one_thread
 ):
-    """Each number is of one version, and stands in the line of the step before whose sync it ended."""
+    """Each number is of one version, and is logged at the number of steps that it has behind it."""
     (tmp_path / "digits.py").write_text(DIGITS)
     held_out = {"data.eval": str(sums / "eval.parquet"), "eval_every": 2, "eval_samples": 4, "eval_pass_reward": 0.5}
     own = {"reward.function": str(tmp_path / "digits.py"), "steps": 6, "trainer.lr": 1e-2, "max_staleness": 1}
     path = recipe(held_out | own | {"checkpoint": {"every": 2, "keep": 9}})
     assert run_here(main_rl, "--config", path, "name=train") == (0, "")
     trained = folder_of(tmp_path, "train")
-    logged = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    evaluated = {row["step"]: row for row in logged if "eval/version" in row}
-    assert {step: row["eval/version"] for step, row in evaluated.items()} == {2: 2, 4: 4, 5: 6}
-    assert len({row["eval/reward/mean"] for row in evaluated.values()}) == 3, "the model changes"
+    evaluated = evaluations_of(trained)
+    assert {step: row["eval/version"] for step, row in evaluated.items()} == {0: 0, 2: 2, 4: 4, 6: 6}
+    assert len({row["eval/reward/mean"] for row in evaluated.values()}) == 4, "the model changes"
     facts = json.loads((trained / "summary.json").read_text())
     assert facts["after step 2"]["reward/mean"] == evaluated[2]["eval/reward/mean"]
 
-    for version, row in ((2, evaluated[2]), (6, evaluated[5])):
+    for version, row in ((2, evaluated[2]), (6, evaluated[6])):
         checkpoint = trained / "checkpoints" / f"step_{version:05d}"
         name = f"of_{version}"
         assert run_here(main_eval, "--config", eval_recipe(), f"name={name}", f"model.path={checkpoint}") == (0, "")
@@ -135,9 +138,9 @@ def test_in_overlap_evaluations_run_beside_training_and_say_what_their_checkpoin
         assert not (folder_of(tmp_path, name) / "merged_model").exists()
     resume = f"resume={trained / 'checkpoints/step_00002'}"
     assert run_here(main_rl, "--config", path, "name=resumed", resume, "steps=4") == (0, "")
-    rows = [json.loads(x) for x in (folder_of(tmp_path, "resumed") / "metrics.jsonl").read_text().splitlines()]
-    assert [row.get("eval/version") for row in rows] == [2, 4]
-    assert rows[0]["eval/reward/mean"] == evaluated[2]["eval/reward/mean"], "it was not lost"
+    resumed = evaluations_of(folder_of(tmp_path, "resumed"))
+    assert {step: row["eval/version"] for step, row in resumed.items()} == {2: 2, 4: 4}
+    assert resumed[2]["eval/reward/mean"] == evaluated[2]["eval/reward/mean"], "it was not lost"
 
 
 def test_sets_and_columns_get_rows_and_samples_do_not_depend_on_other_sets(eval_recipe, tmp_path, capsys, one_thread):

@@ -16,6 +16,7 @@ import yaml
 import main_rl
 import main_sl
 from core.errors import RunStopped, UserError
+from unit_tests.helpers.runs import metrics_of
 
 SEVENS = "def score(prompt, messages):\n    return {'correct': messages[-1]['content'][:8].count('7') / 8}\n"
 
@@ -30,7 +31,7 @@ def test_a_supervised_run_returns_what_it_came_to(recipe, sums):
     result = main_sl.run(recipe({"data.eval": str(sums / "sft.parquet")}, kind="sl"), ["trainer.lr=1e-2"])
     assert result.exit_reason == "done" and result.steps_done == 2
     assert (result.model / "model.safetensors").is_file() and result.model.parent == result.folder
-    last = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()][-1]
+    last = metrics_of(result.folder)[-1]
     assert result.metrics == last and last["train/lr"] == 1e-2
     assert result.after["eval/loss"] < result.before["eval/loss"]
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

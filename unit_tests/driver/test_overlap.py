@@ -34,7 +34,7 @@ from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times
 from trainers.trainer import Trainer
 from unit_tests.helpers.episodes import Words
 from unit_tests.helpers.examples import run_here, sample_of
-from unit_tests.helpers.runs import SEVENS, file_of, folder_of, numbers_of
+from unit_tests.helpers.runs import SEVENS, evaluations_of, file_of, folder_of, metrics_of, numbers_of
 from unit_tests.helpers.simulated_runs import Choosy, a_schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,13 +108,14 @@ def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts
     resumed = folder_of(tmp_path, "resumed")
     assert [prompts_of(resumed, step) for step in range(3, 8)] == [prompts_of(whole, step) for step in range(3, 8)]
     for folder, first in ((whole, 0), (resumed, 3)):
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = metrics_of(folder)
         lags = [row["rollout/staleness_max"] for row in rows]
         assert 0 < max(lags) <= 2, lags
         assert rows[-1]["rollout/staleness_mean"] == pytest.approx(
             sum(n * rows[-1][f"rollout/staleness/{n}"] for n in range(3))
         )
-        assert [row["step"] for row in rows if "eval/reward/mean" in row] == [n for n in (1, 3, 5, 7) if n >= first]
+        evaluated = evaluations_of(folder)
+        assert [row["eval/version"] for row in evaluated.values()] == [*evaluated] and {first, 8} <= evaluated.keys()
 
 
 class Adversary(SimulatedEngines):

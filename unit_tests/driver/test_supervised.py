@@ -17,6 +17,7 @@ from driver.load_recipe import load_recipe
 from driver.rl.setup import prepare as prepare_rl
 from driver.rl.setup import start as start_rl
 from driver.sl.run import Run, prepare, start
+from unit_tests.helpers.runs import metrics_of
 
 pytestmark = pytest.mark.timeout(400)
 HH = Path(__file__).parents[1] / "data" / "hh_rlhf_rows.jsonl"
@@ -58,8 +59,7 @@ def learn(recipe: str) -> tuple[list[dict], dict]:
 
 def said_of(run_dir: str) -> tuple[list[dict], dict]:
     run = max(Path(run_dir).iterdir(), key=lambda p: p.stat().st_mtime_ns)
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return metrics, json.loads((run / "summary.json").read_text()) | {"run": run}
+    return metrics_of(run), json.loads((run / "summary.json").read_text()) | {"run": run}
 
 
 @pytest.fixture(scope="module")

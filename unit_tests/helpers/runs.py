@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from core.cluster.guardian import MARK
+from core.metrics import is_evaluation
 
 ROOT = Path(__file__).parent.parent.parent
 SEVENS = '''
@@ -41,8 +42,19 @@ def folder_of(tmp_path: Path, name: str = "*") -> Path:
     return folder
 
 
-def metrics_of(folder: Path) -> list[dict]:
+def lines_of(folder: Path) -> list[dict]:
+    """Every line of a run's log: of the steps, and of the evaluations."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """The metrics of the steps."""
+    return [line for line in lines_of(folder) if not is_evaluation(line)]
+
+
+def evaluations_of(folder: Path) -> dict[int, dict]:
+    """The metrics of the evaluations, by the steps behind the weights."""
+    return {int(line["step"]): line for line in lines_of(folder) if is_evaluation(line)}
 
 
 def file_of(path: Path, text: str) -> str:
@@ -72,8 +84,11 @@ def start(recipe: str, run_dir: Path, *overrides: str, program: str = "main_rl.p
 def rows_of(folder: Path) -> dict[int, dict]:
     """Return what a run logged by step, without seconds; a line that was being written is none."""
     lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1] if (folder / "metrics.jsonl").exists() else []
-    rows = [json.loads(line) for line in lines]
-    return {int(r["step"]): {k: v for k, v in r.items() if not k.startswith(("time/", "tokens_per_s"))} for r in rows}
+    rows: dict[int, dict] = {}
+    for row in map(json.loads, lines):
+        kept = {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_s"))}
+        rows.setdefault(int(row["step"]), {}).update(kept)
+    return rows
 
 
 def marked() -> set[int]:

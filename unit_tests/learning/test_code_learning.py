@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import main_sl
 from data_prep import code_tasks, tiny_model
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.needs_sandbox import needs_sandbox
+from unit_tests.helpers.runs import metrics_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -28,7 +28,7 @@ def train(program, recipe: str, *changes: str) -> list[dict]:
     code, err = run_here(program, "--config", str(ROOT / "configs" / recipe), *changes)
     assert code == 0, err
     newest = max(Path("runs").iterdir(), key=lambda run: run.stat().st_mtime)
-    return [json.loads(line) for line in (newest / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(newest)
 
 
 @needs_sandbox

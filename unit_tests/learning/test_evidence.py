@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from unit_tests.helpers.runs import metrics_of
+
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.verify
 
@@ -24,7 +26,7 @@ def run_folder(config: str, run_dir: Path, *overrides: str) -> Path:
 
 
 def rewards(folder: Path) -> list[float]:
-    return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["reward/mean"] for line in metrics_of(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_the_quickstart_is_mastered_under_overlap_too(schedule, update, tmp_path
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["before"]["reward/correct"] <= 0.5
     assert summary["after"]["reward/correct"] >= 0.9
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(folder)
     assert max(m["rollout/staleness_max"] for m in metrics) == int(schedule[0].partition("=")[2]), "as far as they may"
     assert any(m["rollout/mixed_versions_fraction"] for m in metrics) == (update != "wait")
 

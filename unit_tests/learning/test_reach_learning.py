@@ -13,6 +13,7 @@ import main_sl
 from data_prep import reach, tiny_vision_model
 from driver.records.run_result import RunResult
 from rollouts.envs.reach import BINS
+from unit_tests.helpers.runs import metrics_of
 
 ROOT = Path(__file__).parent.parent.parent
 GAMES = 12_000
@@ -47,13 +48,13 @@ def test_both_recipes_run_some_steps_and_resume(tmp_path, one_thread):
     """Each group is trained on twice, so that a checkpoint holds images which the environment has shown."""
     make_files(tmp_path, seed=0, train=40, held_out=20, games=200)
     warm = warm_up(tmp_path, "steps=30", "rows_per_step=16", "trainer.warmup_updates=5")
-    losses = [step["train/loss"] for step in read_lines(warm.folder / "metrics.jsonl")]
+    losses = [step["train/loss"] for step in metrics_of(warm.folder)]
     assert losses[-1] < 0.8 * losses[0]
     few = ["groups_per_step=6", "group_size=8", "updates_per_step=1", "trainer.warmup_updates=1", "data.eval_rows=8"]
     few += ["sample_reuse=2", "max_staleness=1", "checkpoint.every=1", "trainer.lr_schedule=constant"]
     done = reinforce(tmp_path, *few, "steps=2")
     assert {"reward/reached", "reward/no_action"} <= done.before.keys()
-    first, _ = read_lines(done.folder / "metrics.jsonl")
+    first, _ = metrics_of(done.folder)
     assert first["train/mismatch/abs_logp"] < 1e-5, "of images in several turns, within the allowed tokens"
     assert first["rollout/turns_mean"] > 1 and first["rollout/failed"] == 0
     samples = [s for file in sorted((done.folder / "samples").iterdir()) for s in read_lines(file)]
@@ -68,7 +69,7 @@ def test_both_recipes_run_some_steps_and_resume(tmp_path, one_thread):
     state = json.loads((done.folder / "checkpoints/last/progress.json").read_text())
     assert state["position"]["images"]
     resumed = reinforce(tmp_path, *few, "steps=3", f"resume={done.folder}")
-    [third] = read_lines(resumed.folder / "metrics.jsonl")
+    [third] = metrics_of(resumed.folder)
     assert third["step"] == 2 and third["train/mismatch/abs_logp"] < 1, "the groups of the second step are seen again"
 
 

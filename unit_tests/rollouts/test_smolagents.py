@@ -35,6 +35,7 @@ from unit_tests.helpers.chat_families import load_family
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.one_reward import one_reward
 from unit_tests.helpers.other_packages import install_beside
+from unit_tests.helpers.runs import metrics_of
 from unit_tests.helpers.scripted_policy import Policy, say_calls
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(3000)]
@@ -219,7 +220,6 @@ def test_the_task_is_learnt_through_it(warm, tmp_path, package, monkeypatch):
     before, after = (summary[when]["reward/mean"] for when in ("before", "after"))
     print(f"held-out reward {before:.3f} before, {after:.3f} after")
     assert before <= 0.4 and after >= before + 0.2, (before, after)
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        step = json.loads(line)
+    for step in metrics_of(run):
         assert step["rollout/failed"] == 0 and step["rollout/kept_fraction"] == 1
         assert 1 < step["rollout/branches_per_episode"] <= 2 and step["rollout/trained_fraction"] == 1

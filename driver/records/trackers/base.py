@@ -75,7 +75,7 @@ class Tracker:
         """Start a run or continue `run.previous`; return the identity for a resumed run."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Log a step's line of metrics.jsonl."""
+        """Log a line of metrics.jsonl: of a step, or of an evaluation, which may have the number of a step."""
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Log some samples of a step: rows of equal keys, with strings and numbers."""

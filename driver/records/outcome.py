@@ -1,0 +1,27 @@
+"""Result of a run in the terminal: held-out metrics before and after training, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from core import metrics as names
+from driver.records.console import Console
+from driver.records.time_account import describe_shares
+
+
+def show_outcome(console: Console, facts: Mapping[str, Any], *, ended_early: str, of: int) -> None:
+    """Print the table of held-out metrics, the shares of time, and the reason of an early end.
+
+    facts: contents of summary.json. of: steps of the recipe.
+    """
+    before, after = facts.get("before", {}), facts.get("after", {})
+    hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
+    rows = [(n, f"{before[n]:.3f}", f"{after[n]:.3f}") for n in before if n in after and n not in hidden]
+    if rows:
+        console.show_table("on held-out data", rows, ("", "before", "after"))
+    if devices := facts.get("devices"):
+        for line in (*describe_shares(devices), facts["bottleneck"]):
+            console.say(line)
+    if ended_early:
+        console.say(f"ended after {facts['steps_done']} of {of} steps: {ended_early}")
