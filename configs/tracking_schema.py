@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -14,6 +14,12 @@ from core.text.secrets import has_secret
 class TrackingConfig(StrictModel):
     """Settings of the trackers. API keys and passwords come from environment variables, never from a recipe."""
 
+    group: str | None = Field(None, min_length=1, max_length=100)
+    """Name under which the trackers show this run together with others: W&B's group, and MLflow's tag `group`."""
+    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field([])
+    """Words to find the run by: W&B's tags, and tags of MLflow with the value true."""
+    notes: str | None = Field(None, min_length=1, max_length=5000)
+    """Text about the run, for W&B's notes, MLflow's description and TensorBoard's text."""
     samples_every: int = Field(10, ge=0)
     """Steps between two tables of samples in RL, for trackers that support tables. 0: none. The run folder's samples/
     contains all samples anyway."""
@@ -49,6 +55,8 @@ class TrackingConfig(StrictModel):
             # A key's prefix names its tracker: mlflow_uri, wandb_project.
             owner = name.partition("_")[0]
             is_set = getattr(self, name) != field.default
+            if name in ("group", "tags", "notes") and is_set and not {*trackers} - {"jsonl"}:
+                return f"tracking.{name} is set, and no tracker shows it: add mlflow, wandb or tensorboard to trackers"
             if owner in ("mlflow", "wandb") and is_set and owner not in trackers:
                 return f"tracking.{name} is set, and {owner} is not among the trackers: add it, or leave the key out"
         return None

@@ -119,7 +119,8 @@ def run_sweep(
         # Ctrl-C is meant for the sweep, and not only for the run that it reached.
         if codes[-1] == EXIT_CODE:
             break
-    show_table(done)
+    asked = [None if first.stop_when is None else first.stop_when.metric, first.checkpoint.best]
+    show_table(done, [name for name in dict.fromkeys(asked) if name is not None])
     print(f"sweep folder: {home}", flush=True)
     return next((code for code in codes if code), 0)
 
@@ -161,8 +162,10 @@ def read_run(run_dir: Path, overrides: list[str], code: int) -> SweptRun:
         return SweptRun(overrides=overrides, folder="", exit_reason=f"exit code {code}", metrics={})
     folder = folders[-1]  # one that resumed by itself has several
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [line for line in map(json.loads, lines) if not names.is_evaluation(line)]
-    metrics: dict[str, float] = steps[-1] if steps else {}
+    metrics: dict[str, float] = {}
+    for is_evaluation in (True, False):  # the last of both; the number of the step is a step's
+        found = [line for line in map(json.loads, lines) if names.is_evaluation(line) == is_evaluation]
+        metrics |= found[-1] if found else {}
     summary: dict[str, Any] = {}
     if (folder / "summary.json").is_file():
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -181,10 +184,14 @@ def _write_table(file: Path, done: list[SweptRun]) -> None:
     write_whole(file, json.dumps([asdict(run) for run in done], indent=1) + "\n")
 
 
-def show_table(done: list[SweptRun]) -> None:
-    """Print a line per run: swept values, last metrics and exit reason."""
+def show_table(done: list[SweptRun], asked: Sequence[str] = ()) -> None:
+    """Print a line per run: swept values, last metrics and exit reason.
+
+    asked: metrics of the recipe's stop_when and checkpoint.best, which get columns beside those of SHOWN.
+    """
     keys = [item.partition("=")[0] for item in done[0].overrides]
-    columns = [(heading, name) for heading, name in SHOWN if any(name in run.metrics for run in done)]
+    chosen = [*SHOWN, *((name, name) for name in asked if name not in dict(SHOWN).values())]
+    columns = [(heading, name) for heading, name in chosen if any(name in run.metrics for run in done)]
     rows = [[*keys, "steps", *(heading for heading, _ in columns), "ended"]]
     for run in done:
         steps = f"{run.metrics[names.STEP_NUMBER] + 1:.0f}" if names.STEP_NUMBER in run.metrics else "0"

@@ -109,7 +109,7 @@ def _as_text(value: Any) -> str:
 
 def describe_metrics(runs: list[RunRecord]) -> dict[str, dict[str, str]]:
     """Return unit and meaning of every logged metric, in the order of the declarations, unknown ones last."""
-    logged = dict.fromkeys(name for run in runs for line in run.metrics for name in line)
+    logged = dict.fromkeys(name for run in runs for line in (*run.metrics, *run.evaluations.values()) for name in line)
     order = {metric.name: i for i, metric in enumerate(names.METRICS)}
     declared = {name: find_metric(name) for name in logged if name != names.STEP_NUMBER}
     by_place = sorted(declared, key=lambda name: order[metric.name] if (metric := declared[name]) else len(order))

@@ -136,13 +136,19 @@ def add_captured(
 
 
 def to_columns(run: RunRecord, accounts: dict[int, dict[str, float]]) -> dict[str, Any]:
-    """Return the run's metrics by name, with None for values that a step does not log, and the token account."""
-    logged = dict.fromkeys(name for line in run.metrics for name in line)
-    steps = [int(line[names.STEP_NUMBER]) for line in run.metrics]
+    """Return the run's metrics by name, with None for values that a step does not log, and the token account.
+
+    An evaluation's step is that of its weights. After training there is one that no step has: `trained` has the others.
+    """
+    trained = {int(line[names.STEP_NUMBER]): line for line in run.metrics}
+    steps = sorted({*trained, *run.evaluations})
+    lines = {step: trained.get(step, {}) | run.evaluations.get(step, {}) for step in steps}
+    logged = dict.fromkeys(name for line in lines.values() for name in line)
     return {
         "steps": steps,
-        "values": {name: [line.get(name) for line in run.metrics] for name in logged if name != names.STEP_NUMBER},
-        "tokens": {part: [accounts[step].get(part) for step in steps] for part in PARTS},
+        "trained": [*trained],
+        "values": {name: [line.get(name) for line in lines.values()] for name in logged if name != names.STEP_NUMBER},
+        "tokens": {part: [accounts.get(step, {}).get(part) for step in lines] for part in PARTS},
     }
 
 

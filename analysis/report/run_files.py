@@ -33,6 +33,8 @@ class RunRecord:
     """Empty while the run goes on, and after it was killed."""
     metrics: list[dict[str, float]]
     """A line per step, in order."""
+    evaluations: dict[int, dict[str, float]]
+    """Metrics on held-out rows, by the steps behind the weights."""
     sample_files: dict[int, Path]
 
     @property
@@ -58,11 +60,13 @@ def read_run(folder: Path) -> RunRecord:
         summary = parse_json(read_text(folder / "summary.json", where), where)
         if not isinstance(summary, dict):
             raise UserError(f"{where} is no JSON object, which a run writes: name the folder of a run")
+    metrics, evaluations = read_metrics(folder / "metrics.jsonl")
     return RunRecord(
         folder=folder,
         config=read_run_config(folder / "config.yaml"),
         summary=summary,
-        metrics=read_metrics(folder / "metrics.jsonl"),
+        metrics=metrics,
+        evaluations=evaluations,
         sample_files=list_sample_files(folder / "samples"),
     )
 
@@ -77,8 +81,9 @@ def read_run_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def read_metrics(file: Path) -> list[dict[str, float]]:
-    """Read metrics.jsonl. Raises UserError for an invalid line, and for a file without steps."""
+def read_metrics(file: Path) -> tuple[list[dict[str, float]], dict[int, dict[str, float]]]:
+    """Read the lines of steps and of evaluations. Raises UserError for an invalid line, or for a file without steps."""
+    evaluations: dict[int, dict[str, float]] = {}
     lines: list[dict[str, float]] = []
     for where, text in numbered_lines(file):
         line = parse_json(text, where)
@@ -87,13 +92,16 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
         for name, value in line.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise UserError(f"{where}: {quote(name)} is {quote(value)}, and a finite number is expected")
-        lines.append(line)
+        if len(line) > 1 and names.is_evaluation(line):
+            evaluations[int(line[names.STEP_NUMBER])] = line
+        else:
+            lines.append(line)
     if not lines:
         raise UserError(f"{file} holds no step: the run has not finished its first, so there is nothing to show")
     steps = [line[names.STEP_NUMBER] for line in lines]
     if wrong := [b for a, b in pairwise(steps) if b <= a]:
         raise UserError(f"{file}: step {wrong[0]:g} comes after a step that is not before it: is it of two runs?")
-    return lines
+    return lines, evaluations
 
 
 def list_sample_files(folder: Path) -> dict[int, Path]:

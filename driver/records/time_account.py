@@ -74,10 +74,13 @@ class TimeBreakdown:
             numbers[IDLE_FRACTION.format(kind)] = mean[IDLE] / sum(mean.values())
         return numbers
 
-    async def summarize(self, *, max_staleness: int, is_colocated: bool) -> dict[str, Any]:
-        """Return facts on the whole run: seconds by device, and a sentence on the bottleneck."""
+    async def summarize(self, *, may_overlap: bool, is_colocated: bool) -> dict[str, Any]:
+        """Return facts on the whole run: seconds by device, and a sentence on the bottleneck.
+
+        may_overlap: whether engines and trainers could work at the same time, and do not.
+        """
         devices = await self.read_totals()
-        name = describe_colocation_cost if is_colocated else partial(name_bottleneck, max_staleness=max_staleness)
+        name = describe_colocation_cost if is_colocated else partial(name_bottleneck, may_overlap=may_overlap)
         return {"devices": devices, "bottleneck": name(devices)}
 
     async def read_totals(self) -> dict[str, Seconds]:
@@ -162,8 +165,11 @@ def describe_colocation_cost(devices: dict[str, Seconds]) -> str:
     )
 
 
-def name_bottleneck(devices: dict[str, Seconds], *, max_staleness: int) -> str:
-    """Return a sentence on the run's bottleneck, from the seconds of the mean trainer and engine."""
+def name_bottleneck(devices: dict[str, Seconds], *, may_overlap: bool) -> str:
+    """Return a sentence on the run's bottleneck, from the seconds of the mean trainer and engine.
+
+    may_overlap: as in `summarize`. In one process, nothing works at the same time.
+    """
     trainer, engine = average_device("trainer", devices), average_device("engine", devices)
     trainer_waits = trainer[Phase.WAIT_FOR_DATA] / sum(trainer.values())
     engine_waits = engine["wait_for_trainer"] / sum(engine.values())
@@ -176,12 +182,20 @@ def name_bottleneck(devices: dict[str, Seconds], *, max_staleness: int) -> str:
         return f"the driver's own work is the bottleneck ({driver:.0%} of the trainers' time): {said}"
     if syncs > max(trainer_waits, engine_waits, NOTABLE_FRACTION):
         return f"weight sync is the bottleneck ({syncs:.0%} of the engines' time): {said}"
-    if min(trainer_waits, engine_waits) > NOTABLE_FRACTION and max_staleness == 0:
+    rewards, environment, generation = (
+        engine.get(activity, 0.0) / sum(engine.values())
+        for activity in (Activity.REWARD, Activity.ENVIRONMENT, Activity.GENERATE)
+    )
+    if trainer_waits > NOTABLE_FRACTION and rewards > max(generation, environment, engine_waits):
+        return (
+            f"the rewards are the bottleneck: {said}, and {rewards:.0%} of the engines' time nothing was sampled while "
+            "samples waited for theirs; a faster reward would help, or more reward.workers"
+        )
+    if min(trainer_waits, engine_waits) > NOTABLE_FRACTION and may_overlap:
         return f"each side waits for the other: {said}; max_staleness=1 lets them work at the same time"
     if max(trainer_waits, engine_waits) <= NOTABLE_FRACTION:
         return f"neither side is the bottleneck: {said}"
-    environment = engine.get(Activity.ENVIRONMENT, 0.0) / sum(engine.values())
-    if trainer_waits > engine_waits and environment > engine.get(Activity.GENERATE, 0.0) / sum(engine.values()):
+    if trainer_waits > engine_waits and environment > generation:
         return (
             f"the environment is the bottleneck: {said}, and {environment:.0%} of the engines' time no episode was "
             "sampled while some waited for tools; faster tools would help, or more groups at once (groups_per_step)"

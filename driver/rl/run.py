@@ -249,4 +249,5 @@ class Run:
         await self.context.save_model(self.trainers, self.tokenizer, self.alg)
         await self.observers.finish()
         is_colocated = self.colocation is not None
-        self.context.facts |= await self.time.summarize(max_staleness=self.cfg.max_staleness, is_colocated=is_colocated)
+        may_overlap = self.cfg.max_staleness == 0 and self.cfg.backend == "ray"
+        self.context.facts |= await self.time.summarize(may_overlap=may_overlap, is_colocated=is_colocated)

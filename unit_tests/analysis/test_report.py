@@ -52,6 +52,17 @@ def test_every_number_of_the_log_is_in_the_page(run, tmp_path):
         }
 
 
+def test_held_out_curves_begin_before_training_and_end_after_it(run, tmp_path):
+    lines = metrics_of(run)
+    held_out = {step: {"step": step, "eval/reward/mean": step / 10} for step in (0, 2, len(lines))}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in held_out.values())
+    got = unpack(page_of([run], tmp_path).scripts["metrics-r0"])
+    assert got["steps"] == [*range(len(lines) + 1)] and got["trained"] == [*range(len(lines))]
+    want = [held_out.get(step, {}).get("eval/reward/mean") for step in got["steps"]]
+    assert got["values"]["eval/reward/mean"] == want and got["values"]["train/loss"][-1] is None
+
+
 def test_a_step_has_all_rewards_and_a_selection_in_full_and_with_all_the_rest_lies_beside(run, tmp_path):
     page = page_of([run], tmp_path, samples=10, everything=True)
     rows = [json.loads(line) for line in (run / "samples" / "step_00001.jsonl").read_text().splitlines()]

@@ -72,6 +72,22 @@ def test_a_run_without_a_folder_is_in_the_table(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == ["seed  steps  ended", "0     0      exit code 1"]
 
 
+def test_the_table_has_the_reward_and_the_metric_that_the_recipe_asks_for(tmp_path, capsys):
+    """Of the last step, and of the last evaluation."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = [
+        *({"step": 0, "eval/pass@2": 0.25}, {"step": 0, "reward/mean": 0.5, "train/entropy": 2.0}),
+        *({"step": 1, "eval/pass@2": 0.75}, {"step": 1, "reward/mean": 0.625, "train/entropy": 1.5}),
+        {"step": 2, "eval/pass@2": 0.875},
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    show_table([read_run(tmp_path, ["seed=0"], 0)], ["eval/pass@2", "train/entropy", "reward/mean"])
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["seed", "steps", "reward", "eval/pass@2", "train/entropy", "ended"]
+    assert row.split()[:5] == ["0", "2", "0.6250", "0.8750", "1.5000"]
+
+
 @pytest.mark.slow
 def test_every_combination_is_a_run_of_its_own(recipe, tmp_path, sums):
     path = recipe({"steps": 1, "data.eval": str(sums / "sft.parquet")}, kind="sl")

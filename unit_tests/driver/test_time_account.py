@@ -47,33 +47,46 @@ def test_a_device_is_idle_for_a_reason_that_the_driver_knows():
 
 
 @pytest.mark.parametrize(
-    ("trainer_waits", "engine_waits", "sync", "driver", "max_staleness", "says"),
+    ("trainer_waits", "engine_waits", "sync", "driver", "may_overlap", "says"),
     [
-        (6, 1, 1, 1, 1, "generation is the bottleneck"),
-        (1, 6, 1, 1, 1, "training is the bottleneck"),
-        (4, 5, 1, 2, 0, "max_staleness=1 lets them work at the same time"),
-        (0, 0, 8, 8, 1, "weight sync is the bottleneck (80%"),
-        (0.5, 0.5, 0, 0, 2, "neither side"),
-        (0.3, 0.2, 1.3, 4.7, 1, "driver's own work is the bottleneck (36%"),
+        (6, 1, 1, 1, False, "generation is the bottleneck"),
+        (1, 6, 1, 1, False, "training is the bottleneck"),
+        (4, 5, 1, 2, True, "max_staleness=1 lets them work at the same time"),
+        (4, 5, 1, 2, False, "training is the bottleneck"),
+        (0, 0, 8, 8, False, "weight sync is the bottleneck (80%"),
+        (0.5, 0.5, 0, 0, False, "neither side"),
+        (0.3, 0.2, 1.3, 4.7, False, "driver's own work is the bottleneck (36%"),
     ],
 )
-def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, driver, max_staleness, says):
+def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, driver, may_overlap, says):
     """A driver's seconds include those in which it waits for the engines' part of a sync."""
     train = 10.0 - trainer_waits - driver - 0.2
     devices = {
         "trainer 0": {"train": train, "sync": 0.2, "wait_for_data": trainer_waits, "driver": driver},
         "engine 0": {"generate": 10.0 - engine_waits - sync, "sync": sync, "wait_for_trainer": engine_waits},
     }
-    assert says in name_bottleneck(devices, max_staleness=max_staleness)
+    assert says in name_bottleneck(devices, may_overlap=may_overlap)
 
 
 def test_a_slow_environment_is_the_bottleneck_where_engines_wait_for_it():
     trainer = {"train": 3.0, "sync": 0.1, "wait_for_data": 6.9, "driver": 0.0}
     engine = {"generate": 2.0, "environment": 6.0, "sync": 0.1, "wait_for_trainer": 1.9}
-    said = name_bottleneck({"trainer 0": trainer, "engine 0": engine}, max_staleness=1)
+    said = name_bottleneck({"trainer 0": trainer, "engine 0": engine}, may_overlap=False)
     assert said.startswith("the environment is the bottleneck") and "60% of the engines' time" in said
     busy = engine | {"generate": 6.0, "environment": 2.0}
-    assert "generation is the bottleneck" in name_bottleneck({"trainer 0": trainer, "engine 0": busy}, max_staleness=1)
+    assert "generation is the bottleneck" in name_bottleneck(
+        {"trainer 0": trainer, "engine 0": busy}, may_overlap=False
+    )
+
+
+def test_slow_rewards_are_the_bottleneck_where_engines_wait_for_them():
+    trainer = {"train": 3.0, "sync": 0.1, "wait_for_data": 6.9, "driver": 0.0}
+    engine = {"generate": 1.0, "environment": 0.5, "reward": 5.5, "sync": 0.1, "wait_for_trainer": 2.9}
+    said = name_bottleneck({"trainer 0": trainer, "engine 0": engine}, may_overlap=True)
+    assert said.startswith("the rewards are the bottleneck") and "55% of the engines' time" in said
+    assert "reward.workers" in said and "max_staleness" not in said
+    busy = engine | {"generate": 5.5, "reward": 1.0}
+    assert "max_staleness=1" in name_bottleneck({"trainer 0": trainer, "engine 0": busy}, may_overlap=True)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,14 @@ import main_sl
 from configs.schema import RLConfig
 from configs.tracking_schema import TrackingConfig
 from core.errors import RunStopped, UserError
+from core.metrics import is_evaluation
 from driver.load_recipe import load_recipe
 from driver.records.run_folder import RunFolder
 from driver.records.trackers import check_trackers, feeder, hub, load_trackers
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 from driver.records.trackers.hub import Trackers, find_previous
 from driver.records.trackers.jsonl import Jsonl
+from driver.records.trackers.mlflow import Mlflow
 from driver.records.tracking import describe_git, describe_machine, make_sample_rows, make_trackers
 from driver.resume import collect_settings
 from unit_tests.helpers import wandb_file
@@ -113,7 +116,7 @@ def test_a_tracker_gets_everything_in_order_and_is_remembered(tmp_path):
     for step in range(3):
         trackers.metrics(step, {"step": float(step), "x": 0.1 * step})
     trackers.samples(2, [{"a": 1}])
-    assert trackers.finish(DONE) == {"keeping": {"steps": 3, "delivered": 3}}
+    assert trackers.finish(DONE) == {"keeping": {"lines": 3, "delivered": 3}}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert trackers.feeders[0].tracker.calls == [
         ("start", "a"),
@@ -133,16 +136,16 @@ def test_a_tracker_that_fails_is_told_once_and_costs_the_others_nothing(tmp_path
         trackers.metrics(step, {"x": 1.0})
     facts = trackers.finish(DONE)
     assert facts == {
-        "failing": {"steps": 50, "delivered": 2},
-        "exiting": {"steps": 50, "delivered": 0},
-        "keeping": {"steps": 50, "delivered": 50},
+        "failing": {"lines": 50, "delivered": 2},
+        "exiting": {"lines": 50, "delivered": 0},
+        "keeping": {"lines": 50, "delivered": 50},
     }
     assert sorted(said) == [
         "exiting failed and gets nothing more, the run goes on without it: SystemExit: 3",
-        "exiting: 50 of 50 steps were not delivered",
+        "exiting: 50 of 50 lines were not delivered",
         "failing failed and gets nothing more, the run goes on without it: "
         "ConnectionError: no answer from https://***@host/api",
-        "failing: 48 of 50 steps were not delivered",
+        "failing: 48 of 50 lines were not delivered",
     ]
     assert [call[0] if isinstance(call, tuple) else call for call in trackers.feeders[0].tracker.calls] == [
         *("start", 0, 1, "abandoned")
@@ -160,11 +163,11 @@ def test_a_tracker_that_hangs_neither_stops_the_run_nor_fills_the_memory(tmp_pat
         trackers.metrics(step, {"x": 1.0})
     try:
         assert trackers.feeders[0]._calls.qsize() <= feeder.MAX_WAITING
-        assert trackers.finish(DONE) == {"hanging": {"steps": n, "delivered": 0}}
+        assert trackers.finish(DONE) == {"hanging": {"lines": n, "delivered": 0}}
         assert said == [
-            "hanging is slower than the run: some steps are not sent to it",
+            "hanging is slower than the run: some lines are not sent to it",
             "hanging did not take everything within 0.2 s of the run's end",
-            f"hanging: {n} of {n} steps were not delivered",
+            f"hanging: {n} of {n} lines were not delivered",
         ]
         assert Hanging.abandoned.is_set()
     finally:
@@ -342,8 +345,15 @@ def check_wandb(folders: list[Path], lines: list[dict[str, float]]) -> None:
     rows = [row for file in files for row in wandb_file.history(file)]
     logged = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows if "samples/path" not in row]
     assert logged == lines
+    artifacts = [r.request.log_artifact.artifact for f in files for r in wandb_file.records(f) if r.HasField("request")]
+    artifacts += [r.artifact for f in files for r in wandb_file.records(f) if r.WhichOneof("record_type") == "artifact"]
+    recipes = [one.name for one in artifacts if one.type == "recipe"]
+    assert recipes == [f"recipe-{folder.name}" for folder in folders]
     runs = [r.run for file in files for r in wandb_file.records(file) if r.WhichOneof("record_type") == "run"]
     assert {(run.project, run.entity) for run in runs} == {("sums", "us")}
+    assert {(run.run_group, *run.tags, run.notes) for run in runs} == {
+        ("pair", "small", "try 1", "A note.\nTwo lines.")
+    }
     assert {run.run_id for run in runs} == {json.loads((folders[-1] / "trackers.json").read_text())["wandb"]["id"]}
     [path, *rest] = [row["samples/path"] for row in rows if "samples/path" in row]
     table = json.loads((files[0].parent / "files" / path).read_text())
@@ -368,13 +378,18 @@ def check_mlflow(server: str, folders: list[Path], lines: list[dict[str, float]]
     params = {param["key"]: param["value"] for param in run["data"]["params"]}
     assert tags["exit_reason"] == "done" and tags["model"] == str(folders[-1] / "model")
     assert params["alg.name"] == "grpo" and params["steps"] == "2" and tags["resumed.steps"] == "4"
+    about = {"group": "pair", "small": "true", "try 1": "true", "mlflow.note.content": "A note.\nTwo lines."}
+    assert about.items() <= tags.items()
+    listed = ask(server, "artifacts/list", run_id=identity["id"], path="recipe")["files"]
+    assert [file["path"] for file in listed] == [f"recipe/{folder.name}" for folder in folders]
     assert {"python", "git.commit", "package.torch", "hardware.cpu_cores"} <= tags.keys()
     for name in {name for line in lines for name in line}:
         history = ask(server, "metrics/get-history", run_id=identity["id"], metric_key=name)["metrics"]
         got = {int(one["step"]): one["value"] for one in history}
         assert got == {int(line["step"]): line[name] for line in lines if name in line}, name
     files = [f["path"] for f in ask(server, "artifacts/list", run_id=identity["id"], path="samples")["files"]]
-    assert files == [f"samples/step_{int(line['step']):05d}.json" for line in lines]
+    steps = [int(line["step"]) for line in lines if not is_evaluation(line)]
+    assert files == [f"samples/step_{step:05d}.json" for step in steps]
     query = f"path={files[0]}&run_uuid={identity['id']}"
     with urllib.request.urlopen(f"{server}/get-artifact?{query}", timeout=30) as answer:
         table = json.load(answer)
@@ -401,7 +416,9 @@ def check_tensorboard(folder: Path, lines: list[dict[str, float]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe, tmp_path, server, monkeypatch, capfd):
+def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(
+    recipe, tmp_path, sums, server, monkeypatch, capfd
+):
     """And no password that these trackers read is in a file that the run has made."""
     address, _, _ = server
     for name, value in SECRETS.items():
@@ -411,7 +428,9 @@ def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe
         "tracking": {
             **{"mlflow_uri": address, "mlflow_experiment": "two sums", "samples_every": 1},
             **{"wandb_mode": "offline", "wandb_project": "sums", "wandb_entity": "us"},
+            **{"group": "pair", "tags": ["small", "try 1"], "notes": "A note.\nTwo lines."},
         },
+        **{"data.eval": str(sums / "eval.parquet"), "data.eval_rows": 2, "eval_every": 1},
         **{"checkpoint.every": 1, "checkpoint.keep": 5, "name": "tracked"},
     }
     code, err = run_here(main_rl, "--config", recipe(changes))
@@ -421,7 +440,8 @@ def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe
     assert code == 0, err
     folders = runs_of(tmp_path, "tracked")
     lines = [line for folder in folders for line in lines_of(folder)]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines if not is_evaluation(line)] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines if is_evaluation(line)] == [0, 1, 2, 2, 3, 4], "the second begins with 2"
     check_mlflow(address, folders, lines)
     check_wandb(folders, lines)
     out = capfd.readouterr().out
@@ -429,7 +449,7 @@ def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe
         [offline] = folder.glob("wandb/offline-run-*")
         assert f"`wandb sync {offline}` sends this run" in out
         summary = json.loads((folder / "summary.json").read_text())
-        assert all(one == {"steps": 2, "delivered": 2} for one in summary["trackers"].values())
+        assert all(one == {"lines": 5, "delivered": 5} for one in summary["trackers"].values())
         assert len(summary["trackers"]) == len(changes["trackers"]) - 1
         for file in (path for path in folder.rglob("*") if path.is_file()):
             held = file.read_bytes()
@@ -437,6 +457,25 @@ def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe
     if not HAS_TENSORBOARD:
         pytest.skip("mlflow and wandb hold every metric; tensorboard is not installed here")
     check_tensorboard(folders[0], lines)
+
+
+@pytest.mark.slow
+def test_what_a_resumed_run_changes_moves_on_with_every_resume(server, tmp_path):
+    """MLflow keeps a parameter as it was first; the tags beside it say what the newest run has."""
+    address, _, _ = server
+    identity = None
+    for steps in (2, 4, 2, 6):
+        (tmp_path / str(steps)).mkdir(exist_ok=True)
+        (tmp_path / str(steps) / "config.yaml").write_text(f"steps: {steps}")
+        told = {"config": {"steps": steps, "seed": 0}, "settings": TrackingConfig(mlflow_uri=address)}
+        run = replace(a_run(tmp_path / str(steps)), previous=identity, **told)
+        tracker = Mlflow()
+        identity = tracker.start(run)
+        tracker.finish(Outcome(exit_reason="done", model=None))
+        data = ask(address, "runs/get", run_id=identity.id)["run"]["data"]
+        tags = {tag["key"]: tag["value"] for tag in data["tags"]}
+        assert {p["key"]: p["value"] for p in data["params"]} == {"steps": "2", "seed": "0"}
+        assert int(tags.get("resumed.steps", "2")) == steps and "resumed.seed" not in tags
 
 
 KILLING = """
@@ -470,8 +509,8 @@ def test_a_server_that_dies_costs_one_warning(recipe, tmp_path, server, monkeypa
     out = capfd.readouterr().out
     assert out.count("mlflow failed and gets nothing more, the run goes on without it: ") == 1
     counted = json.loads((folder / "summary.json").read_text())["trackers"]["mlflow"]
-    assert counted["steps"] == 6 == len(lines_of(folder)) and counted["delivered"] <= 1
-    assert f"mlflow: {6 - counted['delivered']} of 6 steps were not delivered" in out
+    assert counted["lines"] == 6 == len(lines_of(folder)) and counted["delivered"] <= 1
+    assert f"mlflow: {6 - counted['delivered']} of 6 lines were not delivered" in out
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(store, tmp_path / "runs" / "mlflow.db")  # making a new one takes seconds
     supervised = {"trackers": ["jsonl", "mlflow"], "name": "supervised"}
@@ -518,8 +557,8 @@ def test_a_server_of_weights_and_biases_that_cannot_be_reached_costs_one_warning
     assert done.returncode == 0, done.stderr
     [folder] = runs_of(tmp_path, "unreachable")
     assert len(lines_of(folder)) == 6
-    assert json.loads((folder / "summary.json").read_text())["trackers"]["wandb"] == {"steps": 6, "delivered": 0}
+    assert json.loads((folder / "summary.json").read_text())["trackers"]["wandb"] == {"lines": 6, "delivered": 0}
     about = [line for line in (done.stdout + done.stderr).splitlines() if "wandb" in line]
     assert len(about) == 2, about
     assert "did not take everything within 5 s" in about[0] or "failed and gets nothing more" in about[0], about
-    assert about[1].endswith("wandb: 6 of 6 steps were not delivered"), about
+    assert about[1].endswith("wandb: 6 of 6 lines were not delivered"), about

@@ -32,7 +32,7 @@ window.feynrl_receive = (name, base64) => {
 async function loadMetrics() {
   for (const run of RUNS) {
     const got = await block(`metrics-${run.key}`);
-    Object.assign(run, { steps: got.steps, values: got.values, tokens: got.tokens });
+    Object.assign(run, { steps: got.steps, trained: got.trained, values: got.values, tokens: got.tokens });
     let seconds = 0;
     const each = run.values["time/step_s"] || [];
     run.minutes = run.steps.map((_, i) => (seconds += each[i] || 0) / 60);

@@ -10,7 +10,7 @@ function openStep(key, step) {
 
 async function showSamples(host, [key, step] = []) {
   const run = runOf(key) || runOf(place.run) || RUNS.find((one) => stepsWithSamples(one).length) || RUNS[0];
-  const steps = [...new Set([...run.steps, ...stepsWithSamples(run)])].sort((a, b) => a - b);
+  const steps = [...new Set([...run.trained, ...stepsWithSamples(run)])].sort((a, b) => a - b);
   const wanted = step !== undefined && step !== "" ? Number(step) : run.key === place.run && place.step !== null ? place.step : steps[steps.length - 1];
   const at = nearest(steps, wanted);
   if (place.run !== run.key || place.step !== at) Object.assign(place, { run: run.key, step: at, group: null });

@@ -11,6 +11,7 @@ function stacked({ steps, parts, unit, share, onstep }) {
   const tip = el("div", { class: "tip", hidden: true });
   const box = el("div", { class: "stacked-box" }, canvas, tip);
   const totals = steps.map((_, i) => sum(shown.map((part) => part.values[i])));
+  steps = steps.slice(0, totals.findLastIndex((x) => x) + 1); // an evaluation after training is no step
   const top = share ? 1 : Math.max(...totals, 1e-9);
   const draw = () => drawColumns(canvas, box.clientWidth, { steps, shown, totals, top, share, unit });
   const at = (event) => {

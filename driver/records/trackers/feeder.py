@@ -36,7 +36,7 @@ class Feeder:
         """Reason why the tracker was dropped or is slow, as a sentence."""
         self.dropped = False
         self.offered = self.delivered = 0
-        """Steps."""
+        """Lines of metrics."""
         self._told = False
         self._calls: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.Queue(max_waiting)
         # a daemon: a tracker that hangs must not keep the process
@@ -47,7 +47,7 @@ class Feeder:
         self._thread.start()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Queue a step's line."""
+        """Queue a line of a step or an evaluation."""
         self.offered += 1
         self._enqueue(self.tracker.metrics, step, values)
 
@@ -89,7 +89,7 @@ class Feeder:
             said.append(self.tracker.farewell)
         # Also without a failure: a full queue loses steps.
         if lost := self.offered - self.delivered:
-            said.append(f"{self.name}: {lost} of {self.offered} steps were not delivered")
+            said.append(f"{self.name}: {lost} of {self.offered} lines were not delivered")
         return said
 
     def _enqueue(self, call: Callable[..., None], *given: Any) -> None:
@@ -100,7 +100,7 @@ class Feeder:
             self._calls.put_nowait((call, given))
         except queue.Full:
             if not self.failure:
-                self.failure = f"{self.name} is slower than the run: some steps are not sent to it"
+                self.failure = f"{self.name} is slower than the run: some lines are not sent to it"
 
     def _deliver_all(self) -> None:
         """Call the tracker until the end or an error."""

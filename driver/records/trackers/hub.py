@@ -83,7 +83,7 @@ class Trackers:
         for feeder in self.feeders:
             for sentence in feeder.end_finish(deadline):
                 self.say(sentence)
-        return {f.name: {"steps": f.offered, "delivered": f.delivered} for f in self.feeders}
+        return {f.name: {"lines": f.offered, "delivered": f.delivered} for f in self.feeders}
 
     def _remember(self, name: str, identity: Identity) -> None:
         """Write the tracker's own name of the run into trackers.json."""

@@ -85,23 +85,33 @@ class Mlflow(Tracker):
         return self.client.create_run(experiment_id, run_name=name).info.run_id
 
     def _describe(self, run: TrackedRun) -> None:
-        """Write the configuration as parameters and the facts as tags.
+        """Write the configuration as parameters, the recipe as an artifact, and facts, group, tags and notes as tags.
 
-        MLflow parameters are immutable, so changes of a resumed run become tags.
+        MLflow parameters are immutable, so what a resumed run changes are tags, which move on with every resume.
         """
         from mlflow.entities import Param, RunTag
 
         assert self.run_id is not None
-        there = self.client.get_run(self.run_id).data.params
+        found = self.client.get_run(self.run_id).data
+        there = found.params
         values = {make_name(key): str(value) for key, value in run.config.items()}
         params = [Param(key, value) for key, value in values.items() if key not in there]
-        changed = {f"resumed.{key}": value for key, value in values.items() if key in there and there[key] != value}
-        facts = run.facts | {"run_folder": str(run.folder)} | changed
+        changed = {
+            f"resumed.{key}": value
+            for key, value in values.items()
+            if key in there and found.tags.get(f"resumed.{key}", there[key]) != value
+        }
+        asked = run.settings
+        own = dict.fromkeys(asked.tags, "true")
+        own |= {"group": asked.group} if asked.group else {}
+        own |= {"mlflow.note.content": asked.notes} if asked.notes else {}
+        facts = run.facts | {"run_folder": str(run.folder)} | own | changed
         tags = [RunTag(make_name(key), value) for key, value in facts.items()]
         for first in range(0, len(params), PER_REQUEST):
             self.client.log_batch(self.run_id, params=params[first : first + PER_REQUEST])
         for first in range(0, len(tags), PER_REQUEST):
             self.client.log_batch(self.run_id, tags=tags[first : first + PER_REQUEST])
+        self.client.log_artifact(self.run_id, str(run.folder / "config.yaml"), f"recipe/{run.name}")
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric

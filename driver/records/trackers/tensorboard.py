@@ -24,7 +24,8 @@ class Tensorboard(Tracker):
         if run.previous is not None and Path(run.previous.id).is_dir():
             folder, purge = Path(run.previous.id), run.first_step  # later steps of that run are made again
         self.writer: Any = SummaryWriter(str(folder), purge_step=purge)
-        for title, values in (("config", run.config), ("facts", run.facts | {"run_folder": str(run.folder)})):
+        asked = run.settings.model_dump(include={"group", "tags", "notes"}, exclude_defaults=True)
+        for title, values in (("config", run.config), ("facts", asked | run.facts | {"run_folder": str(run.folder)})):
             self.writer.add_text(title, as_code("\n".join(f"{key}: {value}" for key, value in values.items())), purge)
         return Identity(id=str(folder))
 

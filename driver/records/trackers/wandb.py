@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -53,6 +54,9 @@ class Wandb(Tracker):
             entity=settings.wandb_entity,
             # A continued run keeps its name.
             name=None if previous else run.name,
+            group=settings.group,
+            tags=settings.tags or None,
+            notes=settings.notes,
             id=previous,
             resume="allow" if previous else None,
             dir=str(run.folder),
@@ -70,6 +74,10 @@ class Wandb(Tracker):
             ),
         )
         self.run.config.update({"facts": run.facts, "run_folder": str(run.folder)}, allow_val_change=True)
+        # a name of its own for each process: a resumed run may have another recipe
+        recipe = wandb.Artifact(re.sub(r"[^\w.-]", "-", f"recipe-{run.name}")[:128], type="recipe")
+        recipe.add_file(str(run.folder / "config.yaml"))
+        self.run.log_artifact(recipe)
         # with our own step a resumed run may log again what the first one logged after its checkpoint
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
