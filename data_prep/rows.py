@@ -15,7 +15,7 @@ from core.hub import describe_hub, prepare_hub
 from core.text.text_files import decode_text, parse_json, read_bytes
 from core.types.messages import Message, find_images
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
-from data_feeds.rows.values import holds_lone_surrogate
+from data_feeds.rows.values import check_characters
 from data_prep.written_turns import embed_image, save_beside, turn_type, write_turn
 
 Record = dict[str, Any]
@@ -130,8 +130,7 @@ def filter_records(
     invalid = InvalidRows(looked_at=len(numbered))
     for row_id, record in numbered:
         try:
-            if holds_lone_surrogate(record):
-                raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
+            check_characters(record)
             rows.append(make(row_id, record))
         except InvalidRow as error:
             invalid.add(row_id, error)

@@ -11,7 +11,7 @@ from core.errors import first_line, quote, shorten
 from core.types.messages import FunctionCall, ToolSpec, name_of_tool
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.read_messages import holds_null
-from data_feeds.rows.values import holds_lone_surrogate
+from data_feeds.rows.values import holds_lone_surrogate, load_json
 
 FORM = "{type: function, function: {name, description, parameters}}"
 
@@ -26,8 +26,8 @@ def read_tools(given: Any, *, fills_gaps: bool) -> list[ToolSpec]:
     is_text = isinstance(given, str)
     if is_text:
         try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
+            given = load_json(given)
+        except ValueError as error:
             raise InvalidRow("bad_tools", f"tools is text and no JSON: {first_line(error)}") from error
     if not isinstance(given, list):
         raise InvalidRow("bad_tools", f"tools must be a list of {FORM}, found {given!r:.60}")

@@ -6,13 +6,12 @@ next one of the row's column. data_feeds/images/read_images.py loads them.
 
 from __future__ import annotations
 
-import json
 from typing import Any, cast
 
 from core.errors import UserError, quote
 from core.types.messages import ROLES, ImagePart, Message, Part, ToolCall
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.values import IMAGE_TYPES, SOURCES, is_absent
+from data_feeds.rows.values import IMAGE_TYPES, SOURCES, is_absent, load_json
 
 REASONING = ("reasoning", "reasoning_content")
 """Keys under which data sets store the reasoning of an assistant turn."""
@@ -174,8 +173,8 @@ def _read_arguments(given: Any, function: str, fills_gaps: bool) -> dict[str, An
             )
         return given
     try:
-        arguments = json.loads(given) if isinstance(given, str) else None
-    except (ValueError, RecursionError):
+        arguments = load_json(given) if isinstance(given, str) else None
+    except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRow(

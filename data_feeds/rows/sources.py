@@ -18,7 +18,7 @@ from data_feeds.chat.tool_specs import read_tools
 from data_feeds.rows.csv_rows import read_csv
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.read_messages import read_messages
-from data_feeds.rows.values import holds_lone_surrogate, is_absent, to_text
+from data_feeds.rows.values import check_characters, is_absent, parse_list, parse_turns, to_text
 
 HUB = "hub:"
 IMAGES = ("image", "images")
@@ -52,16 +52,21 @@ class Record:
         return self.columns[column]
 
     def get_messages(self, column: str, *, text_is: str) -> list[Message]:
-        """Parse the messages in a column. Plain text is one turn of the role `text_is`; a user's follows the images.
+        """Parse the messages in a column: turns, JSON text of turns, or other text.
+
+        Other text is one turn of the role `text_is`; a user's follows the images.
 
         Images are references, not loaded yet (read_messages.py). Raises InvalidRow for an invalid list of messages, and
         UserError for content that would silently be lost.
         """
         given = self.get_column(column)
-        if isinstance(given, str):
+        fills_gaps = self.fills_gaps
+        if isinstance(given, str) and (turns := parse_turns(given, column)) is not None:
+            given, fills_gaps = turns, False  # in JSON text a null was written
+        elif isinstance(given, str):
             holes = [{"type": "image"} for _ in self.list_images()[1]] if text_is == "user" else []
             given = [{"role": text_is, "content": [*holes, {"type": "text", "text": given}] if holes else given}]
-        return read_messages(given, column, self.where, fills_gaps=self.fills_gaps)
+        return read_messages(given, column, self.where, fills_gaps=fills_gaps)
 
     def list_images(self) -> tuple[str, list[Any]]:
         """Return the column with the images of the row, and the images in it, not loaded. Raises InvalidRow."""
@@ -70,6 +75,8 @@ class Record:
             raise InvalidRow("bad_image", f"it has {' and '.join(there)}: keep one of them")
         column = there[0] if there else IMAGES[-1]
         given = self.columns.get(column)
+        if isinstance(given, str) and (listed := parse_list(given)) is not None:
+            given = listed
         return column, [] if is_absent(given) else given if isinstance(given, list) else [given]
 
     def get_tools(self) -> list[ToolSpec]:
@@ -125,8 +132,7 @@ def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str,
     flaw = None
     try:
         row_id = to_text(columns.pop("id", i), "id", "bad_id")
-        if holds_lone_surrogate(row):
-            raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
+        check_characters(row)
     except InvalidRow as found:
         row_id, flaw = str(i), found
     return Record(id=row_id, where=where, columns=columns, extra=extra, flaw=flaw, fills_gaps=fills_gaps)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -14,6 +16,9 @@ IMAGE_TYPES = ("image", "image_url")
 """Types of message parts that are images."""
 SOURCES = ("image", "path", "url", "bytes", "image_url")
 """Keys of an image part that may contain the image."""
+
+BEGIN_OF_TURNS = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content)\1\s*:""")
+"""Beginning of turns as text, also if the text is cut off or is Python instead of JSON."""
 
 
 def is_absent(given: Any) -> bool:
@@ -36,6 +41,51 @@ def to_text(value: Any, column: str, reason: Reason) -> str:
     if isinstance(value, float | Decimal) and math.isfinite(value):
         return str(int(value)) if abs(value) < EXACT and value == int(value) else str(value)
     raise InvalidRow(reason, f"{column} must be text or a number, found {value!r:.60}: write one {column} as text")
+
+
+def load_json(text: str) -> Any:
+    """Parse JSON text of a row. Raises ValueError for other text, and InvalidRow for a lone surrogate in it."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    check_characters(value)
+    return value
+
+
+def parse_turns(text: str, column: str) -> list[Any] | None:
+    """Parse JSON text of turns, or return None for other text, such as a prompt that is JSON itself.
+
+    Raises InvalidRow for turns that cannot be read: their text would be taken for what a user or the policy says.
+    """
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        turns = load_json(text)
+    except ValueError as error:
+        if BEGIN_OF_TURNS.match(text):
+            raise InvalidRow("bad_messages", f"{column} begins as turns and is no JSON: {error}") from error
+        return None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        return None
+    if all({"from", "value"} <= turn.keys() for turn in turns):
+        raise InvalidRow("bad_messages", f"{column} holds turns of ShareGPT: convert them with data_prep/chats.py")
+    return turns if all("role" in turn for turn in turns) else None
+
+
+def parse_list(text: str) -> list[Any] | None:
+    """Parse JSON text of a list, or return None for other text."""
+    try:
+        value = load_json(text) if text.lstrip().startswith("[") else None
+    except ValueError:
+        return None
+    return value if isinstance(value, list) else None
+
+
+def check_characters(value: Any) -> None:
+    """Raise InvalidRow if a text in a row holds half of a character."""
+    if holds_lone_surrogate(value):
+        raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
 
 
 def holds_lone_surrogate(value: Any) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from configs.data_schema import SourceConfig
 from core.errors import UserError
+from core.types.messages import Message
 from data_feeds.rows.sources import read_records
 
 ROWS: list[dict[str, Any]] = [
@@ -41,10 +42,15 @@ def pack(file: Path) -> Path:
     return packed
 
 
-def records_of(file: Path, **settings: Any) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+def records_of(file: Path, **settings: Any) -> list[tuple[str, list[Message], dict[str, Any], dict[str, Any]]]:
     source = SourceConfig(path=str(file), **settings)
     return [
-        (r.id, {k: v for k, v in r.columns.items() if v != ""}, r.extra)
+        (
+            r.id,
+            r.get_messages("messages", text_is="user"),
+            {k: v for k, v in r.columns.items() if v != "" and k != "messages"},
+            r.extra,
+        )
         for r in read_records(source, key="data.train", needed=["messages"], known=KNOWN)
     ]
 
@@ -53,7 +59,7 @@ def test_the_rows_are_those_of_jsonl(tmp_path):
     as_csv = write_csv(tmp_path / "a.csv", ROWS, ["messages", "answer", "note"])
     as_jsonl = write_jsonl(tmp_path / "a.jsonl", ROWS)
     wanted = records_of(as_jsonl)
-    assert len(wanted) == 3 and wanted[1][1]["messages"] == ROWS[1]["messages"]
+    assert [row[1][0]["content"] for row in wanted] == ["1+1=", "1+2=\n", "[1] is no list of turns"]
     for file in (as_csv, pack(as_csv), pack(as_jsonl)):
         assert records_of(file) == wanted, file
 
@@ -62,7 +68,7 @@ def test_labels_and_renamed_columns(tmp_path):
     rows = [{"q": "a", "good": value} for value in ("true", "False", "1", "0", "maybe", "")]
     file = write_csv(tmp_path / "a.csv", rows, ["q", "good"])
     found = records_of(file, columns={"messages": "q", "label": "good"})
-    assert [columns.get("label") for _, columns, _ in found] == [True, False, True, False, "maybe", None]
+    assert [columns.get("label") for _, _, columns, _ in found] == [True, False, True, False, "maybe", None]
 
 
 BROKEN = {
