@@ -83,7 +83,12 @@ class Feed(Generic[Item]):
             for source in self.sources
             if source.invalid.rows
         ]
-        return sentences, {s.name: {"used": len(s.items), "invalid": s.invalid.as_facts()} for s in self.sources}
+        sentences += [
+            f"{key}: of {source.name}, {source.invalid.describe_repeats()}"
+            for source in self.sources
+            if source.invalid.repeated_ids
+        ]
+        return sentences, {s.name: {"used": len(s.items)} | s.invalid.as_facts() for s in self.sources}
 
 
 def load_prompts(
@@ -238,6 +243,7 @@ def _convert_rows(records: list[Record], converter: RowConverter, limit: int | N
                 raise outcome
             else:
                 items.append(outcome)
+                invalid.repeated_ids += record.repeats_id
             progress.show(invalid.looked_at)
             if len(items) == limit:
                 return items, invalid

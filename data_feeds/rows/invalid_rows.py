@@ -13,6 +13,7 @@ Reason = Literal[
     "bad_text",
     "bad_answer",
     "bad_id",
+    "bad_extra",
     "bad_image",
     "no_reply",
     "ends_in_reply",
@@ -48,6 +49,8 @@ class InvalidRows:
     """Counts of invalid rows, by reason."""
 
     looked_at: int = 0
+    repeated_ids: int = 0
+    """Rows that were renamed because an earlier row has their id. They count as valid."""
     cases: dict[Reason, Case] = field(default_factory=dict)
 
     @property
@@ -67,6 +70,9 @@ class InvalidRows:
             f"{case.rows} {reason} (such as row {case.example}: {case.why})" for reason, case in self.cases.items()
         )
 
+    def describe_repeats(self) -> str:
+        return f"{self.repeated_ids} rows have the id of an earlier row: # and their row number are appended to it"
+
     def add(self, row_id: str, error: InvalidRow) -> None:
         """Count a row that cannot be used."""
         # the first row of a reason stays the example
@@ -75,6 +81,7 @@ class InvalidRows:
 
     def as_facts(self) -> dict[str, dict[str, Any]]:
         """Return the counts for summary.json."""
-        return {
+        invalid = {
             reason: {"rows": case.rows, "example": case.example, "why": case.why} for reason, case in self.cases.items()
         }
+        return {"invalid": invalid, "repeated_ids": self.repeated_ids}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from core.errors import UserError, quote
+from core.errors import quote
 from core.types.messages import ROLES, ImagePart, Message, Part, ToolCall
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.values import IMAGE_TYPES, SOURCES, is_absent, load_json
@@ -18,33 +18,32 @@ REASONING = ("reasoning", "reasoning_content")
 FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING}
 
 
-def read_messages(given: Any, column: str, where: str, *, fills_gaps: bool) -> list[Message]:
-    """Parse the messages of a column.
+def read_messages(given: Any, column: str, *, fills_gaps: bool) -> list[Message]:
+    """Parse the messages of a column. Raises InvalidRow for an invalid list, and for content that would be lost.
 
-    fills_gaps: the file format writes null for keys that another row's object has. Raises InvalidRow for an invalid
-    list of messages, and UserError for content that would be lost.
+    fills_gaps: the file format writes null for keys that another row's object has.
     """
     if not isinstance(given, list) or not given or not all(map(_is_message, given)):
         raise InvalidRow(
             "bad_messages", f"{column} must be text or a list of {{role, content}} texts, found {given!r:.60}"
         )
-    # Unknown keys and roles raise UserError: they are a property of the data set, not of a single row. Skipping such
-    # rows would hide it.
     if lost := {k for m in given for k, v in m.items() if k not in FIELDS and v is not None}:
-        raise UserError(
-            f"{where}: a message holds {min(lost)!r}, which is not passed to the template: remove it, or write it into "
-            "the content"
+        raise InvalidRow(
+            "bad_messages",
+            f"a message holds {min(lost)!r}, which is not passed to the template: remove it, or write it into the "
+            "content",
         )
     if strange := sorted({m["role"] for m in given} - set(ROLES)):
-        raise UserError(
-            f"{where}: a message has the role {strange[0]!r}, which is none of {', '.join(ROLES)}: rename it "
-            "(data_prep/chats.py renames those of ShareGPT)"
+        raise InvalidRow(
+            "bad_messages",
+            f"a message has the role {strange[0]!r:.60}, which is none of {', '.join(ROLES)}: rename it "
+            "(data_prep/chats.py renames those of ShareGPT)",
         )
     messages: list[Message] = []
     for turn in given:
         # ids of calls without one are numbered over the whole conversation, so that they are unique
         made = sum(len(m.get("tool_calls", [])) for m in messages)
-        messages.append(_read_message(turn, where, made=made, fills_gaps=fills_gaps))
+        messages.append(_read_message(turn, made=made, fills_gaps=fills_gaps))
     _check_results(messages)
     return messages
 
@@ -56,9 +55,9 @@ def _is_message(turn: Any) -> bool:
     return isinstance(content, str | list) or (content is None and bool(turn.get("tool_calls")))
 
 
-def _read_message(turn: dict[str, Any], where: str, *, made: int, fills_gaps: bool) -> Message:
+def _read_message(turn: dict[str, Any], *, made: int, fills_gaps: bool) -> Message:
     """Parse a message. `made` is the number of earlier calls in the conversation."""
-    parts = _read_content(turn.get("content"), where)
+    parts = _read_content(turn.get("content"))
     message: Message = {"role": turn["role"], "content": "".join(p["text"] for p in parts if p["type"] == "text")}
     if any(part["type"] == "image" for part in parts):
         message["parts"] = parts
@@ -93,26 +92,25 @@ def _read_name(turn: dict[str, Any], field: str) -> str | None:
     return given
 
 
-def _read_content(content: Any, where: str) -> list[Part]:
+def _read_content(content: Any) -> list[Part]:
     """Parse content: text, a list of parts, or None beside tool calls."""
     if content is None:
         return []
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    return [_read_part(part, where) for part in content]
+    return [_read_part(part) for part in content]
 
 
-def _read_part(part: Any, where: str) -> Part:
+def _read_part(part: Any) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", *IMAGE_TYPES) and isinstance(kind, str):
-        raise UserError(
-            f"{where}: a message holds a part of the type {quote(kind)}, and only parts of text and images can be "
-            "read: leave such rows out"
+        raise InvalidRow(
+            "bad_messages", f"a message holds a part of the type {quote(kind)}, and only text and images can be read"
         )
     if kind in IMAGE_TYPES:
         known = {"type", "text", *SOURCES}
         if lost := {key for key, value in part.items() if key not in known and value is not None}:
-            raise UserError(f"{where}: an image holds {min(lost)!r}, which is not read: remove it")
+            raise InvalidRow("bad_image", f"an image holds {min(lost)!r}, which is not read: remove it")
         if part.get("text") is not None:
             raise InvalidRow("bad_messages", f"a part of a content must be text or an image, found {part!r:.60}")
         return cast(ImagePart, {"type": "image", **_find_image(part)})

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from data_feeds.chat.tool_specs import read_tools
 from data_feeds.rows.csv_rows import read_csv
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.read_messages import read_messages
-from data_feeds.rows.values import check_characters, is_absent, parse_list, parse_turns, to_text
+from data_feeds.rows.values import check_characters, is_absent, load_json, parse_list, parse_turns, to_text
 
 HUB = "hub:"
 IMAGES = ("image", "images")
@@ -38,6 +37,8 @@ class Record:
     """All other columns, under their original names."""
     flaw: InvalidRow | None = None
     """Reason why the row cannot be used for any purpose."""
+    repeats_id: bool = False
+    """True if an earlier row has the id that the data set gives; then `id` ends in the row's number."""
     fills_gaps: bool = False
     """True for columnar files, which write null for keys that another row's object has."""
 
@@ -56,8 +57,7 @@ class Record:
 
         Other text is one turn of the role `text_is`; a user's follows the images.
 
-        Images are references, not loaded yet (read_messages.py). Raises InvalidRow for an invalid list of messages, and
-        UserError for content that would silently be lost.
+        Images are references, not loaded yet (read_messages.py). Raises InvalidRow for an invalid list of messages.
         """
         given = self.get_column(column)
         fills_gaps = self.fills_gaps
@@ -66,7 +66,7 @@ class Record:
         elif isinstance(given, str):
             holes = [{"type": "image"} for _ in self.list_images()[1]] if text_is == "user" else []
             given = [{"role": text_is, "content": [*holes, {"type": "text", "text": given}] if holes else given}]
-        return read_messages(given, column, self.where, fills_gaps=fills_gaps)
+        return read_messages(given, column, fills_gaps=fills_gaps)
 
     def list_images(self) -> tuple[str, list[Any]]:
         """Return the column with the images of the row, and the images in it, not loaded. Raises InvalidRow."""
@@ -106,10 +106,27 @@ def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known
             )
     # only JSONL and CSV distinguish a missing key from null
     fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".csv"))
-    records = [_make_record(row, i, names, f"{key}, row {i}", fills_gaps) for i, row in enumerate(rows)]
-    if len({record.id for record in records}) < len(records):
-        raise UserError(f"{key}: ids must be unique, and some are not: give every row an id of its own")
-    return records
+    return _number_repeated_ids(
+        [_make_record(row, i, names, f"{key}, row {i}", fills_gaps) for i, row in enumerate(rows)]
+    )
+
+
+def _number_repeated_ids(records: list[Record]) -> list[Record]:
+    """Append the row's number to an id that an earlier row has: every row needs an id of its own."""
+    given = {record.id for record in records}
+    if len(given) == len(records):
+        return records
+    numbered: list[Record] = []
+    seen: set[str] = set()
+    for i, record in enumerate(records):
+        if record.id in seen:
+            new = f"{record.id}#{i}"
+            while new in given:
+                new += "#"
+            record = replace(record, id=new, repeats_id=True)
+        seen.add(record.id)
+        numbered.append(record)
+    return numbered
 
 
 def find_folder(path: str) -> Path | None:
@@ -123,19 +140,26 @@ def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str,
     columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
     # A column extra is unpacked: the scripts in data_prep/ write it, since Parquet columns need one type.
     extra = {k: v for k, v in row.items() if k not in names.values() and k != "extra"}
-    nested = row.get("extra") or {}
-    try:
-        extra |= json.loads(nested) if isinstance(nested, str) else nested
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{where}: extra must be an object, or JSON of one, found {nested!r:.60}") from error
     # The flaw is raised when the row is converted. So it counts as an invalid row, as any other problem of a row does.
-    flaw = None
+    row_id, flaw = str(i), None
     try:
+        extra |= _read_extra(row.get("extra") or {})
         row_id = to_text(columns.pop("id", i), "id", "bad_id")
         check_characters(row)
     except InvalidRow as found:
         row_id, flaw = str(i), found
     return Record(id=row_id, where=where, columns=columns, extra=extra, flaw=flaw, fills_gaps=fills_gaps)
+
+
+def _read_extra(given: Any) -> dict[str, Any]:
+    """Return the object in a column extra, or in JSON text of it. Raises InvalidRow for anything else."""
+    try:
+        extra = load_json(given) if isinstance(given, str) else given
+    except ValueError:
+        extra = None
+    if not isinstance(extra, dict):
+        raise InvalidRow("bad_extra", f"extra must be an object, or JSON of one, found {given!r:.60}")
+    return extra
 
 
 def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:

@@ -124,10 +124,6 @@ def test_a_broken_recipe_gets_one_sentence(name, refused):
     [
         (lambda d: parquet(d / "x.parquet", {"messages": [1]}), ["row 0", "messages must be text or a list"]),
         (lambda d: file_of(d / "x.jsonl", '{"messages": \n'), ["line 1 is not JSON"]),
-        (
-            lambda d: parquet(d / "x.parquet", {"messages": [CONVERSATION] * 2, "id": ["a", "a"]}),
-            ["ids must be unique"],
-        ),
         (lambda d: file_of(d / "x.jsonl", json.dumps({"messages": CONVERSATION, "extra": "{"})), ["row 0: extra must"]),
         (
             lambda d: file_of(d / "x.jsonl", json.dumps({"messages": [CONVERSATION[0] | {"function_call": 1}]})),

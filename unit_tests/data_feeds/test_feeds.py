@@ -320,7 +320,7 @@ def test_every_form_of_a_source_holds_the_same_rows(chat, tmp_path, form):
         ({"path": "rows.jsonl", "columns": {"messages": "question"}}, "has no column question"),
         ({"path": "rows.jsonl", "columns": {"messages": "q", "chosen": "a"}}, "columns names chosen, and only"),
         ({"path": "list.jsonl"}, "line 1 is not a JSON object"),
-        ({"path": "roles.jsonl"}, "row 0: a message has the role 'human', which is none of"),
+        ({"path": "roles.jsonl"}, "such as row 0: a message has the role 'human', which is none of"),
         ({"path": "nowhere.parquet"}, "there is no such file"),
     ],
     ids=str,

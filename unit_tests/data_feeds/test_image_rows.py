@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_wrong_in_every_row_ends_the_program(case, chat, tmp_path):
+def test_what_is_wrong_in_every_row_ends_the_program(case, chat, tmp_path):
     row, columns, why = REFUSED[case]
     with pytest.raises(UserError, match=why):
         prompts(chat, [{"path": write(tmp_path / "x.jsonl", [row]), "columns": columns}])

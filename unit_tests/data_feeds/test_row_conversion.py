@@ -70,17 +70,17 @@ def test_pieces_of_a_conversation_have_the_ids_of_their_texts(chat):
 def test_the_first_wrong_row_is_named_though_a_later_one_fails_earlier(chat, tmp_path):
     """A pair is encoded reply by reply: its rejected reply fails after the texts of all rows were encoded once."""
     thought = [{"role": "assistant", "content": "3", "reasoning": "a field that the template does not write"}]
-    robot = [{"role": "robot", "content": "1"}]
-    file = write(tmp_path / "rows.jsonl", "pairs", [("1+1=", "2", thought), (robot, "2", "3")])
+    later = [{"role": "assistant", "content": "3", "name": "another field that it does not write"}]
+    file = write(tmp_path / "rows.jsonl", "pairs", [("1+1=", "2", thought), ("1+1=", later, "2")])
     with pytest.raises(UserError, match="row 0: the chat template leaves out reasoning"):
         load(file, "pairs", chat)
 
 
 def test_a_wrong_row_after_the_last_one_that_is_needed_is_not_looked_at(chat, tmp_path):
-    robot = [{"role": "robot", "content": "1"}]
-    file = write(tmp_path / "rows.jsonl", "prompts", [LONG, ASKS, ASKS, robot])
+    named = [{"role": "user", "content": "1", "name": "a field that the template does not write"}]
+    file = write(tmp_path / "rows.jsonl", "prompts", [LONG, ASKS, ASKS, named])
     train = write(tmp_path / "train.jsonl", "prompts", [ASKS])
     data = PromptDataConfig(train=train, eval=file, eval_rows=2, max_prompt_tokens=60, max_invalid_fraction=1.0)
     assert len(feed.load_prompts(data, "eval", chat, seed=0).all()) == 2
-    with pytest.raises(UserError, match="row 3: a message has the role 'robot'"):
+    with pytest.raises(UserError, match="row 3: the chat template leaves out the name"):
         feed.load_prompts(data.model_copy(update={"eval_rows": 3}), "eval", chat, seed=0)

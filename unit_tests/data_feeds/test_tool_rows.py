@@ -132,7 +132,7 @@ def test_parts_of_text_are_one_text_and_other_parts_are_refused(families, tmp_pa
     assert prompt.messages == [user("What is 1+2?")]
     video = [*parts, {"type": "video", "video": "x.mp4"}]
     path = write(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": video}]}])
-    with pytest.raises(UserError, match=r"row 0: a message holds a part of the type video, and only parts of text"):
+    with pytest.raises(UserError, match=r"row 0: a message holds a part of the type video, and only text and images"):
         prompts(families["hermes"], path)
 
 

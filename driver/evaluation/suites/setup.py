@@ -174,6 +174,8 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
     for one in prepared.sets:
         if one.invalid.rows:
             context.console.say(f"{one.name}: {one.invalid.rows} rows are invalid and not evaluated: {one.invalid}")
+        if one.invalid.repeated_ids:
+            context.console.say(f"{one.name}: {one.invalid.describe_repeats()}")
     merged = folder / MERGED if cfg.model.adapter is not None or prepared.checkpoint is not None else None
     try:
         with context.clock.phase(Phase.START):
