@@ -79,7 +79,7 @@ class InvalidRows:
         first = self.cases.get(error.reason, Case(0, row_id, error.why))
         self.cases[error.reason] = replace(first, rows=first.rows + 1)
 
-    def as_facts(self) -> dict[str, dict[str, Any]]:
+    def as_facts(self) -> dict[str, Any]:
         """Return the counts for summary.json."""
         invalid = {
             reason: {"rows": case.rows, "example": case.example, "why": case.why} for reason, case in self.cases.items()
