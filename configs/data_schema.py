@@ -119,7 +119,8 @@ class RowDataConfig(DataConfig):
 
     train_on: TrainOn = Field(["assistant"])
     """Roles whose turns are trained on, end-of-turn tokens included. last_reply: only the last assistant turn
-    (completion-only). everything: all tokens. Preference algorithms always use the last reply."""
+    (completion-only). everything: all tokens. A message's own `train` (or `weight`) of true, false, 1 or 0 decides for
+    its turn. Preference algorithms always use the last reply."""
     max_tokens: int = Field(1024, ge=1)
     """Maximum tokens of a row. Longer rows are invalid."""
 

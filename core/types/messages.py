@@ -65,6 +65,8 @@ class Message(TypedDict):
     """Name of the speaker, or of the function whose result a `tool` message contains."""
     reasoning: NotRequired[str]
     """Assistant's thoughts before the text."""
+    train: NotRequired[bool]
+    """Whether a supervised row trains on this turn, whatever data.train_on says. No template sees it."""
 
 
 ToolSpec = dict[str, Any]

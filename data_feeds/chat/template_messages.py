@@ -30,12 +30,13 @@ def to_template_messages(
     in_parts: roles with content as a list of parts. Turns with images always have parts.
     """
     # the usual case, plain text, is not copied
-    if not any("reasoning" in m or "parts" in m or m["role"] in in_parts for m in messages):
+    if not any("reasoning" in m or "train" in m or "parts" in m or m["role"] in in_parts for m in messages):
         return messages
     name = find_reasoning_name(template)
     given: list[dict[str, Any]] = []
     for message in messages:
         fields: dict[str, Any] = {**message}
+        fields.pop("train", None)
         if (reasoning := fields.pop("reasoning", None)) is not None and name is not None:
             fields[name] = reasoning
         if fields.pop("parts", None) or message["role"] in in_parts:

@@ -27,9 +27,10 @@ def split_turns(write: Write, end_of_turn: str, messages: list[Message], train_o
     try:
         return _Cut(write, end_of_turn, messages, train_on).all_pieces()
     except TemplateRewrites as rewrites:
-        if train_on != "last_reply":
+        chosen = _find_turns(messages, train_on)
+        if train_on != "last_reply" or not chosen <= {*_find_replies(messages)[-1:]}:
             raise TemplateRewrites(f"{rewrites}, or data.train_on: last_reply") from rewrites
-        return _cut_before_last_reply(write, end_of_turn, messages)
+        return _cut_before_last_reply(write, end_of_turn, messages, learnt=bool(chosen))
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class _Cut:
             asked = self.write(self.messages[:i], True)
             whole = self.write(self.messages[: i + 1], False)
             _check_appends(done, asked, whole)
-            between = whole_text or self.find_spans(self.chosen & {*range(after, i)}, skip=len(done))
+            between = self.learn_part({*range(after, i)}, asked, skip=len(done))
             reply, rest = _split_reply(whole[len(asked) :], self.end_of_turn)
             pieces += [(asked[len(done) :], between), (reply, i in self.chosen), (rest, whole_text)]
             done, after = whole, i + 1
@@ -61,8 +62,17 @@ class _Cut:
         if left := {j for j in self.chosen if j >= after}:
             whole = self.write(self.messages[: max(left) + 1], False)
             _check_appends(done, whole)
-            pieces.append((whole[len(done) :], whole_text or self.find_spans(left, skip=len(done))))
+            pieces.append((whole[len(done) :], self.learn_part({*range(after, max(left) + 1)}, whole, skip=len(done))))
         return pieces
+
+    def learn_part(self, turns: set[int], text: str, *, skip: int) -> bool | list[range]:
+        """Return the trained part of the text from `skip` on, which has these turns and no reply."""
+        if self.train_on != "everything":
+            return self.find_spans(turns & self.chosen, skip=skip)
+        if not (left_out := self.find_spans(turns - self.chosen, skip=skip)):
+            return True
+        ends = [0, *(at for span in sorted(left_out, key=lambda span: span.start) for at in (span.start, span.stop))]
+        return [range(*pair) for pair in zip(ends[::2], [*ends[1::2], len(text) - skip], strict=True)]
 
     def find_spans(self, turns: set[int], *, skip: int) -> list[range]:
         """Return the character range of each turn's content, relative to `skip`.
@@ -88,13 +98,13 @@ class _Cut:
         return range(len(header), len(whole) - len(tail) + ends)
 
 
-def _cut_before_last_reply(write: Write, end_of_turn: str, messages: list[Message]) -> list[Piece]:
+def _cut_before_last_reply(write: Write, end_of_turn: str, messages: list[Message], *, learnt: bool) -> list[Piece]:
     last = _find_replies(messages)[-1]
     asked = write(messages[:last], True)
     whole = write(messages[: last + 1], False)
     _check_appends(asked, whole)
     reply, rest = _split_reply(whole[len(asked) :], end_of_turn)
-    return [(asked, False), (reply, True), (rest, False)]
+    return [(asked, False), (reply, learnt), (rest, False)]
 
 
 def _split_reply(text: str, end_of_turn: str) -> tuple[str, str]:
@@ -114,12 +124,15 @@ def _find_replies(messages: list[Message]) -> list[int]:
 
 
 def _find_turns(messages: list[Message], train_on: TrainOn) -> set[int]:
-    """Return the indices of the trained turns."""
-    if train_on == "everything":
-        return {*range(len(messages))}
-    if train_on == "last_reply":
-        return {*_find_replies(messages)[-1:]}
-    return {i for i, m in enumerate(messages) if m["role"] in train_on}
+    """Return the indices of the trained turns: those that `train_on` names, unless a turn's `train` says otherwise."""
+    last = _find_replies(messages)[-1:]
+
+    def is_named(i: int, message: Message) -> bool:
+        if isinstance(train_on, str):
+            return train_on == "everything" or i in last
+        return message["role"] in train_on
+
+    return {i for i, m in enumerate(messages) if m.get("train", is_named(i, m))}
 
 
 def count_written(messages: list[Message], train_on: TrainOn) -> int:

@@ -15,7 +15,7 @@ from data_feeds.rows.values import IMAGE_TYPES, SOURCES, is_absent, load_json
 
 REASONING = ("reasoning", "reasoning_content")
 """Keys under which data sets store the reasoning of an assistant turn."""
-FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING}
+FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name", "train", "weight", *REASONING}
 
 
 def read_messages(given: Any, column: str, *, fills_gaps: bool) -> list[Message]:
@@ -77,12 +77,26 @@ def _read_message(turn: dict[str, Any], *, made: int, fills_gaps: bool) -> Messa
         message["tool_call_id"] = answered
     if (name := _read_name(turn, "name")) is not None:
         message["name"] = name
+    if (train := _read_train(turn)) is not None:
+        message["train"] = train
     for field, role in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
         if field in message and turn["role"] != role:
             raise InvalidRow(
                 "bad_messages", f"{field} belongs to a turn of {role}, found it in a turn of {turn['role']}"
             )
     return message
+
+
+def _read_train(turn: dict[str, Any]) -> bool | None:
+    """Return whether to train on a turn: its `train`, or its `weight` as OpenAI's files write it; None if unset."""
+    given = {name: turn[name] for name in ("train", "weight") if turn.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise InvalidRow("bad_messages", f"{name} of a message must be true, false, 1 or 0, found {value!r:.60}")
+    said = {bool(value) for value in given.values()}
+    if len(said) > 1:
+        raise InvalidRow("bad_messages", "a message has train and weight, and they differ")
+    return said.pop() if said else None
 
 
 def _read_name(turn: dict[str, Any], field: str) -> str | None:

@@ -102,11 +102,12 @@ class RowConverter:
 
     def make_conversation(self, record: Record) -> EncodeRequest[Group]:
         """Convert a row to a Group of one Sample, trained on the turns that `train_on` names."""
-        messages = self._with_system(_check_replies(self._read_messages(record, "messages")))
+        messages = self._with_system(_check_replies(self._read_messages(record, "messages", may_train=True)))
         prompt = self._build_prompt(record, messages)
         sample = yield from self._build_sample(record, prompt, messages, self.train_on)
         if not sample.n_trained:
-            named = "turn to train on" if isinstance(self.train_on, str) else f"turn of {' or '.join(self.train_on)}"
+            any_turn = isinstance(self.train_on, str) or any("train" in message for message in messages)
+            named = "turn to train on" if any_turn else f"turn of {' or '.join(self.train_on)}"
             raise InvalidRow("no_reply", f"it has no {named}")
         return [sample]
 
@@ -142,10 +143,17 @@ class RowConverter:
         return [(yield from self._build_sample(record, prompt, messages, "last_reply", float(label)))]
 
     def _read_messages(
-        self, record: Record, column: str, *, text_is: str = "user", is_reply: bool = False
+        self, record: Record, column: str, *, text_is: str = "user", is_reply: bool = False, may_train: bool = False
     ) -> list[Message]:
-        """Return the messages of a column, with their images. is_reply: see ImageReader.load."""
+        """Return the messages of a column, with their images.
+
+        is_reply: see ImageReader.load. may_train: turns may say whether to train on them.
+        """
         messages = record.get_messages(column, text_is=text_is)
+        if not may_train and any("train" in message for message in messages):
+            raise InvalidRow(
+                "bad_messages", "a message holds train or weight, which only supervised conversations read: remove it"
+            )
         images_column, images = record.list_images()
         if not images and not any("parts" in message for message in messages):
             return messages
