@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date, datetime
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -61,6 +62,9 @@ class TemplateConfig(StrictModel):
     template_args: dict[str, Any] = Field({})
     """Arguments of the chat template, such as {enable_thinking: false}, for all rows: prompts, held-out and supervised
     rows. Arguments that the template does not read are refused."""
+    template_date: str | None = None
+    """Date, or date and time, that the chat template writes, such as 2026-11-25. Unset: the start of the run; a resumed
+    run takes that of its checkpoint. Refused if the template writes no date."""
     system_prompt: str | None = Field(None, min_length=1)
     """System message for every row without a system message. Refused if the template would drop it."""
 
@@ -68,10 +72,20 @@ class TemplateConfig(StrictModel):
     """Maximum pixels of an image: width times height. Rows with a larger image are invalid, as are rows with an image
     side above 8192 pixels."""
 
+    @field_validator("template_date", mode="before")
+    @classmethod
+    def is_a_date(cls, given: Any) -> Any:
+        given = given.isoformat() if isinstance(given, date) else given  # YAML reads 2026-11-25 as a date
+        try:
+            return given if given is None else datetime.fromisoformat(given).isoformat()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{given!r:.60} is no date: write one such as 2026-11-25") from error
+
     @model_validator(mode="after")
     def plain_text_has_no_template(self) -> TemplateConfig:
-        if self.template == "plain" and self.template_args:
-            raise ValueError("template is plain, and template_args are for a chat template: leave one of them out")
+        for key in ("template_args", "template_date"):
+            if self.template == "plain" and getattr(self, key):
+                raise ValueError(f"template is plain, and {key} is for a chat template: leave one of them out")
         return self
 
 

@@ -207,7 +207,7 @@ class RunContext:
         self.console.steps_done = done
         self.console.say(f"resumed after {done} steps: {checkpoint.folder}")
         for key in changed_package_files(checkpoint.state.recipe, settings):
-            self.console.say(f"{key}: this file of FeynRL has changed since the checkpoint; the numbers may differ")
+            self.console.say(f"{key} (FeynRL's own) changed since the checkpoint was made; the numbers may differ")
         if moved := bitwise_only_changes(checkpoint.state.recipe["settings"], settings["settings"]):
             self.console.say(f"not to the last bit: {', '.join(moved)} differs from the run that is resumed")
         return done

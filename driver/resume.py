@@ -5,17 +5,18 @@ All keys are compared except those listed here, so changes of new keys are refus
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from configs.load import flatten_settings
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.loading import FileSpec
 from core.text.secrets import hide_settings
+from data_feeds.chat.template_args import pin_date
+from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.checkpoint import Checkpoint, find_checkpoint
 from driver.load_recipe import Loaded
 
@@ -42,20 +43,30 @@ EVALUATION = ("eval_every", "eval_samples", "eval_pass_reward", "data.eval", "da
 """Keys that may change. In RL they affect the last bits, because an engine batches held-out prompts with others."""
 
 
-def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
-    """Return the configuration by dotted key, and hashes of the files it names. code: files by key.
+C = TypeVar("C", bound=RunConfig)
 
-    Data is hashed if it is a file. Folders, Hub data sets and models are compared by name only.
+
+def pin_template_date(loaded: Loaded[C], tokenizer: ChatTokenizer) -> Loaded[C]:
+    """Return the recipe with the date that its chat template writes: a resumed run's is that of its checkpoint."""
+    cfg, earlier = loaded.cfg, None
+    if cfg.resume is not None:
+        # a damaged checkpoint is reported when its settings are compared
+        checkpoint = find_checkpoint(cfg.resume, say=lambda _: None)
+        earlier = checkpoint.state.recipe["settings"].get("data.template_date")
+    return replace(loaded, cfg=cfg.model_copy(update={"data": pin_date(tokenizer, cfg.data, earlier)}))
+
+
+def collect_settings(
+    loaded: Loaded[Any], code: Mapping[str, FileSpec | None], inputs: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the configuration by dotted key, and hashes of what it names.
+
+    code: files of plug-ins by key. inputs: hashes of driver/run_inputs.py. Models are compared by name only.
     """
     cfg: RunConfig = loaded.cfg
     specs = {key: spec for key, spec in {"alg": loaded.alg_spec, **code}.items() if spec is not None}
-    hashes = {key: spec.sha256 for key, spec in specs.items()}
-    sources = [cfg.data.train] if isinstance(cfg.data.train, str) else [source.path for source in cfg.data.train]
-    for i, path in enumerate(sources):
-        if Path(path).is_file():
-            with Path(path).open("rb") as file:
-                hashes[f"data.train[{i}]" if i else "data.train"] = hashlib.file_digest(file, "sha256").hexdigest()
-    in_package = sorted(key for key, spec in specs.items() if spec.in_package)
+    hashes = {f"the file of {key}": spec.sha256 for key, spec in specs.items()} | {**inputs}
+    in_package = sorted(f"the file of {key}" for key, spec in specs.items() if spec.in_package)
     settings = {
         # Without secrets, because a checkpoint contains these settings.
         "settings": flatten_settings(hide_settings(cfg.model_dump(mode="json"))),
@@ -84,7 +95,7 @@ def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> 
     changed = [key for key in changed_files(then, settings) if key not in settings["in_package"]]
     if changed:
         raise UserError(
-            f"{changed[0]}: the file is not the one the checkpoint was made with, and the training depends on it: "
+            f"resume={cfg.resume}: {changed[0]} changed since the checkpoint was made, and the training depends on it: "
             "restore it to resume, or leave resume out to start again"
         )
     if (done := checkpoint.state.steps_done) >= cfg.n_steps:
@@ -113,7 +124,7 @@ def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the keys of files whose content differs from the checkpoint's."""
+    """List the files, rows and templates whose content differs from the checkpoint's."""
     before, after = then["sha256"], now["sha256"]
     # A file of FeynRL that the checkpoint does not know is new in the package; a user's is a change.
     expected = [key for key in after if key in before or key not in now["in_package"]]

@@ -2,7 +2,8 @@
 
     reward: {function: reward_model, settings: {model: runs/rm/model}, weights: {reward: 1.0}, workers: 1}
 
-`template` must be the data.template of the reward model's training. `trust_remote_code: true` allows code in the reward
+`template` must be the data.template of the reward model's training, and `template_date` its data.template_date, if its
+template writes the date. `trust_remote_code: true` allows code in the reward
 model's folder; model.trust_remote_code does not apply. Every worker loads a copy of the model, on the CPU.
 """
 
@@ -18,7 +19,13 @@ Template = Literal["chat", "plain"]
 
 
 def score(
-    prompt: Prompt, messages: list[Message], *, model: str, template: Template = "chat", trust_remote_code: bool = False
+    prompt: Prompt,
+    messages: list[Message],
+    *,
+    model: str,
+    template: Template = "chat",
+    template_date: str | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, float]:
     """Return {"reward": r}, the value at the last token of the conversation, as in training."""
     # imported here: whoever lists the rewards imports this file, and needs no torch
@@ -30,7 +37,7 @@ def score(
     from data_feeds.packing.batches import pack
     from modeling.forward import compute_values
 
-    net, tokenizer, media = load_once(model, template, trust_remote_code)
+    net, tokenizer, media = load_once(model, template, template_date, trust_remote_code)
     turns = [*prompt.messages, *messages]
     ids, mask = tokenizer.mask_turns(turns, tools=prompt.tools)
     # columns of sampling, which a Sample must have and a reward model does not read
@@ -49,13 +56,19 @@ def score(
         return {"reward": float(compute_values(net, batch, layout="padded", model=net))}
 
 
-def prepare(*, model: str, template: Template = "chat", trust_remote_code: bool = False) -> None:
-    load_once(model, template, trust_remote_code)
+def prepare(
+    *, model: str, template: Template = "chat", template_date: str | None = None, trust_remote_code: bool = False
+) -> None:
+    load_once(model, template, template_date, trust_remote_code)
 
 
 # one model per worker: all samples of a run have the same settings
 @lru_cache(maxsize=1)
-def load_once(model: str, template: Template, trust_remote_code: bool) -> tuple[Any, Any, Any]:
+def load_once(
+    model: str, template: Template, template_date: str | None, trust_remote_code: bool
+) -> tuple[Any, Any, Any]:
+    from core.errors import UserError
+    from data_feeds.chat.template_args import make_clock, writes_date
     from data_feeds.chat.tokenizer import ChatTokenizer
     from modeling.hf_config import check_model_folder
     from modeling.load import load_scalar_model
@@ -63,6 +76,13 @@ def load_once(model: str, template: Template, trust_remote_code: bool) -> tuple[
 
     given: dict[str, Any] = {"key": "reward.settings.model", "trust_remote_code": trust_remote_code}
     check_model_folder(model, **given)
+    tokenizer = ChatTokenizer(model, template, template_args=make_clock(template_date), **given)
+    # today's date would change the reward from day to day
+    if template_date is None and writes_date(tokenizer):
+        raise UserError(
+            f"reward.settings.model={model}: its chat template writes the date: set reward.settings.template_date to "
+            "data.template_date of its training (in that run's config.yaml)"
+        )
     net = load_scalar_model(model, dtype="float32", attention="auto", **given).eval()
     media = MediaLoader(net, model, device="cpu", trust_remote_code=trust_remote_code)
-    return net, ChatTokenizer(model, template, **given), media
+    return net, tokenizer, media

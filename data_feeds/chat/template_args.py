@@ -1,10 +1,11 @@
-"""Check that the chat template uses `data.template_args` and `data.system_prompt`."""
+"""Arguments of the chat template: check that it uses them, and pin the date that it writes."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from datetime import datetime
+from typing import Any, TypeVar
 
 from configs.data_schema import TemplateConfig
 from configs.trainer_schema import ModelConfig
@@ -14,6 +15,9 @@ from core.types.samples import Message
 from data_feeds.chat.template_append import TemplateRefuses
 from data_feeds.chat.tokenizer import ChatTokenizer
 
+T = TypeVar("T", bound=TemplateConfig)
+CLOCK = "strftime_now"
+"""Function of transformers that formats the present time, for templates that write the date."""
 TRIALS: list[list[Message]] = [
     [{"role": "user", "content": "a"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
@@ -26,15 +30,39 @@ GENERATION_TAG = r"\{%-?\s*(end)?generation\s*-?%\}"
 
 def make_tokenizer(model: ModelConfig, data: TemplateConfig) -> ChatTokenizer:
     """Load the tokenizer of a run."""
-    return ChatTokenizer(
-        model.path, data.template, trust_remote_code=model.trust_remote_code, template_args=data.template_args
-    )
+    arguments = data.template_args | make_clock(data.template_date)
+    return ChatTokenizer(model.path, data.template, trust_remote_code=model.trust_remote_code, template_args=arguments)
+
+
+def pin_date(tokenizer: ChatTokenizer, data: T, earlier: str | None) -> T:
+    """Fix the date that the template writes, for the tokenizer and in the keys: given, `earlier`, or now.
+
+    earlier: the date of the run that is resumed. Unchanged if the template writes no date.
+    """
+    if not writes_date(tokenizer) or data.template_date is not None:
+        return data
+    pinned = earlier or datetime.now().isoformat(timespec="seconds")
+    tokenizer.template_args |= make_clock(pinned)
+    return data.model_copy(update={"template_date": pinned})
+
+
+def writes_date(tokenizer: ChatTokenizer) -> bool:
+    """Tell whether the chat template asks for the present time."""
+    # a tokenizer may have several templates, by name
+    return tokenizer.template == "chat" and CLOCK in str(tokenizer.hf.chat_template)
+
+
+def make_clock(pinned: str | None) -> dict[str, Any]:
+    """Return the template argument that stands in for transformers' function of the same name; {} for None."""
+    return {} if pinned is None else {CLOCK: datetime.fromisoformat(pinned).strftime}
 
 
 def check_template_args(tokenizer: ChatTokenizer, data: TemplateConfig) -> None:
     """Raise UserError for an argument or system prompt that the template ignores. Log arguments without effect."""
     for name in data.template_args:
         _check_argument(tokenizer, name)
+    if data.template_date is not None and not writes_date(tokenizer):
+        raise UserError("data.template_date: the chat template of this model writes no date: leave it out")
     if data.system_prompt is not None:
         _check_system_prompt(tokenizer, data.system_prompt)
 
@@ -68,7 +96,7 @@ def list_arguments(tokenizer: ChatTokenizer) -> set[str]:
     except TemplateError as error:
         raise UserError(f"data.template_args: the chat template cannot be read: {first_line(error)}") from error
     ours = {*inspect.signature(tokenizer.hf.apply_chat_template).parameters, "messages"}
-    set_by_transformers = {"raise_exception", "strftime_now", *tokenizer.hf.special_tokens_map}
+    set_by_transformers = {"raise_exception", CLOCK, *tokenizer.hf.special_tokens_map}
     return found - ours - set_by_transformers
 
 

@@ -38,11 +38,12 @@ from driver.load_recipe import Loaded
 from driver.records.engine_timers import EngineTimers
 from driver.records.time_account import TimeBreakdown
 from driver.records.trackers import check_trackers
-from driver.resume import collect_settings, find_checkpoint_to_resume
+from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
 from driver.rl.colocation import make_colocation, offload_after_start, share_devices
 from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import ObserverPlan, RunObservers, StartedRun
 from driver.rl.run import Run
+from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices, shares_devices
 from driver.start.observers import plan_observers
 from driver.start.rollouts import (
@@ -109,6 +110,9 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     env_tools = rollouts.load_code()
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
+    loaded = pin_template_date(loaded, tokenizer)
+    cfg = loaded.cfg
+    rollouts = replace(rollouts, data=cfg.data)
     check_policy(cfg.model, tokenizer)
     allowed_tokens = check_sampling(cfg, tokenizer)
     check_frozen_models(alg, tokenizer, cfg.model)
@@ -119,7 +123,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
     has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
-    settings = collect_settings(loaded, rollouts.files)
+    settings = collect_settings(loaded, rollouts.files, hash_inputs(loaded, rollouts.files, tokenizer, prompts))
     return Prepared(
         loaded=loaded,
         alg=alg,

@@ -28,8 +28,9 @@ from driver.context import RunContext
 from driver.load_recipe import Loaded
 from driver.records.rollout_metrics import name_train_metrics
 from driver.records.trackers import check_trackers
-from driver.resume import collect_settings, find_checkpoint_to_resume
+from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
 from driver.rl.scoring import add_ref_logp, compute_columns, index_reference
+from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices
 from driver.start.observers import observe_sources
 from driver.start.trainers import plan_trainer, plan_trainer_role, start_trainers
@@ -70,6 +71,8 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     check_sequence_parallel(cfg, alg)
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
+    loaded = pin_template_date(loaded, tokenizer)
+    cfg = loaded.cfg
     check_policy(cfg.model, tokenizer)
     check_frozen_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
@@ -79,7 +82,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
     # Only after loading is the number of valid rows known, and so the steps of `epochs`.
     loaded = replace(loaded, cfg=cfg.with_steps(len(rows.all())))
-    settings = collect_settings(loaded, {})
+    settings = collect_settings(loaded, {}, hash_inputs(loaded, {}, tokenizer, rows))
     return Prepared(
         loaded=loaded,
         alg=alg,

@@ -149,6 +149,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     ),
     "trainers/test_vision_training.py": ("trainer.vision", "model.lora.vision"),
     "data_feeds/test_template_args.py": ("data.template_args",),
+    "driver/test_run_inputs.py": ("data.template_date",),
     "data_feeds/test_feeds.py": ("data.train.split", "data.max_invalid_fraction", "data.eval"),
     "trainers/test_shared_training.py": ("trainer.gradient_checkpointing",),
     "data_feeds/test_image_rows.py": ("data.max_image_pixels",),

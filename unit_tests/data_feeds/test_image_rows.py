@@ -24,9 +24,10 @@ from core.types.messages import describe_messages, find_images
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
 from data_prep import tiny_vision_model
-from driver.evaluation.suites.generations import describe_group, hash_row
+from driver.evaluation.suites.generations import describe_group
 from driver.records.sample_files import make_sample_record
 from driver.records.sample_text import write_message
+from driver.run_inputs import hash_row
 from rewards import resolve_reward
 from rewards.pool import RewardPool
 from rollouts.agents.processes import write_task

@@ -103,7 +103,7 @@ def test_what_the_template_ignores_is_refused(thinking, tiny_path, tmp_path):
 
 def test_a_plain_template_has_no_arguments(refused):
     changes = {"data.template": "plain", "data.template_args": {"enable_thinking": False}}
-    refused(changes, "template_args are for a chat template")
+    refused(changes, "template_args is for a chat template")
 
 
 def test_a_plain_run_has_a_system_prompt_too(tiny_path, tmp_path):

@@ -278,7 +278,7 @@ def test_a_secret_of_ones_own_stands_in_no_file(tmp_path, recipe):
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump()).path
     told = make_trackers(cfg, folder, print).run.config
     loaded = load_recipe(RLConfig, recipe({"reward.settings": settings}), [])
-    for text in ((folder / "config.yaml").read_text(), json.dumps(told), json.dumps(collect_settings(loaded, {}))):
+    for text in ((folder / "config.yaml").read_text(), json.dumps(told), json.dumps(collect_settings(loaded, {}, {}))):
         assert "planted" not in text and "***@judge.example" in text and "kept" in text
 
 

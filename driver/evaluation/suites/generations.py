@@ -8,7 +8,6 @@ A part is written under a temporary name and renamed, so an evaluation may be ki
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -25,6 +24,7 @@ from core.types.episodes import list_episodes
 from core.types.messages import describe_messages
 from core.types.samples import Group, Prompt
 from driver.evaluation.suites.answers import find_final_answer
+from driver.run_inputs import hash_row
 
 PARTS, WHOLE = "generations", "generations.parquet"
 
@@ -92,12 +92,6 @@ def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> 
         )
         for n, sample in enumerate(list_episodes(group))
     ]
-
-
-def hash_row(prompt: Prompt) -> str:
-    """Hash everything in a row that affects samples and rewards: messages, tools, answer and other columns."""
-    row = [describe_messages(prompt.messages), prompt.tools, prompt.answer, prompt.extra]
-    return hashlib.sha256(json.dumps(row, default=str).encode()).hexdigest()
 
 
 class PartWriter:

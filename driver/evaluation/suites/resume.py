@@ -13,9 +13,10 @@ from configs.load import flatten_settings
 from core.errors import UserError
 from core.loading import FileSpec
 from data_feeds.rows.eval_sets import PromptSet
-from driver.evaluation.suites.generations import Generation, hash_row, list_files, read_generations
+from driver.evaluation.suites.generations import Generation, list_files, read_generations
 from driver.evaluation.suites.table import RESULTS
 from driver.resume import is_listed
+from driver.run_inputs import hash_row
 
 FREE = (
     *("name", "run_dir", "resume", "device", "ray_address", "ship_code", "timeout_s"),

@@ -16,7 +16,7 @@ from core.cluster.ray_address import parse_address
 from core.errors import UserError
 from core.text.text_files import parse_json, read_text
 from core.timing.phases import Phase
-from data_feeds.chat.template_args import check_template_args, make_tokenizer
+from data_feeds.chat.template_args import check_template_args, make_tokenizer, pin_date
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.rows.eval_sets import PromptSet, load_sets
@@ -101,6 +101,9 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     env_tools = plan.load_code()
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
+    earlier = None if cfg.resume is None else read_settings(cfg.resume)["settings"].get("data.template_date")
+    cfg = cfg.model_copy(update={"data": (data := pin_date(tokenizer, cfg.data, earlier))})
+    given, plan = given.model_copy(update={"data": data}), replace(plan, data=data)
     check_sampling(cfg, tokenizer)
     check_policy(model, tokenizer)
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):

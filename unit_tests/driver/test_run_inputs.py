@@ -1,0 +1,219 @@
+"""What a run reads besides its recipe is part of its checkpoint: a resume with a change is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import datetime
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+import main_sl
+from configs.data_schema import PromptDataConfig, RowDataConfig
+from configs.schema import RLConfig
+from configs.trainer_schema import ModelConfig
+from core.errors import UserError
+from core.types.images import read_image
+from core.types.samples import Prompt
+from data_feeds.chat.template_args import check_template_args, make_tokenizer, pin_date
+from data_feeds.feed import load_prompts
+from driver.evaluation.suites.setup import SETTINGS, load_eval_recipe, prepare_eval
+from driver.load_recipe import load_recipe
+from driver.run_inputs import hash_inputs, hash_rows
+from driver.start.rollouts import build_engine, plan_rollouts
+from rewards import reward_model
+from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import ROOT, folder_of
+
+DATED = (
+    "{{ '<|system|>' + strftime_now('%d %b %Y') }}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TALKS = [
+    {"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}]}
+    for n in range(5)
+]
+
+
+def make_model(tiny_path: str, folder: Path, template: str) -> str:
+    shutil.copytree(tiny_path, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return str(folder)
+
+
+@pytest.fixture
+def dated(tiny_path, tmp_path) -> str:
+    return make_model(tiny_path, tmp_path / "dated", DATED)
+
+
+def test_the_date_of_a_template_is_that_of_the_start(dated):
+    asked: Any = [{"role": "user", "content": "1"}]
+    data = PromptDataConfig(train="x.jsonl")
+    tokenizer = make_tokenizer(ModelConfig(path=dated), data)
+    old = pin_date(tokenizer, data, "2020-02-03T04:05:06")
+    assert old.template_date == "2020-02-03T04:05:06"
+    assert "03 Feb 2020" in tokenizer.render_text(asked, reply_next=True)
+    check_template_args(tokenizer, old)
+    # another process of the run, and a later start that goes on
+    for keys in (old, pin_date(make_tokenizer(ModelConfig(path=dated), old), old, None)):
+        assert "03 Feb 2020" in make_tokenizer(ModelConfig(path=dated), keys).render_text(asked, reply_next=True)
+    new = pin_date(make_tokenizer(ModelConfig(path=dated), data), data, None)
+    assert new.template_date is not None and (datetime.now() - datetime.fromisoformat(new.template_date)).days == 0
+
+
+def test_a_date_that_no_template_writes_is_neither_pinned_nor_taken(tiny_path, dated):
+    data = PromptDataConfig(train="x.jsonl")
+    assert pin_date(make_tokenizer(ModelConfig(path=tiny_path), data), data, "2020-02-03") is data
+    with_date = PromptDataConfig(train="x.jsonl", template_date="2020-02-03")
+    with pytest.raises(UserError, match=r"data\.template_date: the chat template of this model writes no date"):
+        check_template_args(make_tokenizer(ModelConfig(path=tiny_path), with_date), with_date)
+    for wrong in ("today", 20200203, True):
+        with pytest.raises(ValueError, match="is no date: write one such as"):
+            PromptDataConfig(train="x.jsonl", template_date=wrong)
+    with pytest.raises(ValueError, match="template is plain, and template_date"):
+        PromptDataConfig(train="x.jsonl", template="plain", template_date="2020-02-03")
+    named = yaml.safe_load("{train: x.jsonl, template_date: 2020-02-03}")
+    assert RowDataConfig(**named).template_date == "2020-02-03T00:00:00"
+
+
+def test_an_engine_writes_the_date_of_its_run(dated, recipe):
+    changes = {"model.path": dated, "data.template_date": "2020-02-03"}
+    plan = plan_rollouts(load_recipe(RLConfig, recipe(changes), []).cfg)
+    _, tokenizer, _ = build_engine(plan, plan.engine)
+    assert "03 Feb 2020" in tokenizer.render_text([{"role": "user", "content": "1"}], reply_next=True)
+
+
+def test_a_reward_model_whose_template_writes_the_date_needs_it(dated):
+    config = AutoConfig.from_pretrained(dated)
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(dated)
+    with pytest.raises(UserError, match=r"writes the date: set reward\.settings\.template_date"):
+        reward_model.prepare(model=dated)
+    asked, reply = [{"role": "user", "content": "1"}], [{"role": "assistant", "content": "2"}]
+    given: Any = {"prompt": Prompt(id="a", messages=asked), "messages": reply, "model": dated}
+    found = [reward_model.score(**given, template_date=day) for day in ("2020-02-03", "2020-02-03", "2021-10-12")]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_resume_notices_whatever_has_changed(dated, recipe, tmp_path, one_thread):
+    from datasets import Dataset
+
+    rows, mine = tmp_path / "rows", tmp_path / "mine"
+    Dataset.from_list(TALKS).save_to_disk(rows)
+    mine.mkdir()
+    (mine / "loss.py").write_text((ROOT / "algs/sft.py").read_text() + "\n\nfrom unlikely_name.parts import SCALE\n")
+    (mine / "unlikely_name").mkdir()
+    (mine / "unlikely_name/__init__.py").write_text("")
+    (mine / "unlikely_name/parts.py").write_text("SCALE = 1.0\n")
+    changes = {"model.path": dated, "alg": {"file": str(mine / "loss.py")}, "data.train": str(rows)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(mine)
+        path = recipe(changes | {"data.template_date": "2020-02-03"}, kind="sl")
+        assert run_here(main_sl, "--config", path, "name=first", "checkpoint.every=1", "steps=1") == (0, "")
+        path = recipe(changes, kind="sl")
+        resume = f"resume={folder_of(tmp_path, 'first')}"
+        assert run_here(main_sl, "--config", path, resume, "steps=2", "name=second") == (0, ""), "nothing has changed"
+        config = yaml.safe_load((folder_of(tmp_path, "second") / "config.yaml").read_text())
+        assert config["data"]["template_date"] == "2020-02-03T00:00:00", "that of the checkpoint"
+
+        def refuse(words: str, *overrides: str) -> None:
+            code, err = run_here(main_sl, "--config", path, resume, "steps=2", *overrides)
+            assert code == 2 and words in err and len(err.splitlines()) == 1, err
+
+        refuse("data.template_date is '2021-02-03T00:00:00' and was '2020", "data.template_date=2021-02-03")
+        (mine / "unlikely_name/parts.py").write_text("SCALE = 2.0\n")
+        refuse("the file parts.py beside your code changed since")
+        (mine / "unlikely_name/parts.py").write_text("SCALE = 1.0\n")
+        (Path(dated) / "chat_template.jinja").write_text(DATED + "{# a comment #}")
+        refuse("the chat template of model.path changed since")
+        (Path(dated) / "chat_template.jinja").write_text(DATED)
+        shutil.rmtree(rows)
+        Dataset.from_list([*TALKS[:-1], TALKS[0]]).save_to_disk(rows)
+        refuse("what the rows of data.train hold changed since")
+        shutil.rmtree(rows)
+        Dataset.from_list(TALKS).save_to_disk(rows)
+        assert run_here(main_sl, "--config", path, resume, "steps=2", "name=third") == (0, ""), "as it was"
+
+
+def test_files_of_a_reward_are_part_of_a_run(recipe, tmp_path, monkeypatch):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    monkeypatch.syspath_prepend(mine)
+    (mine / "pay.py").write_text("def score(prompt, messages, *, rubric):\n    import payday\n    return {'a': 1.0}\n")
+    (mine / "payday.py").write_text("import json, numpy, payroll\n")
+    (mine / "payroll.py").write_text("AMOUNT = 1\n")
+    (mine / "unused.py").write_text("")
+    (mine / "rubric.txt").write_text("be kind")
+    changes = {"reward.function": str(mine / "pay.py"), "reward.settings": {"rubric": str(mine / "rubric.txt")}}
+
+    def hash_now() -> dict[str, str]:
+        loaded = load_recipe(RLConfig, recipe(changes), [])
+        plan, data = plan_rollouts(loaded.cfg), loaded.cfg.data
+        tokenizer = make_tokenizer(loaded.cfg.model, data)
+        return hash_inputs(loaded, plan.files, tokenizer, load_prompts(data, "train", tokenizer, seed=0))
+
+    before = hash_now()
+    assert [key for key in before if "file" in key] == [
+        "the file payday.py beside your code",
+        "the file payroll.py beside your code",
+        "the file of reward.settings.rubric",
+    ]
+    assert hash_now() == before
+    (mine / "payroll.py").write_text("AMOUNT = 2\n")
+    (mine / "rubric.txt").write_text("be strict")
+    after = hash_now()
+    assert {key for key in after if after[key] != before[key]} == {
+        "the file payroll.py beside your code",
+        "the file of reward.settings.rubric",
+    }
+
+
+def test_the_hash_of_rows_sees_every_column(tmp_path, tiny_path):
+    chat = make_tokenizer(ModelConfig(path=tiny_path), PromptDataConfig(train="x"))
+    row: dict[str, Any] = {"id": "a", "messages": "1+1=", "answer": "2", "level": 1}
+
+    def hash_of(*rows: dict[str, Any]) -> str:
+        (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = PromptDataConfig(train=str(tmp_path / "x.jsonl"))
+        return hash_rows(load_prompts(data, "train", chat, seed=0).all())
+
+    other = [{"id": "b"}, {"messages": "1+2="}, {"answer": "3"}, {"level": 2}]
+    found = [hash_of(row), hash_of(row, row | {"id": "b"}), *(hash_of(row | change) for change in other)]
+    assert len({*found}) == len(found) and hash_of(row) == found[0]
+
+
+def test_the_hash_of_rows_sees_a_changed_image():
+    def hash_of(color: str) -> str:
+        written = BytesIO()
+        Image.new("RGB", (28, 28), color).save(written, "PNG")
+        part: Any = {"type": "image", "image": read_image(written.getvalue())}
+        return hash_rows([Prompt(id="a", messages=[{"role": "user", "content": "", "parts": [part]}])])
+
+    assert hash_of("red") != hash_of("blue")
+
+
+def test_an_evaluation_goes_on_with_the_date_that_it_began_with(dated, sums, tmp_path):
+    raw = {
+        "name": "eval",
+        "backend": "local",
+        "model": {"path": dated, "dtype": "float32"},
+        "data": {"sets": [{"path": str(sums / "eval.parquet"), "name": "sums"}], "max_prompt_tokens": 64},
+        "reward": {"function": "arithmetic"},
+        "rollout": {"engine": "hf", "max_new_tokens": 8},
+    }
+    begun = prepare_eval(load_eval_recipe(raw, ["data.template_date=2020-02-03"]))
+    (tmp_path / SETTINGS).write_text(json.dumps(begun.settings))
+    (tmp_path / "parts").mkdir()
+    again = prepare_eval(load_eval_recipe(raw, [f"resume={tmp_path}"]))
+    for keys in (again.cfg.data, again.plan.data):
+        assert keys.template_date == "2020-02-03T00:00:00"
+    assert "03 Feb 2020" in again.tokenizer.render_text([{"role": "user", "content": "1"}], reply_next=True)
+    assert prepare_eval(load_eval_recipe(raw, [])).settings["settings"]["data.template_date"] > "2026"
