@@ -14,8 +14,8 @@ from typing import Any, Literal
 from algs import find_algorithm
 from algs.base import Algorithm, PolicyGradient
 from algs.check import fixtures
-from algs.check.obligations import APPLICABLE, OBLIGATIONS, NotApplicable
-from algs.check.update import ObligationFailed
+from algs.check.obligations import APPLICABLE, OBLIGATIONS
+from algs.check.update import NotApplicable, ObligationFailed
 from configs.load import apply_override, validate
 
 
@@ -84,7 +84,9 @@ def run(argv: list[str]) -> int:
         apply_override(settings, item)
     began, cls = time.monotonic(), find_class(args.algorithm)
     results = check(cls, settings)
-    kind = "a policy gradient" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) (j) do not apply"
+    kind = (
+        "a policy gradient" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) (j) to (l) do not apply"
+    )
     print(f"{cls.__name__}, {kind}", *results, sep="\n")
     failed = [f"({r.letter})" for r in results if r.status == "FAILED"]
     verdict = f"{len(failed)} of {len(results)} FAILED: {' '.join(failed)}" if failed else "all obligations hold"

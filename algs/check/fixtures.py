@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, cast
@@ -196,31 +197,42 @@ def poison_column(groups: list[Group], name: PoisonableColumn, bad: float) -> li
     return [[poison_sample(s) for s in g] for g in groups]
 
 
-def make_on_policy(step: MadeUpStep) -> list[Group]:
-    """Return the step's groups with engine, proximal policy and reference equal to the current policy."""
+def make_on_policy(step: MadeUpStep, *, engine_gap: float = 0.0) -> list[Group]:
+    """Return the step's groups with engine, proximal policy and reference equal to the current policy.
+
+    engine_gap: log(pi_prox / pi_rollout) of every token, 0 if the engine is equal too.
+    """
 
     def copy_logp(s: Sample) -> Sample:
         # token t has the id t, so the ids index the tables
         now = step.now["logp"].numpy()[s.token_ids]
         logps: dict[Column, Floats] = {"prox_logp": now, "ref_logp": now}
-        return replace(s, rollout_logp=now, columns=s.columns | logps)
+        return replace(s, rollout_logp=now - engine_gap, columns=s.columns | logps)
 
     return [[copy_logp(s) for s in g] for g in step.groups]
 
 
-def ratio_pairs(ratios: Tensor) -> tuple[list[Group], Tensor]:
-    """Return samples of a single token with advantages +1 and -1 at each ratio to the old policy, and logp now, [N].
+LIKELY = -1.0
+"""Log-probability of the likelier of two policies: a bound on probabilities, as of DPPO, can bind on both sides."""
 
-    A sequence has a single token here, so the sequence's ratio is the same.
+
+def ratio_arms(
+    log_ratios: Tensor, advantages: Sequence[float], *, engine_gap: float = 0.0
+) -> tuple[list[Group], Tensor]:
+    """Return samples of a single token, one for each ratio to the proximal policy and advantage; and logp now, [N].
+
+    A sequence has a single token here, so the sequence's ratio is the same. engine_gap: log(pi_prox / pi_rollout).
     """
-    # far below 0, so that even the largest ratio leaves a log-probability
-    old = -5.0
-    same, zero = [0.0, old], [0.0, 0.0]
-    columns: dict[Column, list[float]] = {"prox_logp": same, "ref_logp": same, "teacher_logp": same}
-    columns |= {"values": zero, "returns": zero}
-    arms = [_make_arm(str(n), [0, n], old, reward=1.0, columns=columns) for n in range(2 * len(ratios))]
-    groups = [[arm.with_advantage(np.array([0.0, 1.0 - 2 * (n % 2)]))] for n, arm in enumerate(arms)]
-    return groups, old + ratios.log().repeat_interleave(2)
+    prox = LIKELY - log_ratios.clamp(min=0.0)
+    groups: list[Group] = []
+    for old in prox.tolist():
+        for advantage in advantages:
+            n, same, zero = len(groups), [0.0, old], [0.0, 0.0]
+            columns: dict[Column, list[float]] = {"prox_logp": same, "ref_logp": same, "teacher_logp": same}
+            columns |= {"values": zero, "returns": zero}
+            arm = _make_arm(str(n), [0, n], old - engine_gap, reward=1.0, columns=columns)
+            groups.append([arm.with_advantage(np.array([0.0, advantage]))])
+    return groups, (prox + log_ratios).repeat_interleave(len(advantages))
 
 
 ARM_REWARDS = [0.1, 0.2, 0.3, 1.0]

@@ -3,9 +3,10 @@
     python -m algs.check grpo                          a module of this folder
     python -m algs.check my_loss.py temper=0.5         a file, with hyper-parameters
 
-(d) (f) (h) (j) apply to policy gradients, (i) to algorithms on given rows (conversations, pairs, unpaired rows), and
-the others to all. All numbers are float64, and micro-batches are the real ones of data_feeds/packing/batches.py. Exit
-code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a hyper-parameter.
+(d) (f) (h) (j) to (l) apply to policy gradients, (i) to algorithms on given rows (conversations, pairs, unpaired
+rows), and the others to all. All numbers are float64, and micro-batches are the real ones of
+data_feeds/packing/batches.py. Exit code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a
+hyper-parameter.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from algs.check.cuts import cut_in_alternation, may_be_cut_into_samples
 from algs.check.declared import reads_what_it_declares
 from algs.check.fixtures import MadeUpStep, Tables
 from algs.check.instruments import with_settings
+from algs.check.off_policy import binds_outwards, clips_on_the_right_side, corrects_the_engine_once
 from algs.check.update import (
-    SAME,
     SPLITS,
+    NotApplicable,
     ObligationFailed,
     Outcome,
     compute_advantages,
@@ -42,7 +44,6 @@ from algs.check.update import (
     max_abs,
     plan_batches,
     run_update,
-    slopes_by_ratio,
     update_on_groups,
     with_totals,
 )
@@ -51,10 +52,6 @@ from core.types.samples import Batch, LossNorm, Sample
 # with float64 a difference over 1e-4 has some 1e-12 of rounding, far below the bound
 STEP, BEND = 1e-4, 1e-3
 """Step size of a central difference; and the fraction by which one-sided slopes may differ, otherwise it is a kink."""
-
-
-class NotApplicable(Exception):
-    """Reason why an obligation does not apply to this algorithm."""
 
 
 def does_not_depend_on_the_split(alg: Algorithm) -> str:
@@ -237,30 +234,6 @@ def expect_no_effect_of_failures(alg: Algorithm, step: MadeUpStep, *, stale: boo
         raise ObligationFailed(f"failed samples: {said} without them{hint}")
 
 
-def clips_on_the_right_side(alg: Algorithm) -> str:
-    """Halve each clip bound: only gradients on its side of ratio 1 may change, and an outward one must."""
-    if not {"clip_low", "clip_high"} <= type(alg).model_fields.keys():
-        raise NotApplicable("it has no clip_low and clip_high")
-    before = slopes_by_ratio(alg)
-    for name, other, side in (("clip_high", "clip_low", 1.0), ("clip_low", "clip_high", -1.0)):
-        value: float = getattr(alg, name)
-        narrow = with_settings(alg, {name: value / 2})
-        if narrow is None:
-            raise NotApplicable(f"{name}={value / 2:g} is refused")
-        after, did = slopes_by_ratio(narrow), f"{name} from {value:g} to {value / 2:g}"
-        # a bound may act on its own side of ratio 1 alone, so points that move on the other side are swapped bounds
-        moved = [at for at, slope in before.items() if abs(slope - after[at]) > SAME]
-        for a, ratio in moved:
-            if (ratio - 1) * side <= 0:
-                numbers = f"from {before[a, ratio]:.4g} to {after[a, ratio]:.4g}"
-                raise ObligationFailed(
-                    f"{did} moves the gradient at A={a:+g}, ratio {ratio:.4g} {numbers}: {other}'s side"
-                )
-        if not any(a == side for a, _ in moved):
-            raise ObligationFailed(f"{did} moves no gradient with A={side:+g} on its side of ratio 1")
-    return f"halving one moves gradients on its own side of ratio 1 only ({len(before)} points)"
-
-
 def prefers_what_the_rows_prefer(alg: Algorithm) -> str:
     """Check the gradient's signs at the reference.
 
@@ -295,9 +268,11 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("h", "clip_low and clip_high bind on their own side", clips_on_the_right_side),
     ("i", "the gradient points to what the rows prefer", prefers_what_the_rows_prefer),
     ("j", "an episode may be cut into several samples", may_be_cut_into_samples),
+    ("k", "the engine is corrected once", corrects_the_engine_once),
+    ("l", "far from ratio 1 the gradient keeps its direction, and a clip binds outwards", binds_outwards),
 ]
 APPLICABLE: dict[fixtures.Kind, str] = {
-    "policy gradient": "abcdefghj",
+    "policy gradient": "abcdefghjkl",
     "conversations": "abcegi",
     "pairs": "abcegi",
     "unpaired": "abcegi",

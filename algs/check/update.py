@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -47,6 +47,10 @@ SAME = 1e-6
 
 class ObligationFailed(Exception):
     """Obligation that does not hold, with place and numbers."""
+
+
+class NotApplicable(Exception):
+    """Reason why an obligation does not apply to this algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +182,15 @@ def describe_any_difference(step: MadeUpStep, got: Outcome, want: Outcome) -> st
     return describe_difference(step, got.gradient, want.gradient) or numbers
 
 
-def slopes_by_ratio(alg: Algorithm) -> dict[tuple[float, float], float]:
-    """Return gradient / weight by (advantage, ratio to the old policy); engine and proximal policy agree."""
-    # log-ratios from 1e-4 to 3: clips of whole sequences bind near 1e-4, those of tokens near 0.2
-    away = torch.logspace(-4, 0.5, 60, dtype=torch.float64)
-    ratios = torch.cat([(-away).exp(), away.exp()])
-    groups, logp = fixtures.ratio_pairs(ratios)
+def slopes_by_ratio(
+    alg: Algorithm, log_ratios: Tensor, advantages: Sequence[float], *, engine_gap: float = 0.0
+) -> Tensor:
+    """Return gradient / weight by ratio to the proximal policy and advantage, [R, A].
+
+    engine_gap: log(pi_prox / pi_rollout) of every token.
+    """
+    groups, logp = fixtures.ratio_arms(log_ratios, advantages, engine_gap=engine_gap)
     tables = {"logp": logp, "entropy": torch.ones_like(logp), "values": torch.zeros_like(logp)}
     [batch] = plan_batches(alg, groups, tables)
     slopes = run_update(alg, [batch], tables).gradient["logp"] / batch.tokens.weight[0]
-    return {(1.0 - 2 * (i % 2), float(ratios[i // 2])): slope for i, slope in enumerate(slopes.tolist())}
+    return slopes.view(len(log_ratios), len(advantages))
