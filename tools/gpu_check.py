@@ -1,117 +1,91 @@
 """Run on one GPU everything that needs one, and print a table of what it measured: python -m tools.gpu_check
 
-It needs torch, transformers, numpy and pydantic, on Python 3.11 or newer, and neither Ray, DeepSpeed, vLLM, peft nor
-pytest; ten minutes and one GPU are enough. Its comparisons with a CPU are those of the tests marked `gpu`
-(tools/gpu_numbers.py). Then the quickstart runs, with the local trainer and the engine hf. At last the speed and memory
-of training are measured (tools/benchmarks/). Each check has a process of its own: one that fails, hangs or crashes
-stops no other. Exit code 1 where one failed or did not run. Without a GPU the same checks run on the CPU; --small is
-enough to see that they run.
+    python -m tools.gpu_check                    a GPU day: at most ten minutes on one GPU
+    python -m tools.gpu_check --rehearse         the same rows on this CPU, in tiny sizes
+    python -m tools.gpu_check --only "zero 3"    some rows; tools/gpu_day/rows.py lists them all
+
+Each row runs in a child process with a deadline of its own: one that fails, hangs or crashes stops no other. It prints
+`ok`, `failed: REASON` or `not run: REASON`, with its numbers. The table is written to --out, too: gpu_day.json, and
+gpu_day.md for docs/results.md. Exit code 1 where a row failed, or where the time was over.
+
+The clone is all that travels (5 MB). Python 3.11 or newer with torch, transformers, numpy and pydantic is enough; an
+image of torch lacks pydantic, and a sentence names the wheels to bring. Rows that need more read "not run: no vLLM".
+For the rows of ZeRO bring DeepSpeed's sources (2 MB), which need no build:
+
+    python -m pip download --no-deps --no-binary deepspeed --dest wheels deepspeed==0.19.8 hjson
+    tar xf wheels/deepspeed-0.19.8.tar.gz -C wheels; pip install --no-index wheels/hjson-*.whl       # over there
+    PYTHONPATH=wheels/deepspeed-0.19.8 python -m tools.gpu_check
+
+A rehearsal takes gloo in place of NCCL. Where unit_tests/helpers/pretend_cuda.py can be had, rows run on its pretend
+CUDA device, so that a mistake of devices is met here and not on the first GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from importlib import import_module
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-CHECKS: dict[str, tuple[str, str]] = {
-    "attention": ("tools.gpu_numbers", "packed rows: torch's varlen_attn beside a CPU's kernel"),
-    "gathering": ("tools.gpu_numbers", "what it costs to add gradients of a shared prompt up in float32"),
-    "logp": ("tools.gpu_numbers", "log-probabilities of padded and packed rows"),
-    "update": ("tools.gpu_numbers", "updates of the local trainer: whole, cut, shared prefixes"),
-    "sync": ("tools.gpu_numbers", "weights to the engine hf, with proof"),
-    "fingerprint": ("tools.gpu_numbers", "checksums of tensors on the device"),
-    "quickstart": ("tools.gpu_runs", "the quickstart: supervised learning, then GRPO"),
-    "throughput": ("tools.gpu_runs", "tokens per second and peak memory of training"),
-    "head": ("tools.gpu_runs", "peak memory with the head in chunks"),
-}
-"""Name of each check -> module that has it as check_NAME, and what it looks at."""
-# no more than these, so that the checks run on a machine where FeynRL is not installed
+from tools.gpu_day.report import describe, write_files, write_table
+from tools.gpu_day.rows import BY_NAME, ROOT, TIME_OVER, Outcome, run_alone, run_row, write_outcome
+
+# no more than these, so that the rows run on a machine where FeynRL is not installed
 WANTED = ("torch", "transformers", "numpy", "pydantic")
 WITHOUT = ("ray", "deepspeed", "vllm", "peft", "pytest")
-LIMIT_S = 240.0
-"""Longest time of one check."""
-LOG_LINES = 25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Result of one check."""
-
-    name: str
-    state: str
-    """ok, FAILED or not run."""
-    found: str
-    """What it measured, or why it failed."""
-    seconds: float = 0.0
-    peak_mib: float | None = None
-    """Largest memory that torch had allocated on the GPU."""
-    log: str = ""
-    """End of what a failed check wrote."""
+MINUTES = 9.5
+"""Default of --minutes; the table is printed before ten are over."""
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.one:
-        # the child process of run_alone: its outcome goes through a file, since anything may write to its output
-        outcome = run_check(args.one, Path(args.folder), small=args.small)
-        Path(args.folder, f"{args.one}.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        # the child process of run_alone
+        write_outcome(run_row(BY_NAME[args.one], args.folder, rehearse=args.rehearse), args.folder)
         return 0
     if missing := [package for package in WANTED if find_spec(package) is None]:
         print(explain_missing(missing))
         return 2
-    print(describe_machine(), flush=True)
-    began = time.monotonic()
+    machine, began = describe_machine(), time.monotonic()
+    print(*(f"{name}: {value}" for name, value in machine.items()), "", sep="\n", flush=True)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="gpu_check") as folder:
-        for name in args.only or CHECKS:
-            # a check that has begun is ended by this limit too, so the whole takes no longer than it says
+        for row in map(BY_NAME.__getitem__, args.only or BY_NAME):
             left = 60 * args.minutes - (time.monotonic() - began)
-            home = Path(folder)
-            if args.together:
-                outcomes.append(run_check(name, home, small=args.small))
-            else:
-                outcomes.append(run_alone(name, home, small=args.small, limit_s=min(left, LIMIT_S)))
-            print(f"{outcomes[-1].state:>8}  {name}: {outcomes[-1].found}", flush=True)
+            limit_s = min(left, row.limit_s)
+            outcomes.append(run_alone(row, Path(folder), rehearse=args.rehearse, limit_s=limit_s))
+            print(f"{row.name}: {describe(outcomes[-1])}", flush=True)
+            # after every row, for the case that the machine is taken away
+            write_files(args.out, machine, outcomes, rehearsal=args.rehearse)
     print("\n" + write_table(outcomes))
     for outcome in outcomes:
         if outcome.log:
             print(f"\nthe end of what {outcome.name} wrote:\n{outcome.log}")
-    return int(any(outcome.state != "ok" for outcome in outcomes))
+    return int(any(outcome.state == "failed" or outcome.reason == TIME_OVER for outcome in outcomes))
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.gpu_check", description=__doc__.split("\n")[0] if __doc__ else None
     )
-    parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="CHECK", help=f"some of {', '.join(CHECKS)}")
-    parser.add_argument("--minutes", type=float, default=10.0, help="after which no check begins (default 10)")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, which prove only that the checks run")
-    parser.add_argument(
-        "--together", action="store_true", help="all checks in one process: quicker, but a crash ends them all"
-    )
-    parser.add_argument("--one", choices=CHECKS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", choices=BY_NAME, metavar="ROW", help=f"some of {', '.join(BY_NAME)}")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all rows together (default {MINUTES})")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU: it shows only that the rows run")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_day", help="folder of the written table")
+    parser.add_argument("--one", choices=BY_NAME, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def explain_missing(packages: Sequence[str]) -> str:
-    """Return the sentence on packages that the checks need, with the commands that bring their wheels."""
+    """Return the sentence on packages that all rows need, with the commands that bring their wheels."""
     bounds, (major, minor), machine = read_bounds(), sys.version_info[:2], platform.machine()
     asked = " ".join(f"'{package}>={bounds[package]}'" for package in packages)
     # pip takes a platform to the letter, and packages name one of these two
@@ -124,26 +98,28 @@ def explain_missing(packages: Sequence[str]) -> str:
     )
 
 
-def describe_machine() -> str:
+def describe_machine() -> dict[str, str]:
     """Return the device and the versions, and which packages of a whole installation are not here."""
     import torch
 
     if torch.cuda.is_available():
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        gib = torch.cuda.mem_get_info()[1] / 2**30
-        device = f"{name}, {gib:.0f} GiB, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+        gib, n = torch.cuda.mem_get_info()[1] / 2**30, torch.cuda.device_count()
+        device = f"{n} x {name}, {gib:.0f} GiB, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
     else:
-        device = "no GPU: the checks run on the CPU, which says nothing about a GPU"
-    versions = ", ".join(f"{package} {find_version(package)}" for package in WANTED)
-    absent = [package for package in WITHOUT if find_spec(package) is None]
+        device = "no GPU: rows can only be rehearsed"
+    found = {"device": device, "Python": platform.python_version()}
+    found |= {package: find_version(package) for package in WANTED}
     old = [f"{p} is older than {least}" for p, least in read_bounds().items() if is_older(find_version(p), least)]
-    versions += f" ({'; '.join(old)}, which FeynRL asks for: what fails may be due to that)" if old else ""
-    lacks = f"\nnot installed, and not needed: {', '.join(absent)}" if absent else ""
-    return f"{device}\nPython {platform.python_version()}, {versions}{lacks}\n"
+    if old:
+        found["note"] = f"{'; '.join(old)}, which FeynRL asks for: what fails may be due to that"
+    if absent := [package for package in WITHOUT if find_spec(package) is None]:
+        found["not installed"] = ", ".join(absent)
+    return found
 
 
 def read_bounds() -> dict[str, str]:
-    """Return the lowest version of each package that the checks need, by pyproject.toml."""
+    """Return the lowest version of each package that all rows need, by pyproject.toml."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     return {name: least for name, _, least in (entry.partition(">=") for entry in listed) if name in WANTED}
 
@@ -164,62 +140,6 @@ def find_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "is missing"
-
-
-def run_alone(name: str, folder: Path, *, small: bool, limit_s: float) -> Outcome:
-    """Run a check in a process of its own, whose output is kept for the case that it fails."""
-    if limit_s <= 0:
-        return Outcome(name=name, state="not run", found="the time was over: give more with --minutes")
-    written, log = folder / f"{name}.json", folder / f"{name}.log"
-    command = [sys.executable, "-m", "tools.gpu_check", "--one", name, "--folder", str(folder)]
-    command += ["--small"] if small else []
-    began, why = time.monotonic(), ""
-    with log.open("w", encoding="utf-8") as out:
-        try:
-            code = subprocess.run(
-                command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=limit_s, check=False
-            ).returncode
-            why = f"its process ended with exit code {code}"
-        except subprocess.TimeoutExpired:
-            why = f"it took more than {limit_s:g} seconds"
-    # the file and not the exit code: a process may crash at exit after its check has passed
-    if written.exists():
-        return Outcome(**json.loads(written.read_text(encoding="utf-8")))
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    seconds = time.monotonic() - began
-    return Outcome(name=name, state="FAILED", found=why, seconds=seconds, log="\n".join(lines[-LOG_LINES:]))
-
-
-def run_check(name: str, folder: Path, *, small: bool) -> Outcome:
-    """Run a check and return its outcome, whatever it raises."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # no check asks a model hub
-    began = time.monotonic()
-    try:
-        import torch
-
-        from tools.gpu_numbers import Bench
-
-        check: Callable[[Bench], str] = getattr(import_module(CHECKS[name][0]), f"check_{name}")
-        on_gpu = torch.cuda.is_available()
-        found = check(Bench(device="cuda" if on_gpu else "cpu", folder=folder, small=small))
-    except Exception as error:  # a border: whatever a GPU, a driver or a library raises is what the table is for
-        said = f"{type(error).__name__}: {(str(error).splitlines() or ['nothing said'])[0]}"
-        log = traceback.format_exc().splitlines()
-        seconds = time.monotonic() - began
-        return Outcome(name=name, state="FAILED", found=said, seconds=seconds, log="\n".join(log[-LOG_LINES:]))
-    peak = (torch.cuda.max_memory_allocated() / 2**20 or None) if on_gpu else None  # none here: it was another process
-    return Outcome(name=name, state="ok", found=found, seconds=time.monotonic() - began, peak_mib=peak)
-
-
-def write_table(outcomes: list[Outcome]) -> str:
-    """Return one line per check, and a last one that counts."""
-    lines = [f"{'check':<12}{'result':<9}{'s':>6}{'MiB':>8}  what it looked at, and what it found"]
-    for outcome in outcomes:
-        mib = "-" if outcome.peak_mib is None else f"{outcome.peak_mib:.0f}"
-        head = f"{outcome.name:<12}{outcome.state:<9}{outcome.seconds:>6.1f}{mib:>8}  "
-        lines += [head + CHECKS[outcome.name][1], " " * len(head) + outcome.found]
-    n = {state: sum(outcome.state == state for outcome in outcomes) for state in ("ok", "FAILED", "not run")}
-    return "\n".join([*lines, f"\n{n['ok']} ok, {n['FAILED']} failed, {n['not run']} not run"])
 
 
 if __name__ == "__main__":

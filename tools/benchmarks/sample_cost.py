@@ -33,12 +33,12 @@ import psutil
 import yaml
 
 from core.timing.phases import STEP, Phase, time_metric
-from tools import gpu_runs
 from tools.benchmarks import rl_ceiling
 from tools.benchmarks.beside_trl import run_trl, say, trl_environment
 from tools.benchmarks.processes import ROOT, read_metrics, run_for_json
 from tools.benchmarks.rl_vs_trl import prompts_of
 from tools.benchmarks.rl_work import Workload, read_steps
+from tools.gpu_day.runs import make_quickstart
 
 MODEL = ROOT / "build" / "sample_cost"
 WORKS = {
@@ -120,7 +120,7 @@ def make_model() -> None:
     """Make the quickstart's model and data, if they are missing."""
     if not (MODEL / "sft" / "config.json").is_file():
         say(f"making the quickstart's model in {MODEL.relative_to(ROOT)}")
-        gpu_runs.make_quickstart(MODEL, small=False)
+        make_quickstart(MODEL, small=False)
 
 
 def measure_sides(args: argparse.Namespace, work: Workload, scratch: Path) -> dict[str, Side]:

@@ -21,8 +21,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from core.types.samples import Batch
 from data_feeds.packing.batches import plan_update
 from tools.benchmarks.random_task import QWEN3_0_6B, make_groups, save_model
 from trainers.local import LocalTrainer
+from trainers.observers import ObserverFactory
 
 SMALL = QWEN3_0_6B | {
     "vocab_size": 512,
@@ -73,15 +76,13 @@ class Measured:
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = parse_arguments(None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rate = measure_matmul(device, getattr(torch, dtype), 512 if args.small else 8192 if device == "cuda" else 2048)
-    # H100 is a part of the other two names, so those stand before it
-    table = next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), None)
-    peak = table if table and dtype == "bfloat16" else rate
-    source = "data sheet" if peak is table else "measured product of matrices"
+    table = find_peak(name) if dtype == "bfloat16" else None
+    peak, source = (table, "data sheet") if table else (rate, "measured product of matrices")
     print(f"{name}, {dtype}, torch {torch.__version__}, loss {args.loss}, {args.micro_batches} micro-batches an update")
     print(f"product of matrices {rate / 1e12:.2f} TFLOP/s; MFU is of {peak / 1e12:.2f} TFLOP/s ({source})\n")
     print("".join(f"{column:>13}" for column in COLUMNS), flush=True)
@@ -99,7 +100,17 @@ def main() -> None:
                 print("".join(f"{cell:>13}" for cell in cells), flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
+def find_peak(device: str) -> float | None:
+    """Return the operations per second in bfloat16 by the data sheet of a GPU of this name; None if it is unknown.
+
+    >>> find_peak("NVIDIA H100 PCIe"), find_peak("NVIDIA A10")
+    (756000000000000.0, None)
+    """
+    # H100 is a part of two other names, which stand before it
+    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in device), None)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.benchmarks.train_throughput", description=__doc__.split("\n")[0] if __doc__ else None
     )
@@ -114,7 +125,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help="trainer.gradient_checkpointing")
     parser.add_argument("--share", action="store_true", help="measure with trainer.share_prefixes too")
     parser.add_argument("--small", action="store_true", help="a tiny model, for tests")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.tokens = args.tokens or ([256, 512] if args.small else [1024, 2048, 4096, 8192, 16_384])
     if min(args.tokens) < 2 or args.sequence < 2 or min(args.micro_batches, args.updates) < 1:
         parser.error("give at least 2 tokens, one micro-batch and one update")
@@ -122,7 +133,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_updates(
-    model: str, dtype: str, tokens: int, *, shared: bool, args: argparse.Namespace, vocabulary: int
+    model: str,
+    dtype: str,
+    tokens: int,
+    *,
+    shared: bool,
+    args: argparse.Namespace,
+    vocabulary: int,
+    observers: Mapping[str, ObserverFactory] = MappingProxyType({}),
 ) -> Measured:
     """Make updates of `tokens` tokens in each micro-batch; return the median one."""
     on_gpu = torch.cuda.is_available()
@@ -134,7 +152,8 @@ def measure_updates(
         settings["logits_mib"] = args.logits_mib
     settings["share_prefixes"] = "auto" if shared else "off"
     chosen = ModelConfig(path=model, dtype=dtype, attention=args.attention)
-    trainer = LocalTrainer(chosen, TrainerConfig(**settings), alg, temperature=1.0, total_updates=args.updates + 1)
+    of_run: dict[str, Any] = {"temperature": 1.0, "total_updates": args.updates + 1, "observers": observers}
+    trainer = LocalTrainer(chosen, TrainerConfig(**settings), alg, **of_run)
     sequence = min(args.sequence, tokens)
     samples = args.micro_batches * (tokens // sequence)
     # groups of equal size, whatever fits into the micro-batches

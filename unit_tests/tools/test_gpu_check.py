@@ -1,17 +1,21 @@
-"""The script for a lent GPU: its checks run on a CPU, with the few packages that it asks for, and see what is wrong."""
+"""The script for a lent GPU: its rows run on a CPU, with the few packages that it asks for, and see what is wrong."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
 
-from tools import gpu_numbers
-from tools.gpu_check import CHECKS, Outcome, run_alone, run_check, write_table
-from tools.gpu_numbers import CheckFailed, compare
+from tools.gpu_day import attention, bench, ranks, report, rows, speeds
+from tools.gpu_day.bench import compare
+from tools.gpu_day.rows import BY_NAME, ROWS, CheckFailed, Outcome, run_alone, run_row
+from unit_tests.helpers.pretend_cuda import needs_pretend_cuda
 
 ROOT = Path(__file__).parent.parent.parent
 ONLY_THESE = '''
@@ -53,20 +57,48 @@ class Found(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Found
 '''
+LOSES_MOMENTS = '''
+"""Python imports this at its start: FSDP2 reads a checkpoint into copies of the moments."""
+import sys
+
+if "--one" in sys.argv:
+    from trainers import fsdp2
+
+    really = fsdp2.as_part_of
+    fsdp2.as_part_of = lambda p, held: really(p, held.clone())
+'''
 
 
-def test_a_check_compares_and_a_kernel_that_computes_something_else_fails(tmp_path, monkeypatch):
-    right = run_check("attention", tmp_path, small=True)
-    assert right.state == "ok" and re.search(r"1 rows with gradients.*at most 0\.\d\d% from a CPU's", right.found)
-    really = gpu_numbers.attend
+def test_every_row_names_a_check():
+    assert len(BY_NAME) == len(ROWS) and all(callable(resolve_name(f"tools.gpu_day.{row.check}")) for row in ROWS)
+    assert {row.name for row in ROWS if "vllm" in row.needs} == {"engine", "colocate", "nccl"}
+
+
+@needs_pretend_cuda
+def test_attention_is_compared_and_another_kernel_fails(tmp_path, monkeypatch, one_thread):
+    right = run_row(BY_NAME["attention"], tmp_path, rehearse=True)
+    assert (right.state, right.numbers["rows"], right.numbers["kernel"]) == ("ok", 21, "varlen_attn"), right
+    assert all(0 < right.numbers[f"head size {n}, % from a CPU"] < 1 for n in (64, 128, 256))
+    really = attention.attend
 
     def sees_no_prefix(inputs, slope, segments, window):
         half = inputs[0].dtype == torch.bfloat16
-        return really(inputs, slope, type(segments)(segments.lengths, [-1] * 6) if half else segments, window)
+        alone = type(segments)(segments.lengths, [-1] * len(segments.lengths))
+        return really(inputs, slope, alone if half else segments, window)
 
-    monkeypatch.setattr(gpu_numbers, "attend", sees_no_prefix)
-    wrong = run_check("attention", tmp_path, small=True)
-    assert wrong.state == "FAILED" and "CheckFailed: output of Rows(" in wrong.found and "gpu_numbers.py" in wrong.log
+    monkeypatch.setattr(attention, "attend", sees_no_prefix)
+    wrong = run_row(BY_NAME["attention"], tmp_path, rehearse=True)
+    assert wrong.state == "failed" and "CheckFailed: output of Rows(" in wrong.reason and "attention.py" in wrong.log
+
+
+@needs_pretend_cuda
+def test_a_wait_too_many_is_named(tmp_path, monkeypatch, one_thread):
+    right = run_row(BY_NAME["waits"], tmp_path, rehearse=True)
+    # the metrics are read by tolist(), which the pretend device answers itself
+    assert right.numbers["waits"] == 2 and right.numbers["lines"].count("trainers/local.py:") == 2
+    monkeypatch.setattr(speeds, "MOST_WAITS", 1)
+    wrong = run_row(BY_NAME["waits"], tmp_path, rehearse=True)
+    assert wrong.reason.startswith("CheckFailed: a step waits 2 times, and at most 1 are expected: trainers/local.py:")
 
 
 def test_a_number_that_is_none_is_beyond_every_bound():
@@ -78,21 +110,67 @@ def test_a_number_that_is_none_is_beyond_every_bound():
 
 
 def test_the_table_names_what_failed_and_what_did_not_run(tmp_path):
-    late = run_alone("head", tmp_path, small=True, limit_s=-1.0)
-    failed = Outcome(name="sync", state="FAILED", found="RuntimeError: CUDA error", seconds=2.0, peak_mib=12.3)
-    table = write_table([Outcome(name="logp", state="ok", found="1e-4 nats"), failed, late])
-    assert re.search(r"^sync +FAILED +2\.0 +12 ", table, re.MULTILINE) and "RuntimeError: CUDA error" in table
-    assert table.endswith("1 ok, 1 failed, 1 not run") and "the time was over" in table
+    late = run_alone(BY_NAME["head"], tmp_path, rehearse=True, limit_s=-1.0)
+    absent = run_alone(replace(BY_NAME["nccl"], needs=("no_such",)), tmp_path, rehearse=True, limit_s=9.0)
+    failed = Outcome(name="sync", state="failed", reason="RuntimeError: CUDA error", seconds=2.0, peak_mib=12.3)
+    right = Outcome(name="logp", state="ok", numbers={"nats": 1.25e-4, "tokens/s": 51234.5})
+    day = [right, failed, late, absent]
+    assert [report.describe(outcome) for outcome in day] == [
+        "ok; nats 0.000125; tokens/s 51,234",
+        "failed: RuntimeError: CUDA error",
+        "not run: the time was over: give more with --minutes",
+        "not run: no no_such",
+    ]
+    table = report.write_table(day)
+    assert re.search(r"^sync +failed +2\.0 +12 ", table, re.MULTILINE) and "RuntimeError: CUDA error" in table
+    assert table.endswith("\n1 ok, 1 failed, 2 not run")
+    report.write_files(tmp_path / "out", {"device": "H100"}, day, rehearsal=False)
+    written = json.loads((tmp_path / "out/gpu_day.json").read_text())
+    assert written["machine"] == {"device": "H100"} and Outcome(**written["rows"][1]) == failed
+    markdown = (tmp_path / "out/gpu_day.md").read_text()
+    assert f"| sync | {BY_NAME['sync'].about} | failed: RuntimeError: CUDA error | 2 |" in markdown
+
+
+def test_a_row_without_its_gpus_or_packages_is_no_failure(tmp_path, monkeypatch):
+    assert [row.name for row in ROWS if not row.gpus] == []
+    if not torch.cuda.is_available():
+        assert run_row(BY_NAME["logp"], tmp_path, rehearse=False).reason == "no GPU"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert run_row(BY_NAME["nccl"], tmp_path, rehearse=False).reason == "it needs 2 GPUs, and 1 is here"
+    monkeypatch.setattr(rows, "find_spec", lambda package: None)
+    reasons = [rows.find_missing(BY_NAME[name]) for name in ("engine", "zero 3", "fsdp2")]
+    assert reasons == ["no vLLM", "no DeepSpeed", ""]
+
+
+def test_memory_is_compared_with_what_explain_says(tmp_path, one_thread):
+    here = bench.Bench(device="cpu", folder=tmp_path, small=True)
+    done = speeds.check_throughput(here)
+    # two bytes of a weight, four each of its master, its gradient and two moments
+    assert done["without activations, GiB"] == pytest.approx(done["--explain says, GiB"], rel=0.02)
+    assert done["--explain"] == "within 15 %" and done["tokens/s"] > 0 and 0 < done["MFU, %"] < 100
+    path = here.make_large_model()
+    assert speeds.compare_with_explain(path, held_gib=2 * done["--explain says, GiB"])["--explain"] == "off by +100 %"
+
+
+def test_the_limit_of_a_row_ends_all_its_processes(tmp_path):
+    outcome = run_alone(BY_NAME["sync"], tmp_path, rehearse=True, limit_s=0.2)  # torch alone takes longer to import
+    assert (outcome.state, outcome.reason) == ("failed", "it took more than 0.2 seconds")
+    started = tmp_path / "pid"
+    with (tmp_path / "log").open("w") as log:
+        said = rows.end_in_time(["sh", "-c", f"sleep 60 & echo $! > {started}; wait"], log, 1.0)
+    assert said == "it took more than 1 seconds"
+    state = Path(f"/proc/{started.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 def run_where_nothing_else_is(folder: Path, *options: str) -> str:
     """Run the script, and every process that it starts, with the packages that it asks for and no others."""
     (folder / "sitecustomize.py").write_text(ONLY_THESE)
     alone = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tools.gpu_check", "--small", *options]
+    command = [sys.executable, "-m", "tools.gpu_check", "--rehearse", "--out", str(folder / "out"), *options]
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "not installed, and not needed: ray, deepspeed, vllm, peft, pytest" in done.stdout
+    assert "not installed: ray, deepspeed, vllm, peft, pytest" in done.stdout
     return done.stdout
 
 
@@ -114,19 +192,39 @@ def test_a_bare_image_is_told_which_wheels_to_bring(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_checks_run_where_only_the_packages_that_they_ask_for_are(tmp_path):
-    names = [name for name in CHECKS if name != "head"]  # its benchmark has a test of its own
-    said = run_where_nothing_else_is(tmp_path, "--together", "--only", *names)
-    assert "8 ok, 0 failed, 0 not run" in said
-    speeds = re.findall(r"64 tokens(?: shared)?: (\d+) tokens/s, MFU (\d+\.\d)%, peak (-|\d+) MiB", said)
-    assert len(speeds) >= 2 and all(float(n) > 0 and 0 < float(share) < 100 for n, share, _ in speeds)
+@pytest.mark.timeout(300)
+def test_the_rows_run_where_only_the_packages_that_they_ask_for_are(tmp_path):
+    said = run_where_nothing_else_is(tmp_path, "--only", *(row.name for row in ROWS if row.name != "head"))
+    absent = {"zero 1": "DeepSpeed", "zero 2": "DeepSpeed", "zero 3": "DeepSpeed", "tests": "pytest"}
+    absent |= dict.fromkeys(("engine", "colocate", "nccl"), "vLLM")
+    for name, package in absent.items():
+        assert f"\n{name}: not run: no {package}\n" in said
+    assert "\nwaits: not run: no device, and no compiler for the pretend one\n" in said
+    assert said.endswith(f"{len(ROWS) - 1 - len(absent) - 1} ok, 0 failed, {len(absent) + 1} not run\n"), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ranks.WAYS)
+def test_a_rank_equals_the_local_trainer_and_resumes(tmp_path, way):
+    done = run_alone(BY_NAME[way], tmp_path, rehearse=True, limit_s=100.0)
+    assert done.state == "ok", done
+    assert done.numbers["backend"] == ("nccl" if torch.cuda.is_available() else "gloo")
+    assert done.numbers["tensors equal after resume"] >= 3
+
+
+@pytest.mark.slow
+def test_a_resume_that_loses_the_moments_fails(tmp_path):
+    """What FSDP2 with offload did on a GPU, where it filled a copy of them."""
+    (tmp_path / "sitecustomize.py").write_text(LOSES_MOMENTS)
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tools.gpu_check", "--rehearse", "--only", "fsdp2 offload", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "fsdp2 offload: after resume" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"tensors have changed, such as state exp_avg \d+", done.stdout)
 
 
 @pytest.mark.verify
-def test_each_check_runs_in_a_process_of_its_own(tmp_path):
-    assert f"{len(CHECKS)} ok, 0 failed, 0 not run" in run_where_nothing_else_is(tmp_path)
-
-
-def test_the_limit_of_a_check_ends_it(tmp_path):
-    outcome = run_alone("sync", tmp_path, small=True, limit_s=0.2)  # torch alone takes longer to import
-    assert (outcome.state, outcome.found) == ("FAILED", "it took more than 0.2 seconds")
+def test_all_rows_are_rehearsed(tmp_path):
+    command = [sys.executable, "-m", "tools.gpu_check", "--rehearse", "--minutes", "30", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert f"{len(ROWS)} ok, 0 failed, 0 not run" in done.stdout, done.stdout + done.stderr

@@ -8,8 +8,8 @@ import torch
 from modeling.attention_varlen import fits_varlen
 from modeling.forward import forward
 from modeling.load import load_model
-from tools import gpu_numbers
-from tools.gpu_numbers import Bench, make_batches
+from tools.gpu_day.bench import Bench, make_batches
+from tools.gpu_day.rows import BY_NAME, run_row
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,9 +17,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["attention", "logp", "update", "sync", "fingerprint"])
+@pytest.mark.parametrize("name", ["attention", "logp", "update", "waits", "checksum", "sync"])
 def test_a_gpu_computes_what_a_cpu_computes(name, tmp_path):
-    assert getattr(gpu_numbers, f"check_{name}")(Bench(device="cuda", folder=tmp_path))
+    done = run_row(BY_NAME[name], tmp_path, rehearse=False)
+    assert done.state == "ok", done
 
 
 def test_flash_attention_of_torch_takes_half_precision_alone():
