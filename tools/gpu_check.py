@@ -10,10 +10,11 @@ gpu_day.md for docs/results.md. Exit code 1 where a row failed, or where the tim
 
 The clone is all that travels (5 MB). Python 3.11 or newer with torch, transformers, numpy and pydantic is enough; an
 image of torch lacks pydantic, and a sentence names the wheels to bring. Rows that need more read "not run: no vLLM".
-For the rows of ZeRO bring DeepSpeed's sources (2 MB), which need no build:
+For the rows of ZeRO bring DeepSpeed's sources (2 MB), which need no build, and what they import:
 
-    python -m pip download --no-deps --no-binary deepspeed --dest wheels deepspeed==0.19.8 hjson
-    tar xf wheels/deepspeed-0.19.8.tar.gz -C wheels; pip install --no-index wheels/hjson-*.whl       # over there
+    python -m pip download --no-deps --no-binary deepspeed --dest wheels deepspeed==0.19.8 hjson einops
+    python -m pip install --no-index wheels/*.whl                        # there: whatever "not run: no hjson" names
+    tar xf wheels/deepspeed-0.19.8.tar.gz -C wheels
     PYTHONPATH=wheels/deepspeed-0.19.8 python -m tools.gpu_check
 
 A rehearsal takes gloo in place of NCCL. Where unit_tests/helpers/pretend_cuda.py can be had, rows run on its pretend

@@ -13,7 +13,14 @@ from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
 from driver.checks.explain_devices import describe_gpus, describe_processes
-from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate
+from driver.checks.memory_estimate import (
+    CUDA_GIB,
+    GIB,
+    BytesEach,
+    MemoryEstimate,
+    estimate_engine_gib,
+    find_gpu_gib,
+)
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded
 from driver.start.devices import check_devices, count_gpus, uses_gpus
@@ -152,9 +159,21 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         ),
     ]
     if isinstance(loaded.cfg, RLConfig):
-        rows.append(("memory per engine", f"about {m.per_engine:.2f} GiB of weights per rank, and its cache"))
+        rows.append(("memory per engine", describe_engine_memory(loaded.cfg, m)))
         rows += describe_turns(loaded.cfg, m)
     return rows
+
+
+def describe_engine_memory(cfg: RLConfig, memory: MemoryEstimate) -> str:
+    rollout = cfg.rollout
+    weights = f"about {memory.per_engine:.2f} GiB of weights per rank, and its cache"
+    gpu_gib = find_gpu_gib() if uses_gpus(cfg) and rollout.engine.startswith("vllm") else None
+    if gpu_gib is None:
+        return weights
+    share = rollout.gpu_memory_utilization
+    whole = estimate_engine_gib(gpu_gib, utilization=share, enforce_eager=rollout.enforce_eager)
+    of_gpu = f"{whole:.1f} GiB of a GPU's {gpu_gib:.1f}"
+    return f"{weights}: {of_gpu} (rollout.gpu_memory_utilization={share:g}, and graphs)"
 
 
 def describe_images(cfg: RunConfig, memory: MemoryEstimate, *, models: int) -> list[tuple[str, str]]:

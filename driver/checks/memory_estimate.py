@@ -56,6 +56,15 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.frozen
 
 
+def estimate_engine_gib(gpu_gib: float, *, utilization: float, enforce_eager: bool) -> float:
+    """Return the memory of a GPU that a rank of vLLM takes: weights and cache fill its share, graphs are beyond it.
+
+    >>> estimate_engine_gib(80.0, utilization=0.85, enforce_eager=True)
+    68.0
+    """
+    return utilization * gpu_gib + (0.0 if enforce_eager else GRAPHS_GIB)
+
+
 def find_gpu_gib() -> float | None:
     """Return the memory of the smallest GPU in GiB; None if this process sees no GPU, or cannot use it."""
     # torch would start CUDA in this process, and counts GPUs that it cannot use

@@ -33,6 +33,7 @@ def check_ipc(bench: Bench) -> Numbers:
     ours, theirs = spawn.Pipe()
     reader = spawn.Process(target=read_chunks, args=(theirs, on_gpu), daemon=True)
     reader.start()
+    theirs.close()  # else the end of the other process would not end the pipe
     receive(ours)  # it is ready
     began, loaded = time.perf_counter(), dict[str, int]()
     while writer.write_chunk():

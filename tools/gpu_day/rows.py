@@ -31,6 +31,8 @@ LOG_LINES = 25
 TIME_OVER = "the time was over: give more with --minutes"
 TITLES = {"deepspeed": "DeepSpeed", "ray": "Ray", "vllm": "vLLM"}
 """Names of packages in reasons."""
+DEEPSPEED = ("deepspeed", "hjson", "einops", "msgpack", "psutil")
+"""DeepSpeed, and what it imports besides; its sources alone may have been brought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,9 @@ ROWS = (
         pretend=True,
         about="updates of the local trainer: whole, cut, shared prefixes",
     ),
-    rank_row("zero 1", "deepspeed"),
-    rank_row("zero 2", "deepspeed"),
-    rank_row("zero 3", "deepspeed"),
+    rank_row("zero 1", *DEEPSPEED),
+    rank_row("zero 2", *DEEPSPEED),
+    rank_row("zero 3", *DEEPSPEED),
     rank_row("fsdp2"),
     rank_row("fsdp2 offload"),
     Row(
@@ -208,6 +210,8 @@ def end_in_time(command: list[str], out: Any, limit_s: float) -> str:
 
 def run_row(row: Row, folder: Path, *, rehearse: bool) -> Outcome:
     """Run a row in this process and return its outcome, whatever it raises."""
+    from core.errors import first_line
+
     os.environ["HF_HUB_OFFLINE"] = "1"  # no row asks a model hub
     began = time.monotonic()
     try:
@@ -218,7 +222,7 @@ def run_row(row: Row, folder: Path, *, rehearse: bool) -> Outcome:
     except NotRun as error:
         return Outcome(name=row.name, state="not run", reason=str(error), seconds=time.monotonic() - began)
     except Exception as error:  # a border: whatever a GPU, a driver or a library raises is what the table is for
-        said = f"{type(error).__name__}: {(str(error).splitlines() or ['nothing said'])[0]}"
+        said = f"{type(error).__name__}: {first_line(error)}"
         log = "\n".join(traceback.format_exc().splitlines()[-LOG_LINES:])
         return Outcome(name=row.name, state="failed", reason=said, seconds=time.monotonic() - began, log=log)
     seconds = time.monotonic() - began

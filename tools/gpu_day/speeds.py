@@ -180,11 +180,16 @@ def compare_with_explain(path: str, *, held_gib: float) -> Numbers:
     recipe = {"name": "gpu_check", "backend": "local", "steps": 1, "rows_per_step": 1, "alg": {"name": "sft"}}
     recipe |= {"model": {"path": path, "dtype": "bfloat16"}, "data": {"train": "none.jsonl", "max_tokens": 1024}}
     said = estimate_memory(load_recipe(SLConfig, recipe, [])).per_rank
-    off = 100 * (held_gib / said - 1)
-    verdict = "within 15 %" if abs(off) <= EXPLAIN_BOUND else f"off by {off:+.0f} %"
-    found: Numbers = {"without activations, GiB": held_gib, "--explain says, GiB": said, "--explain": verdict}
+    found = beside_explain("without activations, GiB", held_gib, said)
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        found["CUDA's own, GiB"] = (total - free - torch.cuda.memory_reserved()) / GIB
-        found["--explain says of it, GiB"] = CUDA_GIB
+        of_cuda = (total - free - torch.cuda.memory_reserved()) / GIB
+        found |= {"CUDA's own, GiB": of_cuda, "--explain says, of CUDA's own": CUDA_GIB}
     return found
+
+
+def beside_explain(name: str, measured: float, said: float) -> Numbers:
+    """Return a measured size, what --explain says of it, and whether they agree."""
+    off = 100 * (measured / said - 1)
+    verdict = f"within {EXPLAIN_BOUND:.0f} %" if abs(off) <= EXPLAIN_BOUND else f"off by {off:+.0f} %"
+    return {name: measured, f"--explain says, of {name}": said, "--explain is": verdict}

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from driver.checks.memory_estimate import estimate_engine_gib
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from tools.gpu_day.bench import Bench, TrainerOn
 from tools.gpu_day.rows import CheckFailed, Numbers
 from tools.gpu_day.runs import SMALL_STEPS, make_quickstart, reinforce
+from tools.gpu_day.speeds import beside_explain
 from trainers.weight_sync.fingerprint import describe_difference, fingerprint
 
 GIB = 2**30
@@ -36,7 +38,11 @@ async def use_engine(bench: Bench) -> Numbers:
     settings |= {"gpu_memory_utilization": UTILIZATION, "sleep": "offload"}
     settings |= {"kv_cache_gib": 0.25} if bench.device == "cpu" else {}
     engine = VllmEngine(EngineConfig(model_path=path, dtype="bfloat16", **settings))
-    found: Numbers = {"start, s": time.perf_counter() - began, "engine, GiB": measure_used_gib() - before}
+    found: Numbers = {"start, s": time.perf_counter() - began}
+    if bench.device == "cuda":
+        gpu_gib = torch.cuda.mem_get_info()[1] / GIB
+        said = estimate_engine_gib(gpu_gib, utilization=UTILIZATION, enforce_eager=False)
+        found |= beside_explain("engine, GiB", measure_used_gib() - before, said)
     try:
         found["probe, nats apart"] = await sync_and_compare(engine, trainer, version=1)
         found["tokens/s"] = await measure_sampling(engine, n=4 if bench.small else 64)
@@ -60,12 +66,9 @@ async def use_engine(bench: Bench) -> Numbers:
 
 async def sync_and_compare(engine: VllmEngine, trainer: TrainerOn, *, version: int) -> float:
     """Send the weights with proof, wake the cache if it sleeps, and return the mean gap of the probe in nats."""
-    if engine_sleeps := version > 1:
-        await engine.load_weights(version, trainer.export_weights(2**28, "whole"))
-    else:
-        await engine.pause()
-        await engine.load_weights(version, trainer.export_weights(2**28, "whole"))
-    if engine_sleeps:
+    await engine.pause()  # of an engine that has slept this does nothing
+    await engine.load_weights(version, trainer.export_weights(2**28, "whole"))
+    if version > 1:
         await engine.wake("kv_cache")
     sent = {k: v for bucket in trainer.export_weights(2**28, "whole") for k, v in fingerprint(bucket).items()}
     if wrong := describe_difference(sent, await engine.read_fingerprint()):

@@ -17,7 +17,8 @@ from core import gpus
 from core.cluster.actor import divide_cores
 from core.cluster.workers import Resources
 from core.gpu_checks import Use
-from driver.checks import explain_devices
+from driver.checks import explain_devices, memory_estimate
+from driver.checks.explain import describe_memory
 from driver.checks.explain_devices import describe_processes
 from driver.load_recipe import load_recipe
 from driver.start import devices
@@ -179,3 +180,16 @@ def test_explain_names_the_gpus_of_this_machine(tmp_path: Path) -> None:
         "GPU 0": "NVIDIA H100, 80.0 GiB, compute capability 9.0",
         "GPU 1": "NVIDIA A100, 40.0 GiB (30.0 in use), compute capability 8.0",
     }
+
+
+def test_explain_says_how_much_of_a_gpu_an_engine_takes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [gpus.Gpu(name="GPU", capability=(9, 0), total_gib=gib, used_gib=0.0) for gib in (80.0, 40.0)]
+    monkeypatch.setattr(memory_estimate, "find_gpus", lambda timeout_s: gpus.Gpus(devices=tuple(sizes)))
+    loaded = load_recipe(RLConfig, recipe(RAY), [])
+    for n in (0, 2):
+        for module in (devices, memory_estimate):
+            monkeypatch.setattr(module, "count_gpus", lambda n=n: n)
+        said = dict(describe_memory(loaded))["memory per engine"]
+        # of the smaller one, and a GiB of graphs
+        of_gpu = ": 35.0 GiB of a GPU's 40.0 (rollout.gpu_memory_utilization=0.85, and graphs)"
+        assert said == "about 0.00 GiB of weights per rank, and its cache" + (of_gpu if n else "")
