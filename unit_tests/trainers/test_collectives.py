@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from configs.trainer_schema import LoraConfig
 from core.cluster.addresses import listen_at
@@ -52,9 +53,24 @@ def test_eight_ranks_of_fsdp2_agree(tmp_path, kind):
     check_ranks(str(tmp_path), OFFLOADED if kind == "offloaded" else FSDP2, **KINDS[kind])
 
 
+@pytest.mark.slow
 def test_eight_ranks_of_fsdp2_agree_about_experts_that_some_do_not_use(tmp_path):
     sizes = {"num_experts": 16, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     random_model("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    check_ranks(str(tmp_path), FSDP2)
+
+
+class Choosy(modeling_llama.LlamaMLP):
+    """Part of a block that leaves a weight out on every other rank, as a router does on ranks without its tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.act_fn(self.gate_proj(x))
+        return self.down_proj(gate if torch.distributed.get_rank() % 2 else gate * self.up_proj(x))
+
+
+def test_eight_ranks_of_fsdp2_agree_about_weights_that_some_do_not_use(tmp_path, monkeypatch):
+    random_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Choosy)
     check_ranks(str(tmp_path), FSDP2)
 
 
