@@ -86,6 +86,9 @@ def test_what_is_offloaded_is_held_by_the_cpu_and_computes_the_same(one_rank, de
     assert len(groups) > 2 and all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
 
 
+HERE = {"dtype": torch.float32, "sum_over_ranks": lambda values: values}
+
+
 class MeshElsewhere(DeviceMesh):
     """A mesh whose ranks have another device than the CPU, for a model whose shards are on the CPU."""
 
@@ -99,10 +102,7 @@ class MeshElsewhere(DeviceMesh):
 def test_offloaded_moments_are_saved_and_restored_where_they_are(one_rank, tmp_path):
     mesh = MeshElsewhere("cpu", [0])
     cfg = TrainerConfig(strategy="fsdp2", offload=True)
-    first, second = (
-        FsdpLearner(random_model("llama"), cfg, mesh, dtype=torch.float32, sum_over_ranks=lambda values: values)
-        for _ in range(2)
-    )
+    first, second = (FsdpLearner(random_model("llama"), cfg, mesh, **HERE) for _ in range(2))
     first.backward(first.module(torch.arange(12).reshape(2, 6)).logits.square().mean())
     first.update(lr=1e-3, apply=True)
     mesh.says = "meta"  # what is copied there is empty
@@ -113,6 +113,20 @@ def test_offloaded_moments_are_saved_and_restored_where_they_are(one_rank, tmp_p
         want, got = first.optimizer.state[held], second.optimizer.state[second.held[name]]
         assert got.keys() == want.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert want["exp_avg"].any() and all(torch.equal(got[kind], want[kind]) for kind in want), name
+
+
+def test_a_resume_forgets_weights_that_were_gathered_before(one_rank, tmp_path):
+    ids, mesh = torch.arange(12).reshape(2, 6), init_device_mesh("cpu", (1,))
+    first, second = (
+        FsdpLearner(random_model("llama"), TrainerConfig(strategy="fsdp2"), mesh, **HERE) for _ in range(2)
+    )
+    first.backward(first.module(ids).logits.square().mean())
+    first.update(lr=1e-2, apply=True)
+    first.save_state(tmp_path / "state")
+    with torch.no_grad():
+        want, before = first.module(ids).logits, second.module(ids).logits  # no backward pass frees what it gathered
+        second.load_state(tmp_path / "state")
+        assert torch.equal(second.module(ids).logits, want) and not torch.equal(before, want)
 
 
 def test_a_recipe_that_offloads_says_so(recipe):
