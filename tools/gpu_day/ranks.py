@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 """Keys of the trainer, by the row's name."""
 LOSS_BOUND = 2e-3
 """Largest difference of a loss in bfloat16, as a share of the other trainer's, after updates that round differently."""
+UPDATES = 3
 TIMEOUT_S = 60.0
 
 
@@ -41,12 +42,12 @@ def check_rank(bench: Bench, way: str) -> Numbers:
     path, batches = bench.make_model("bfloat16"), make_batches(70, padded=False)
     local, rank = make_local(path), make_rank(path, way)
     start = local.flatten_weights()
-    losses = [(local.step([batches])["loss"], rank.step([batches])["loss"]) for _ in range(2)]
+    losses = [(local.step([batches])["loss"], rank.step([batches])["loss"]) for _ in range(UPDATES)]
     found: Numbers = {"backend": str(torch.distributed.get_backend()), "device": rank.device}
     found |= {"lacks": lack} if (lack := stand_in_for_old_torch()) else {}
     found["losses, % from the local trainer"] = max(compare_losses(way, *pair) for pair in losses)
     trained, bound = local.flatten_weights() - start, BOUND["bfloat16"]
-    gap = compare(f"two updates of {way}", rank.flatten_weights() - start, trained, bound)
+    gap = compare(f"{UPDATES} updates of {way}", rank.flatten_weights() - start, trained, bound)
     found["updates, % from the local trainer"] = 100 * gap
     state = copy_state(rank)
     if not rank.cfg.offload:  # with it, colocation is refused

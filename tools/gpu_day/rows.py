@@ -109,7 +109,12 @@ ROWS = (
         limit_s=150.0,
         about="training of Qwen3-0.6B's shape at 16k packed tokens: speed, and memory beside --explain",
     ),
-    Row(name="tests", check="runs:check_tests", needs=("pytest", "pytest_timeout"), about="pytest -m gpu"),
+    Row(
+        name="tests",
+        check="runs:check_tests",
+        needs=("pytest", "pytest_timeout", "psutil", "PIL"),
+        about="pytest -m gpu",
+    ),
     Row(
         name="engine",
         check="vllm:check_engine",

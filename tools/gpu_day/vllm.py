@@ -48,7 +48,6 @@ async def use_engine(bench: Bench) -> Numbers:
         found["tokens/s"] = await measure_sampling(engine, n=4 if bench.small else 64)
         awake = measure_used_gib()
         began = time.perf_counter()
-        await engine.pause()
         await engine.sleep()
         found |= {"sleep, s": time.perf_counter() - began, "freed, GiB": awake - measure_used_gib()}
         found["asleep, GiB"] = measure_used_gib() - before

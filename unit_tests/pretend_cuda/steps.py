@@ -1,6 +1,6 @@
 """Steps of training, each on the CPU and on the pretend CUDA device: every algorithm, every kind of step.
 
-python -m unit_tests.pretend_cuda.steps        prints what each step waits for, and its seconds
+python -m unit_tests.pretend_cuda.steps        prints the tables of docs/results.md: waits, copies and seconds
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -223,21 +223,31 @@ def list_cases() -> dict[str, Case]:
 
 
 def main() -> None:
-    """Print the table. Exit code 1 where a step differs from the CPU's."""
+    """Print the tables of docs/results.md. Exit code 1 where a step differs from the CPU's."""
     torch.set_num_threads(1)
-    wrong, begun = 0, time.perf_counter()
+    found: dict[str, Result] = {}
+    others: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         models = Models(Path(folder))
         for name, case in list_cases().items():
             want, got = train_on_both(case, models)
-            same = torch.equal(got.gradient, want.gradient) and got.metrics == want.metrics
-            wrong += not same
-            lines = ", ".join(f"{n} {line.split()[0]}" for line, n in got.other_syncs.items())
-            seconds = want.seconds + got.seconds
-            counts = f"{got.syncs.total():3} waits, {got.uploads:3} uploads, {seconds:5.2f} s"
-            print(f"{name:32} {'equal' if same else 'OTHER':6} {counts}  {lines}")
-    print(f"{time.perf_counter() - begun:.1f} s, {wrong} differ")
-    sys.exit(wrong > 0)
+            found[name] = replace(got, seconds=want.seconds + got.seconds)
+            if not (torch.equal(got.gradient, want.gradient) and got.metrics == want.metrics):
+                others.append(name)
+    print("| algorithm | padded | packed | shared prefixes |", "|---|---|---|---|", sep="\n")
+    for alg in list_algorithms():
+        print(f"| {alg} | {' | '.join(write_cell(found[f'{alg}, {how}']) for how in LAYOUTS)} |")
+    print("", "| kind of step | | waits besides |", "|---|---|---|", sep="\n")
+    for kind in KINDS:
+        files = ", ".join(f"`{line.partition(':')[0]}` x {n}" for line, n in found[kind].other_syncs.items())
+        print(f"| {kind} | {write_cell(found[kind])} | {files} |")
+    seconds = sum(result.seconds for result in found.values())
+    print(f"\n{len(found)} steps, {seconds:.0f} s; other numbers than the CPU's: {', '.join(others) or 'none'}")
+    sys.exit(bool(others))
+
+
+def write_cell(result: Result) -> str:
+    return f"{result.syncs.total()} / {result.uploads}, {result.seconds:.1f} s"
 
 
 if __name__ == "__main__":
