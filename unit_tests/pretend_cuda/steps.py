@@ -237,7 +237,7 @@ def main() -> None:
     print("| algorithm | padded | packed | shared prefixes |", "|---|---|---|---|", sep="\n")
     for alg in list_algorithms():
         print(f"| {alg} | {' | '.join(write_cell(found[f'{alg}, {how}']) for how in LAYOUTS)} |")
-    print("", "| kind of step | | waits besides |", "|---|---|---|", sep="\n")
+    print("", "| kind of step | waits / copies, seconds | waits besides |", "|---|---|---|", sep="\n")
     for kind in KINDS:
         files = ", ".join(f"`{line.partition(':')[0]}` x {n}" for line, n in found[kind].other_syncs.items())
         print(f"| {kind} | {write_cell(found[kind])} | {files} |")

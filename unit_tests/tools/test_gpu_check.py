@@ -15,6 +15,7 @@ import torch
 from tools.gpu_day import attention, bench, ranks, report, rows, speeds
 from tools.gpu_day.bench import compare
 from tools.gpu_day.rows import BY_NAME, ROWS, CheckFailed, Outcome, run_alone, run_row
+from tools.layers import tracked
 from unit_tests.helpers.pretend_cuda import needs_pretend_cuda
 
 ROOT = Path(__file__).parent.parent.parent
@@ -72,6 +73,11 @@ if "--one" in sys.argv:
 def test_every_row_names_a_check():
     assert len(BY_NAME) == len(ROWS) and all(callable(resolve_name(f"tools.gpu_day.{row.check}")) for row in ROWS)
     assert {row.name for row in ROWS if "vllm" in row.needs} == {"engine", "colocate", "nccl"}
+
+
+def test_what_travels_to_a_lent_gpu_is_far_below_its_limit():
+    """With wheels of DeepSpeed and pydantic, 5 MB more, at most 64 MiB may travel."""
+    assert sum((ROOT / file).stat().st_size for file in tracked(ROOT)) < 16 * 2**20
 
 
 @needs_pretend_cuda
