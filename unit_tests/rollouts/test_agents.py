@@ -56,12 +56,18 @@ def _marked(monkeypatch):
 
 
 def play(
-    plan: AgentPlan, policy: Policy, *, size: int = 1, agent_timeout_s: float = 50.0, prompt: Prompt = PROMPT
+    plan: AgentPlan,
+    policy: Policy,
+    *,
+    size: int = 1,
+    agent_timeout_s: float = 50.0,
+    prompt: Prompt = PROMPT,
+    reward: str = "environment",
 ) -> list[Sample]:
     """Return the samples of one group, after all processes are gone."""
 
     async def run() -> list[Sample]:
-        pool = RewardPool(one_reward(resolve_reward("environment"), {}), 1, 30.0)
+        pool = RewardPool(one_reward(resolve_reward(reward), {}), 1, 30.0)
         engine: Any = policy
         engine.close = lambda: asyncio.sleep(0)
         worker = RolloutWorker(
@@ -149,6 +155,25 @@ def test_branches_of_an_episode_have_its_reward_and_its_number(qwen, tmp_path):
     assert second.token_ids[begin:end].tolist() == first.token_ids[begin:end].tolist()
     assert not second.action_mask[:end].any() and len(second.turns) == 1
     assert first.counts and not second.counts, "an episode is counted once"
+
+
+def test_the_reward_reads_the_branch_that_ended_last(qwen, tmp_path):
+    """A sub-agent begins after the main agent and ends before it; the last word is the main agent's."""
+    plan = write_agent(
+        tmp_path,
+        """
+        def run(task):
+            first = ask(task, task.messages)
+            ask(task, [{"role": "user", "content": "You are a helper."}])
+            ask(task, [*task.messages, first, {"role": "user", "content": "So?"}])
+            return {}
+        """,
+    )
+    reward = tmp_path / "reads_the_end.py"
+    reward.write_text("def score(prompt, messages):\n    return {'solved': float(messages[-1]['content'])}\n")
+    group = play(plan, Policy(qwen, ["I ask.", "7", "40"]), reward=str(reward))
+    assert [sample.transcript[-1]["content"] for sample in group] == ["40", "7"]
+    assert [sample.reward for sample in group] == [2.0 * 40] * 2
 
 
 FAILURES = {

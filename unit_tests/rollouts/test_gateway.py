@@ -83,6 +83,41 @@ def test_parallel_calls_and_their_results_are_one_branch(qwen):
     assert session.trace.n_rewritten == 0 and session.trace.n_repeated == 1
 
 
+def test_usage_counts_the_whole_conversation(qwen):
+    """A harness that compacts its context decides by these numbers."""
+    policy, usages = Policy(qwen, ["One.", "Two.", "Three."]), []
+
+    async def harness(client):
+        messages = [dict(USER)]
+        for _ in range(3):
+            usages.append((await ask(client, messages)).usage)
+            messages.append({"role": "user", "content": "More?"})
+
+    play(policy, harness)
+    assert [usage.prompt_tokens for usage in usages] == [len(context) for context, _ in policy.log]
+    assert [usage.completion_tokens for usage in usages] == [len(sampled) for _, sampled in policy.log]
+
+
+def test_the_smaller_of_two_limits_on_a_reply_counts(qwen):
+    async def harness(client):
+        for one, other in ((3, 9), (9, 3)):
+            answer = await ask(client, [dict(USER)], max_tokens=one, max_completion_tokens=other)
+            assert answer.usage.completion_tokens == 3 and answer.choices[0].finish_reason == "length"
+
+    play(Policy(qwen, lambda context: "0123456789"), harness)
+
+
+def test_a_request_with_tool_choice_none_gets_text_and_no_calls(qwen):
+    async def harness(client):
+        for choice in ("none", "auto"):
+            answer = await ask(client, [dict(USER)], tools=TOOLS, tool_choice=choice)
+            said, calls = answer.choices[0].message, choice == "auto"
+            assert bool(said.tool_calls) == calls and answer.choices[0].finish_reason == ("stop", "tool_calls")[calls]
+            assert said.content == ("I look." if calls else TWO_CALLS)
+
+    play(Policy(qwen, lambda context: TWO_CALLS), harness)
+
+
 def test_a_truncated_reply_is_closed_by_the_template_and_not_by_the_policy(qwen):
     policy = Policy(qwen, ["I think that...", "Seven."])
 
@@ -310,8 +345,9 @@ def test_a_streamed_reply_is_the_same_reply(qwen):
     check_exact([branch], policy.log)
 
 
-def test_a_stop_string_ends_the_reply_at_the_token_that_completes_it(qwen):
-    policy = Policy(qwen, ["Action: add\nObservation: 7, I guess", "Fine."])
+@pytest.mark.parametrize("ending", ["", "..."])  # the engine's own reason is the end of the turn, or its length
+def test_a_stop_string_ends_the_reply_at_the_token_that_completes_it(qwen, ending):
+    policy = Policy(qwen, [f"Action: add\nObservation: 7, I guess{ending}", "Fine."])
 
     async def harness(client):
         messages = [dict(USER)]
@@ -422,6 +458,12 @@ def test_limits_of_an_episode_are_said_and_end_its_branches(qwen):
 
         return harness
 
+    async def talk_at_length(client):
+        answer = await ask(client, [{"role": "user", "content": "Which? " * 4}])
+        assert answer.usage.total_tokens == 60 and answer.choices[0].finish_reason == "length"
+
+    [branch] = play(Policy(qwen, lambda context: "01234" * 12), talk_at_length, room=60).trace.list_branches()
+    assert len(branch.ids) == 60, "a branch ends where the model's context does, whatever is left of the budget"
     [branch] = play(policy, talk(3), max_turns=2).trace.list_branches()
     assert branch.stop == "turns" and len(branch.turns) == 2 and "rollout.max_turns=2" in said[-1]
     [branch] = play(policy, talk(3), max_new_tokens=70).trace.list_branches()

@@ -43,6 +43,12 @@ def test_the_end_is_the_first_token_with_which_a_stop_string_is_in_the_text(seed
         assert asked == [ends[0]]
 
 
+def test_a_long_stop_string_is_found_where_a_token_is_a_byte():
+    ids = [VOCABULARY.index(bytes([byte])) for byte in ("€" * 9).encode()]
+    found = StopStrings(["€" * 8], decode, frozenset(range(SILENT)))
+    assert found.find_end([0, *ids, 0]) == 1 + 8 * 3
+
+
 class Reader:
     """Counts the tokens that are decoded."""
 
