@@ -226,8 +226,10 @@ def credit_of(s: Sample) -> list[tuple[tuple[int, float], float]]:
 def test_a_truncated_episode_is_left_out_as_a_whole_and_its_length_is_that_of_all_samples():
     long, short = an_episode(2, 2, stop="length"), an_episode(2, reward=0.0)
     cut = cut_after_every_turn([long, short])
-    [filtered] = assign_advantages(GRPO(overlong=Overlong(mode="filter")), [cut])
-    assert [s.n_trained for s in sorted(filtered, key=lambda s: -(s.reward or 0))] == [0, 0, 2]
+    for given in (cut, cut_in_alternation([long, short]), cut_in_alternation([long, short])[::-1]):
+        [filtered] = assign_advantages(GRPO(overlong=Overlong(mode="filter")), [given])
+        assert [s.n_trained for s in sorted(filtered, key=lambda s: -(s.reward or 0))] == [0, 0, 2]
+        assert measure_groups([given])["rollout/truncated_fraction"] == 0.5, "as its last turn ended, wherever that is"
     penalty = Overlong(mode="penalty", max_tokens=4, buffer=2)
     [shaped] = assign_advantages(GRPO(overlong=penalty), [cut])
     assert {s.advantage[s.loss_mask][0] for s in shaped} == {0.0}, "four tokens cost the whole reward of 1"

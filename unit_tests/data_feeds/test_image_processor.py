@@ -193,6 +193,9 @@ def test_tiles_of_other_sizes_are_padded_and_masked(idefics):
     assert joined["pixel_values"].shape == (1, 3, 3, 28, 28)
     assert torch.equal(joined["pixel_values"][0, :, 0].long(), joined["pixel_attention_mask"][0])
     assert joined["pixel_attention_mask"].sum((0, 2, 3)).tolist() == [14 * 28, 14 * 28, 28 * 14]
+    assert joined["pixel_values"][0, :2, :, :14].all() and joined["pixel_values"][0, 2, :, :, :14].all(), "top and left"
+    alone = {"pixel_values": small["pixel_values"]}
+    assert torch.equal(family.collate([alone, large])["pixel_attention_mask"], joined["pixel_attention_mask"])
 
 
 def test_turns_with_images_are_cut_and_written_as_whole_conversations_are(splitting):

@@ -171,6 +171,10 @@ def test_both_replies_of_a_pair_follow_the_same_images(form, chat, tmp_path):
     [[chosen, rejected]] = groups(chat, write(tmp_path / "x.jsonl", [PAIRS[form] | {"image": URI}]), "pairs")
     assert chosen.images == rejected.images and [p.image for p in chosen.images] == [draw()]
     assert chosen.prompt.messages == [say("user", draw(), "How many?")]
+    late = [*CHOSEN, *user(HOLE), *CHOSEN]
+    row = {"messages": "How many?", "chosen": late, "rejected": late[:-1] + REJECTED, "images": [URI, URI]}
+    with pytest.raises(UserError, match="images has 2 images, and its messages have 1 places"):
+        groups(chat, write(tmp_path / "left.jsonl", [row]), "pairs")
     labelled = [{"messages": user(HOLE) + CHOSEN, "image": URI, "label": label} for label in (1, 0)]
     for [sample] in groups(chat, write(tmp_path / "u.jsonl", labelled), "unpaired"):
         assert [p.image for p in sample.images] == [draw()] and sample.n_trained == 2

@@ -231,6 +231,21 @@ def test_a_tokenizer_that_says_how_its_calls_look_needs_no_key(families, tiny_pa
     assert functions(parse(families["hermes"], parser, text)) == [OSLO]
 
 
+def test_every_text_around_calls_is_content(families, tmp_path):
+    """A response template may leave several texts of a region unjoined."""
+    fields = {**OWN["fields"], "content": {"content": "text", "repeats": True}}
+    (tmp_path / "own.json").write_text(json.dumps(OWN | {"fields": fields}), encoding="utf-8")
+    parser = make_parser(str(tmp_path / "own.json"), families["hermes"])
+    parsed = parse(families["hermes"], parser, 'I look. CALL weather {"place": "Oslo"}END Wait.')
+    assert parsed.message["content"].split() == ["I", "look.", "Wait."] and functions(parsed) == [OSLO]
+
+
+def test_special_tokens_within_a_reply_are_no_text(families):
+    chat = families["hermes"]
+    parsed = parse(chat, make_parser("hermes", chat), "It <|header|>is<|begin|> cold.<|eot|>")
+    assert parsed.message["content"] == "It is cold."
+
+
 def test_a_parser_that_is_not_there_is_one_sentence(families, tmp_path):
     chat = families["hermes"]
     cases = {

@@ -110,6 +110,13 @@ def test_code_that_cheats_gets_nothing(name):
 
 
 @needs_sandbox
+def test_tests_that_were_never_reached_have_not_passed():
+    """Code that ends the judge, or hangs, in its second test has passed one of three, and is not correct."""
+    ends = "import os\ndef add(a, b):\n    if a < 0: os.kill(os.getppid(), 9)\n    return a + b\n"
+    assert judge(ends) == pytest.approx({"correct": 0.0, "passed": 1 / 3, "ran": 1.0})
+
+
+@needs_sandbox
 def test_an_error_that_is_expected_is_no_way_to_end_the_process():
     raises = "try:\n    root(-1)\n    assert False\nexcept ValueError: pass"
     anything = "try:\n    root(-1)\nexcept Exception: pass\nelse: assert False"

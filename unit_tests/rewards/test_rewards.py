@@ -106,6 +106,9 @@ def test_an_answer_without_a_number_is_the_rows_fault() -> None:
         ("x^2+2x+1", r"We get $\boxed{(x+1)^2}$", 1.0),
         ("12", r"\boxed{13}", 0.0),
         ("12", "I do not know", 0.0),
+        # the library is not symmetric: it takes a right-hand side for the number asked for, not for an equation
+        ("$2x+3y=5$", r"\boxed{5}", 0.0),
+        ("$5$", r"\boxed{2x+3y=5}", 1.0),
     ],
 )
 def test_math_verify_compares_as_mathematics(answer: str, reply: str, correct: float) -> None:
@@ -218,6 +221,17 @@ def test_a_reward_that_never_ends_is_killed_and_its_neighbours_live(tmp_path: Pa
         pool.timeout_s = 1.0
         outcomes = ask(pool, "yes", reply, "yes", "yes")
     assert [o.failure for o in outcomes] == ["", "timeout after 1s", "", ""]
+
+
+def test_a_late_reward_is_never_that_of_the_next_sample(tmp_path: Path) -> None:
+    with wrecker_pool(tmp_path) as pool:
+        ask(pool, "yes")
+        pool.timeout_s = 0.1
+        late = ask(pool, "nap")
+        pool.timeout_s = 20.0
+        after = ask(pool, "yes")
+    assert late == [RewardResult(failure="timeout after 0.1s")]
+    assert after == [RewardResult(reward_parts={"correct": 1.0, "bonus": 1.0})]
 
 
 def make_fast(pool: RewardPool) -> None:

@@ -17,6 +17,7 @@ import pytest
 from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
 from core.errors import UserError
 from core.types.samples import Prompt, Sample
+from driver.records.sample_files import make_sample_record
 from rewards import resolve_reward
 from rewards.pool import RewardPool
 from rollouts.agents.launcher import name_failure
@@ -155,6 +156,10 @@ def test_branches_of_an_episode_have_its_reward_and_its_number(qwen, tmp_path):
     assert second.token_ids[begin:end].tolist() == first.token_ids[begin:end].tolist()
     assert not second.action_mask[:end].any() and len(second.turns) == 1
     assert first.counts and not second.counts, "an episode is counted once"
+    for sample, own in ((first, [True, True]), (second, [False, True])):
+        said = [turn for turn in make_sample_record(sample, 0)["turns"] if turn["role"] == "assistant"]
+        ends = [end - begin for begin, end in sample.turns]
+        assert [turn.get("tokens") for turn in said] == ([None] * 2 + ends)[-2:] and ["tokens" in t for t in said] == own
 
 
 def test_the_reward_reads_the_branch_that_ended_last(qwen, tmp_path):

@@ -23,7 +23,7 @@ from rollouts.registry import list_env_tools, load_env_class, resolve_env
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import make_spec, tool
-from unit_tests.helpers.episodes import PROMPT, Words, calls_of, play, said
+from unit_tests.helpers.episodes import PROMPT, Tool, Words, calls_of, play, said
 
 AT_ONCE = 64
 
@@ -371,6 +371,24 @@ def test_an_episode_with_tools_from_the_prompt_to_the_files():
         "rollout/tool_errors/unreadable": 0.5,
         **{f"rollout/tool_errors/{kind}": 0 for kind in ("unknown", "arguments", "raised", "timeout")},
     }
+
+
+def test_the_files_show_the_calls_and_thoughts_of_a_single_reply():
+    class Ends(Desk):
+        async def step(self, reply):
+            return None
+
+    class Thoughts:
+        def parse(self, ids, text, tools):
+            return ParsedReply(message={"role": "assistant", "content": text, "reasoning": "hm"})
+
+    called, _ = play(Policy(), env=Ends(PROMPT), tokenizer=Answered(), parser=Calls())
+    [turn] = make_sample_record(called, 0)["turns"]
+    assert turn["tool_calls"][0]["function"] == {"name": "look", "arguments": {"where": "here"}} and turn["tokens"] == 1
+    thought, _ = play(Policy(), env=Ends(PROMPT), tokenizer=Answered(), parser=Thoughts())
+    assert make_sample_record(thought, 0)["turns"][0]["reasoning"] == "hm"
+    plain, _ = play(Policy(), env=Tool(PROMPT, "2"), max_turns=1)
+    assert "turns" not in make_sample_record(plain, 0), "its completion says all of it"
 
 
 def check_record(sample: Sample) -> None:

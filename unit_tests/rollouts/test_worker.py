@@ -91,6 +91,42 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(tmp_path):
     assert alone.reward == 2.0, "a part without a weight is logged and does not count"
 
 
+class PerTurn(Tool):
+    """Scores every reply that it was shown, in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.shown = []
+
+    async def step(self, reply):
+        self.shown.append({"found": float(len(self.shown) + 1), "speed": 100.0})
+        return await super().step(reply)
+
+    def turn_scores(self, player):
+        return self.shown
+
+
+class CutOff(Scripted):
+    """Its last reply ends where the budget does."""
+
+    async def generate(self, token_ids, *, max_new_tokens, seed):
+        self.stop = "eos" if len(self.replies) > 1 else "length"
+        return await super().generate(token_ids, max_new_tokens=max_new_tokens, seed=seed)
+
+
+@pytest.mark.parametrize(("engine", "earned"), [(Scripted, (2.0, 4.0, 6.0)), (CutOff, (2.0, 4.0, 0.0))])
+def test_the_reward_of_a_turn_is_the_weighted_sum_of_its_scores(tmp_path, engine, earned):
+    """A part without a weight is logged and does not count; a reply that was cut off has earned nothing."""
+    weights = {"correct": 1.0, "found": 2.0}
+    [sample] = play(tmp_path, engine([3], [3], [5]), weights=weights, env=lambda: WithParts())
+    assert sample.turn_rewards == earned
+
+
+class WithParts(PerTurn):
+    def scores(self):
+        return {"found": 3.0, "speed": 1.0}
+
+
 def test_a_failed_reward_leaves_no_reward_behind(tmp_path):
     refused, broken = play(tmp_path, Scripted([6], [4]), weights={"correct": 1.0}, size=2)
     assert refused.failure.startswith("ValueError: six") and "the tool broke" in broken.failure
