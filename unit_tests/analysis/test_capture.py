@@ -300,6 +300,7 @@ def compared(step, tmp_path) -> recompute.Replay:
     rng = random.Random(3)
     groups = [[a_changed(s, reward=rng.random()) for s in g] for g in rewarded(some_groups(6, 4, seed=2))]
     groups[3] = [replace(s) for s in groups[0]]  # in both updates
+    groups = [[replace(s, stop="length") if i == 1 else s for i, s in enumerate(g)] for g in groups]
     made.train(groups)
     losses = [
         {"as": "same", "name": "grpo", "clip_low": 0.01, "clip_high": 0.01},
@@ -308,13 +309,14 @@ def compared(step, tmp_path) -> recompute.Replay:
         "cispo",
         file_of(tmp_path / "wrong_sign.py", WRONG_SIGN),
         file_of(tmp_path / "no_mask.py", NO_MASK),
+        {"as": "whole", "name": "grpo", "clip_low": 0.01, "clip_high": 0.01, "overlong": {"mode": "filter"}},
     ]
     return recompute.replay(snapshot_folder(made.home, 0), losses, update=1)
 
 
 def test_the_table_tells_losses_apart(compared):
     rows = {row.name: row for row in compared.losses}
-    assert list(rows) == ["run", "same", "dr_grpo", "published", "cispo", "wrong_sign", "no_mask"]
+    assert list(rows) == ["run", "same", "dr_grpo", "published", "cispo", "wrong_sign", "no_mask", "whole"]
     same = rows["same"]
     assert same.cosine == pytest.approx(1.0, abs=1e-12) and same.opposite == same.one_silent == 0
     assert (same.loss, same.grad_norm) == (rows["run"].loss, rows["run"].grad_norm)
@@ -330,6 +332,8 @@ def test_the_table_tells_losses_apart(compared):
     assert wrong.opposite > 0.3 and cast(float, wrong.cosine) < 0.5
     no_mask = rows["no_mask"]
     assert no_mask.opposite == 0 and no_mask.one_silent > 0 and no_mask.silent == 0 and no_mask.clipped is None
+    whole = rows["whole"]
+    assert whole.opposite == 0 and whole.one_silent > 0.1, "the tokens that only the run's loss trains on count too"
     assert {"embed_tokens", "layers.0", "layers.1", "norm"} <= set(wrong.layers)
     assert list(wrong.layers.values()) == sorted(wrong.layers.values())
 

@@ -260,7 +260,8 @@ def test_the_parts_of_the_tokens_add_up():
         {"new_tokens": 10, "advantage": 0.0, "failure": ""},
         {"new_tokens": 20, "advantage": 1.0, "failure": ""},
         {"new_tokens": 30, "advantage": -1.0, "failure": ""},
-        {"new_tokens": 15, "advantage": None, "failure": "timeout"},
+        {"new_tokens": 9, "advantage": None, "failure": "timeout"},
+        {"new_tokens": 6, "advantage": 0.0, "failure": "timeout"},  # as most algorithms write it
     ]
     line = {
         "rollout/tokens": 75.0,  # 15 of them failed

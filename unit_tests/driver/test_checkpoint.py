@@ -283,6 +283,7 @@ CHANGED = {
     "rows_per_step=3": "error: rows_per_step is 3",
     "trainer.optimizer=sgd": "error: trainer.optimizer is 'sgd'",
     "trainer.betas=[0.8, 0.9]": "error: trainer.betas is",
+    "trainer.weight_decay=0": "error: trainer.weight_decay is 0.0 and was 0.03",  # the schema's default is not the checkpoint's
     "trainer.lr_schedule=cosine": "error: trainer.lr_schedule is 'cosine' and was 'constant'",
     "data.template=plain": "error: data.template is 'plain'",
     "model.dtype=bfloat16": "error: model.dtype is 'bfloat16' and was 'float32'",
@@ -302,7 +303,8 @@ def test_a_resume_with_another_recipe_names_the_first_key_that_differs(recipe, t
     rows = tmp_path / "rows.jsonl"
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     rows.write_text(json.dumps({"messages": turns}) + "\n")
-    path = recipe({"alg": {"file": str(tmp_path / "mine.py")}, "data.train": str(rows)}, kind="sl")
+    changes = {"alg": {"file": str(tmp_path / "mine.py")}, "data.train": str(rows), "trainer.weight_decay": 0.03}
+    path = recipe(changes, kind="sl")
     assert run_here(main_sl, "--config", path, "name=first", "checkpoint.every=1", "steps=1") == (0, "")
     resume = f"resume={folder_of(tmp_path, 'first')}"
 
@@ -317,7 +319,7 @@ def test_a_resume_with_another_recipe_names_the_first_key_that_differs(recipe, t
 
     code, err = run_here(main_rl, "--config", recipe(), resume)
     assert code == 2 and "a run of the other program" in err
-    path = recipe({"alg": {"file": str(tmp_path / "mine.py")}, "data.train": str(rows)}, kind="sl")
+    path = recipe(changes, kind="sl")
     rows.write_text(rows.read_text() * 2)
     code, err = run_here(main_sl, "--config", path, resume, "steps=2")
     assert code == 2 and "what the rows of data.train hold changed since the checkpoint" in err, err

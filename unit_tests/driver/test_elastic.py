@@ -257,6 +257,30 @@ def test_an_engine_leaves_between_two_syncs():
     run_in_virtual_time(body())
 
 
+@pytest.mark.parametrize("sync", [0.1, 5.0])  # with the last, the new engine is there before the sync ends
+def test_an_engine_that_takes_the_place_of_one_that_died_leaving_stays(sync):
+    async def body() -> None:
+        said: list[str] = []
+        machines = Machines(replace(TIMES, group=50.0, sync=sync), least=2, most=2)
+        run, engines = await begin(machines, said, least=2)
+        groups = [asyncio.create_task(run.generation.generate_group(0, run.generation.draw_prompt(0), 1))]
+        groups += [asyncio.create_task(run.generation.generate_group(1, run.generation.draw_prompt(1), 1))]
+        await asyncio.sleep(1.0)
+        engines.drain(1, "its machine is to go")
+        syncing = asyncio.create_task(run.sync_weights(1))
+        await asyncio.sleep(0.01)
+        machines.add_machine(7)
+        machines.kill(1)
+        await syncing
+        await asyncio.gather(*groups)
+        assert machines.machines == {0: 0, 1: 7} and engines.needing_weights() == [1], said
+        await run.sync_weights(2)
+        assert engines.serving() == [0, 1] and machines.versions == {0: 2, 1: 2}
+        await engines.stop()
+
+    run_in_virtual_time(body())
+
+
 def test_weights_do_not_count_for_a_process_that_came_later():
     async def body() -> None:
         machines = Machines(TIMES, least=2, most=2)

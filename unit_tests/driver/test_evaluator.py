@@ -98,6 +98,7 @@ def test_answers_of_two_versions_are_no_measurement():
     ("changes", "may"),
     [
         ({}, [False, True, False, True, False, False]),
+        ({"steps": 5}, [False, True, False, False, False, False]),  # the line of step 5 is the last
         ({"max_staleness": 0}, [False] * 6),
         ({"eval_every": 1}, [False] * 6),
         ({"stop_when": {"metric": "reward/mean", "above": 0.9}}, [False] * 6),

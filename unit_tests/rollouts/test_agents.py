@@ -17,6 +17,7 @@ import pytest
 from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
 from core.errors import UserError
 from core.types.samples import Prompt, Sample
+from driver.records.episode_metrics import measure_counts
 from driver.records.sample_files import make_sample_record
 from rewards import resolve_reward
 from rewards.pool import RewardPool
@@ -170,15 +171,17 @@ def test_the_reward_reads_the_branch_that_ended_last(qwen, tmp_path):
         def run(task):
             first = ask(task, task.messages)
             ask(task, [{"role": "user", "content": "You are a helper."}])
+            ask(task, [*task.messages, {"role": "assistant", "content": "I asked."}, {"role": "user", "content": "?"}])
             ask(task, [*task.messages, first, {"role": "user", "content": "So?"}])
             return {}
         """,
     )
     reward = tmp_path / "reads_the_end.py"
     reward.write_text("def score(prompt, messages):\n    return {'solved': float(messages[-1]['content'])}\n")
-    group = play(plan, Policy(qwen, ["I ask.", "7", "40"]), reward=str(reward))
-    assert [sample.transcript[-1]["content"] for sample in group] == ["40", "7"]
-    assert [sample.reward for sample in group] == [2.0 * 40] * 2
+    group = play(plan, Policy(qwen, ["I ask.", "7", "8", "40"]), reward=str(reward))
+    assert [sample.transcript[-1]["content"] for sample in group] == ["40", "7", "8"]
+    assert [sample.reward for sample in group] == [2.0 * 40] * 3
+    assert measure_counts(group)["rollout/rewritten_fraction"] == 1 / 2, "I asked, and I ask as it was"
 
 
 FAILURES = {

@@ -124,11 +124,10 @@ def test_an_episode_numbers_its_players_and_files_keep_the_number(tmp_path):
 
 
 def test_an_evaluation_grades_each_side_by_itself():
-    """The second side always wins: of two games of one side, none or all pass."""
-    games = [[a_side(0, 0, 0.0), a_side(1, 1, 1.0)] for _ in range(2)]
-    rows = describe_group(
-        [side for game in games for side in game], Prompt(id="game", messages=[]), of_set="s", index=0
-    )
-    assert [row.player for row in rows] == [0, 1, 0, 1]
-    measured = measure_prompt(grade_prompt(rows, by=[], pass_reward=1.0), [1, 2])
-    assert measured == {"mean": 0.5, "pass@1": 0.5, "pass@2": 0.5, "pass^2": 0.5, "majority@2": 0.5}
+    """The second side always wins: of two games of one side, none or all pass, however many are left of a side."""
+    for sides in ([0, 1, 0, 1], [0, 1, 0, 1, 0]):
+        group = [a_side(player, player, float(player)) for player in sides]
+        rows = describe_group(group, Prompt(id="game", messages=[]), of_set="s", index=0)
+        assert [row.player for row in rows] == sides
+        measured = measure_prompt(grade_prompt(rows, by=[], pass_reward=1.0), [1, 2])
+        assert measured == {"mean": 0.5, "pass@1": 0.5, "pass@2": 0.5, "pass^2": 0.5, "majority@2": 0.5}
