@@ -41,16 +41,36 @@ def has_score(module: ModuleType) -> bool:
 
 
 def load_reward(spec: FileSpec, settings: dict[str, Any]) -> RewardFn:
-    """Import a reward and return `score` with the settings applied. Raises UserError if the settings do not fit."""
+    """Import a reward and return `score` with the settings applied. Raises UserError if it cannot be called."""
     score = getattr(load_module(spec), "score", None)
     if not callable(score):
         raise UserError(f"{spec.path} has no function score(prompt, messages) -> dict[str, float]")
     # checked by signature, without a call: an unknown setting fails before the first sample
+    signature = inspect.signature(score)
     try:
-        inspect.signature(score).bind(None, None, **settings)
+        signature.bind_partial(None, None)
+    except TypeError as error:
+        raise UserError(
+            f"score() of {spec.path} must take the prompt and the messages: score(prompt, messages)"
+        ) from error
+    try:
+        signature.bind(None, None, **settings)
     except TypeError as error:
         raise UserError(f"reward.settings does not fit score() of {spec.path}: {error}") from error
+    if kind := _describe_deferred(score):
+        raise UserError(
+            f"score() of {spec.path} is {kind}, which would not run: define it by `def`, and return the parts"
+        )
     return partial(score, **settings)
+
+
+def _describe_deferred(score: Callable[..., Any]) -> str:
+    """Return the kind of a function whose call runs nothing yet, or ""."""
+    # of an object, the method that a call runs
+    call = score if inspect.isroutine(score) or isinstance(score, type | partial) else score.__call__
+    if inspect.iscoroutinefunction(call):
+        return "`async def`"
+    return "a generator (`yield`)" if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call) else ""
 
 
 def prepare_reward(spec: FileSpec, settings: dict[str, Any]) -> None:

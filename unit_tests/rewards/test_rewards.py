@@ -388,3 +388,25 @@ def test_settings_reach_the_reward_and_what_it_prepares(tmp_path: Path) -> None:
 def test_settings_that_the_reward_does_not_take_are_refused() -> None:
     with pytest.raises(UserError, match=r"reward\.settings does not fit score\(\).*scale"):
         load_reward(resolve_reward("gsm8k"), {"scale": 2})
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("async def score(prompt, messages): ...", r"is `async def`, which would not run: define it by `def`"),
+        ("class Own:\n    async def __call__(self, prompt, messages): ...\nscore = Own()", "is `async def`"),
+        (
+            "import functools\nasync def own(n, prompt, messages): ...\nscore = functools.partial(own, 1)",
+            "is `async def`",
+        ),
+        ("def score(prompt, messages): yield 1", r"is a generator \(`yield`\)"),
+        ("async def score(prompt, messages): yield 1", r"is a generator \(`yield`\)"),
+        ("def score(prompt): ...", r"must take the prompt and the messages: score\(prompt, messages\)"),
+        ("def score(prompt, messages, answer): ...", r"reward\.settings does not fit score\(\).*'answer'"),
+    ],
+)
+def test_a_score_that_cannot_be_called_is_refused_before_the_start(tmp_path: Path, code: str, said: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    with pytest.raises(UserError, match=said):
+        load_reward(resolve_reward(str(file)), {})
