@@ -68,6 +68,23 @@ def test_arithmetic_refuses_a_row_without_an_answer() -> None:
         ("18", "First #### 17\nno, wait\n#### 18 eggs, not 20"),
         ("18", r"\boxed{17} and then #### 18"),
         ("0.5", ".5"),
+        ("18", r"\boxed{\frac{36}{2}}"),
+        ("18", r"so $\boxed{36/2}$"),
+        ("18", r"#### \dfrac{36}{2}"),
+        ("18", "it is 36/2"),
+        ("18", r"\boxed{2 \times 9}"),
+        ("18", r"\boxed{\frac{2 \times 18}{2}}"),
+        ("18", r"\boxed{2 \times 9 = 18}"),
+        ("1205", r"\boxed{1,200 + 5}"),
+        ("1.5", r"\boxed{1\frac{1}{2}}"),
+        ("0.5", r"\boxed{\frac12}"),
+        ("18", r"\boxed{18 \text{ km}^2}"),
+        ("18", r"\boxed{18^\circ}"),
+        ("18", r"\boxed{\textbf{18}}"),
+        ("18", r"\boxed{\text{18 dollars}}"),
+        ("18", "<think>#### 17</think>So 18."),
+        ("18", "17, no\n</think>\n#### 18"),
+        ("18", "#### 18\n<think>or #### 17?"),
         ("72", "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"),
         ("Natalia sold 24 clips.\n#### 72", "the answer is 72"),
     ],
@@ -78,7 +95,26 @@ def test_gsm8k_reads_a_number_however_it_is_dressed(answer: str, reply: str) -> 
 
 @pytest.mark.parametrize(
     ("answer", "reply"),
-    [("12", "120"), ("12", "12.5"), ("12", "-12"), ("12", "no number"), ("12", "12, or rather 13"), ("1200", "1,2000")],
+    [
+        ("12", "120"),
+        ("12", "12.5"),
+        ("12", "-12"),
+        ("12", "no number"),
+        ("12", "12, or rather 13"),
+        ("1200", "1,2000"),
+        ("12", "9" * 5000),
+        ("2", r"\boxed{\frac{36}{2}}"),
+        ("2", r"\boxed{36/2}"),
+        ("9", r"\boxed{2 \times 9}"),
+        ("18", r"\boxed{17, 18}"),
+        ("18", r"\boxed{17 \text{ or } 18}"),
+        ("2", r"\boxed{3^2}"),
+        ("0", r"\boxed{1/0}"),
+        ("18", "<think>#### 18</think>"),
+        ("18", "<think>#### 18</think>So 17."),
+        ("18", "<think>so #### 18"),
+        ("18", r"\boxed{18}</think>"),
+    ],
 )
 def test_gsm8k_refuses_another_number(answer: str, reply: str) -> None:
     assert score("gsm8k", answer, reply)["correct"] == 0.0
@@ -410,3 +446,34 @@ def test_a_score_that_cannot_be_called_is_refused_before_the_start(tmp_path: Pat
     file.write_text(code)
     with pytest.raises(UserError, match=said):
         load_reward(resolve_reward(str(file)), {})
+
+
+def read_golds() -> list[tuple[str, str, float]]:
+    """Return (ground truth, reply, score) of unit_tests/data/golds.txt."""
+    found: list[tuple[str, str, float]] = []
+    for line in (ROOT / "unit_tests" / "data" / "golds.txt").read_text().splitlines():
+        if " :: " in line:
+            gold, *sides = line.split(" :: ")
+            for is_right, replies in zip((1.0, 0.0), sides, strict=True):
+                for reply in replies.split(" ;; "):
+                    is_whole = "boxed" in reply or "nswer" in reply
+                    found.append((gold, reply if is_whole else rf"\boxed{{{reply}}}", is_right))
+    return found
+
+
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+def test_math_verify_pays_equal_answers_and_no_others(every: int) -> None:
+    pairs = read_golds()
+    assert [pair for pair in pairs[::every] if score("math_verify", *pair[:2])["correct"] != pair[2]] == []
+    right, wrong = (sum(is_right == n for *_, is_right in pairs) for n in (1.0, 0.0))
+    assert 150 <= right <= wrong
+
+
+def test_math_verify_refuses_a_ground_truth_that_nothing_parses() -> None:
+    """It would pay 0 to equal answers in another notation."""
+    lines = (ROOT / "unit_tests" / "data" / "golds.txt").read_text().splitlines()
+    refused = [line.split(" !! ") for line in lines if " !! " in line]
+    assert len(refused) == 7
+    for gold, why in refused:
+        with pytest.raises(ValueError, match=rf"{why}.*\(row test/0\)"):
+            score("math_verify", gold, rf"\boxed{{{gold}}}")
