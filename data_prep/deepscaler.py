@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
-from data_prep.math_sets import PROMPT_FORM
+from data_prep.math_sets import PROMPT_FORM, check_gold
 from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
 from data_prep.script import conversion_parser, convert, run_script
 
@@ -34,7 +34,7 @@ def _row(row_id: str, record: Record, prompt_form: str) -> Row:
     if not text.strip():
         raise InvalidRow("missing_column", "it has no answer")
     messages = [{"role": "user", "content": prompt_form.format(problem=problem)}]
-    return Row(id=row_id, messages=messages, answer=text.strip())
+    return Row(id=row_id, messages=messages, answer=check_gold(text.strip()))
 
 
 def read(files: list[Path]) -> dict[str, list[Record]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
 from data_prep.script import conversion_parser, convert, run_script
+from rewards.gsm8k import find_answer
 
 HUB_ID = "openai/gsm8k"
 PROMPT_FORM = '{question}\nThink step by step, then give the final number after "####".'
@@ -34,6 +35,8 @@ def _row(row_id: str, record: Record, prompt_form: str, sft: bool) -> Row:
     solution, mark, number = answer.rpartition("####")
     if not mark:
         raise InvalidRow("bad_answer", f'the answer {answer!r:.60} has no "####" before its number')
+    if find_answer(number)[0] is None:
+        raise InvalidRow("bad_answer", f'the answer {answer!r:.60} has no number after "####"')
     messages = [{"role": "user", "content": prompt_form.format(question=question)}]
     if sft:
         worked = re.sub(r"<<[^>]*>>", "", solution).strip()  # calculator annotations, such as <<3*4=12>>

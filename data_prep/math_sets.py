@@ -18,6 +18,7 @@ from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
 from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
 from data_prep.script import conversion_parser, convert, run_script
+from rewards.math_verify import read_gold
 
 PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
 
@@ -80,7 +81,18 @@ def _find_answer(given: Any, column: str) -> str:
     texts = [to_text(one, "answer", "bad_answer").strip() for one in listed]
     if not any(texts):
         raise InvalidRow("missing_column", f"it has no {column}")
-    return ", ".join(texts)
+    return check_gold(", ".join(texts))
+
+
+def check_gold(answer: str) -> str:
+    """Return an answer that math-verify can read. Raises InvalidRow for another, which would pay no reply rightly."""
+    try:
+        # most answers are whole numbers, and the library takes milliseconds
+        if not answer.isdecimal():
+            read_gold(answer)
+    except ValueError as error:
+        raise InvalidRow("bad_answer", str(error)) from error
+    return answer
 
 
 def _plain(value: Any) -> Any:

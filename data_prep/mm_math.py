@@ -17,7 +17,7 @@ from core.types.messages import Message
 from data_feeds.images.read_images import ImageReader
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_prep.images import ask_about, make_reader
-from data_prep.math_sets import PROMPT_FORM
+from data_prep.math_sets import PROMPT_FORM, check_gold
 from data_prep.rows import Record, Row, filter_records, number_records, read_records
 from data_prep.script import conversion_parser, convert, run_script
 from driver.evaluation.suites.answers import list_boxes
@@ -48,7 +48,7 @@ def _row(row_id: str, record: Record, reader: ImageReader, prompt_form: str) -> 
     asked: Message = ask_about(reader.read(name, "file_name"), prompt_form.format(problem=problem.strip()))
     kept = {column: record[column] for column in CACHE if record.get(column) is not None}
     extra = json.dumps(kept, ensure_ascii=False) if kept else None
-    return Row(id=row_id, messages=[asked], answer=", ".join(answers), extra=extra)
+    return Row(id=row_id, messages=[asked], answer=check_gold(", ".join(answers)), extra=extra)
 
 
 def main(argv: list[str] | None = None) -> None:

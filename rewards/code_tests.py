@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rewards.replies import cut_reasoning
 from rewards.sandbox import Limits, Ran, Sandbox, SandboxUnavailable
 from rewards.sandbox.base import last_line
 
@@ -40,11 +41,14 @@ class Suite:
 
 
 def find_code(reply: str) -> str:
-    r"""Return the last code block of a reply, closed or not, or the whole reply if there is none.
+    r"""Return the last code block of a reply after its reasoning, closed or not, or all of it if there is none.
 
     >>> find_code("First\n```python\nx = 1\n```\nor rather\n```\nx = 2\n```\nas asked")
     'x = 2\n'
+    >>> find_code("<think>\n```\nx = 1\n```\n</think>No code.")
+    'No code.'
     """
+    reply = cut_reasoning(reply)
     blocks = FENCE.findall(reply)
     return blocks[-1] if blocks else reply
 

@@ -145,6 +145,17 @@ def test_deepscaler_wants_words_in_problem_and_answer() -> None:
     assert {reason: case.rows for reason, case in invalid.cases.items()} == {"missing_column": 3}
 
 
+def test_answers_that_no_parser_reads_are_counted_where_the_data_are_made() -> None:
+    answers = [r"2\sqrt{3}", r"2k\pi, k \in \mathbb{Z}", r"\frac{1}{2", "$2$ and $3$"]
+    records = [{"problem": "P", "answer": answer} for answer in answers]
+    for rows, invalid in (deepscaler.make({"some": records}), math_sets.make(records, "aime25")):
+        assert [row.answer for row in rows] == [answers[0], answers[3]]
+        case = invalid.cases["bad_answer"]
+        assert case.rows == 2 and case.why == rf"math-verify cannot read the answer {answers[1]!r}"
+    _, invalid = gsm8k.make([{"question": "?", "answer": "#### none"}], split="test")
+    assert invalid.cases["bad_answer"].why == "the answer '#### none' has no number after \"####\""
+
+
 def test_hh_rlhf_is_cut_where_the_two_conversations_part(tmp_path: Path) -> None:
     """Short pairs of the original (MIT), without the most offensive ones."""
     out = tmp_path / "rows.jsonl"

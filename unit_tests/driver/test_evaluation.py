@@ -150,6 +150,7 @@ def test_k_is_chosen_up_to_the_number_of_samples():
         ("work\n#### 1,234 \nbye", "1234"),
         ("between 3 and -4.5", "-4.5"),
         (" no  number\n", "nonumber"),
+        (r"<think>\boxed{3}</think>So 4.", "4"),
         ("", ""),
     ],
 )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from rewards.replies import cut_reasoning
+
 BOX = re.compile(r"\\f?boxed\s*\{")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 
@@ -15,11 +17,12 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 def find_final_answer(reply: str) -> str:
     r"""Return the last \boxed{...}; otherwise the text after the last "####", the last number, or the whole reply.
 
-    White space is removed, as are the commas of a number.
+    White space is removed, as are the commas of a number. Reasoning does not count.
 
     >>> find_final_answer(r"so \boxed{\frac{1}{2}}."), find_final_answer("#### 1,200"), find_final_answer("3 + 4 is 7.")
     ('\\frac{1}{2}', '1200', '7')
     """
+    reply = cut_reasoning(reply)
     found = _last_box(reply)
     if found is None and "####" in reply:
         found = reply.rpartition("####")[2].strip().partition("\n")[0]
