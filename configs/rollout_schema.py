@@ -204,9 +204,13 @@ class RolloutConfig(StrictModel):
     """Token budget of an episode, over all turns, including the environment's."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
     """Texts that end a reply, besides the model's stop tokens. The reply ends with the token that completes the first
-    match, and includes it. Special tokens are not in that text; list them in stop_token_ids."""
+    match, and includes it. Special tokens are not in that text, unless skip_special_tokens is false; list them in
+    stop_token_ids."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([])
     """Ids of tokens that end a reply, besides those of the model's tokenizer and generation config."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text of replies. false: rewards, environments, stop strings and samples see them,
+    except for the model's stop token at the end of a reply."""
     tool_parser: str | None = Field(None, min_length=1)
     """Format of the model's tool calls and reasoning. hermes (also Qwen2.5, Qwen3, SmolLM3), llama3_json;
     response_template: the tokenizer's template, of transformers; a .json file with such a template; vllm:NAME or

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from data_feeds.chat.decoding import decode_exactly
+
 BROKEN = "\ufffd"
 """Replacement character that a decoder writes for incomplete bytes."""
 
@@ -47,10 +49,7 @@ class PieceDecoder:
         return self._decode_whole(tokens)[self.before :]
 
     def _decode_whole(self, tokens: list[int]) -> str:
-        # no clean-up: it deletes spaces, and the pieces would no longer join to the text
-        return self.tokenizer.decode(
-            [*self.anchor, *tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return decode_exactly(self.tokenizer, [*self.anchor, *tokens], special=True)
 
 
 LONGEST_RUN = 8

@@ -17,6 +17,7 @@ from analysis.doctor.bench import Bench, Weights
 from analysis.doctor.gap import Gap, collect, measure_gap
 from analysis.doctor.trials import Toggle, Trial
 from core.types.samples import Sample
+from data_feeds.chat.decoding import decode_exactly
 from modeling.head import ScoringHead
 from modeling.load import DTYPES, load_model
 
@@ -167,7 +168,7 @@ def try_other_ids(bench: Bench, samples: Sequence[Sample]) -> Iterator[Trial]:
 def encode_again(bench: Bench, ids: list[int], *, adds: bool = False) -> list[int]:
     """Return the ids of the text of `ids`; adds: with special tokens."""
     hf = bench.tokenizer.hf
-    return hf.encode(hf.decode(ids, skip_special_tokens=False), add_special_tokens=adds)
+    return hf.encode(decode_exactly(hf, ids, special=True), add_special_tokens=adds)
 
 
 def count_changed(bench: Bench, samples: Sequence[Sample]) -> int:

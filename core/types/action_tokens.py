@@ -1,7 +1,7 @@
 """Actions as tokens: a number becomes one of n equal bins, and a bin a token `<act_0>`, `<act_1>`, ...
 
 A language policy generates them as words, and `rollout.allowed_tokens` excludes all other tokens. A tokenizer must
-contain them as ordinary tokens. Decoding would drop special tokens.
+contain them as ordinary tokens: replies lack special tokens, unless `rollout.skip_special_tokens` is false.
 """
 
 from __future__ import annotations

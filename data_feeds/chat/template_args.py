@@ -28,10 +28,13 @@ GENERATION_TAG = r"\{%-?\s*(end)?generation\s*-?%\}"
 """Jinja tag added by transformers. It contains no arguments."""
 
 
-def make_tokenizer(model: ModelConfig, data: TemplateConfig) -> ChatTokenizer:
-    """Load the tokenizer of a run."""
+def make_tokenizer(model: ModelConfig, data: TemplateConfig, *, skip_special_tokens: bool = True) -> ChatTokenizer:
+    """Load the tokenizer of a run. skip_special_tokens: of the text of replies (`rollout.skip_special_tokens`)."""
     arguments = data.template_args | make_clock(data.template_date)
-    return ChatTokenizer(model.path, data.template, trust_remote_code=model.trust_remote_code, template_args=arguments)
+    trusts = model.trust_remote_code
+    tokenizer = ChatTokenizer(model.path, data.template, trust_remote_code=trusts, template_args=arguments)
+    tokenizer.skip_special_tokens = skip_special_tokens
+    return tokenizer
 
 
 def pin_date(tokenizer: ChatTokenizer, data: T, earlier: str | None) -> T:

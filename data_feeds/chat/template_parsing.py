@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, first_line
 from core.types.messages import FunctionCall, ToolSpec
+from data_feeds.chat.decoding import decode_exactly, list_special_tokens
 from data_feeds.chat.parsed_reply import ParsedReply, PlainParser, finish_reply, refuse_reply
 from data_feeds.chat.reply_forms import ReplyForm
 
@@ -26,7 +27,7 @@ class TemplateParser:
         header = tokenizer.reply_header
         begun = [header[header.rindex(text) :] for text in form.begins or () if text in header]
         self.prefix = header if form.begins is None else "".join(begun[:1])
-        self.special: list[str] = tokenizer.hf.all_special_tokens
+        self.skipped = list_special_tokens(tokenizer.hf).values() if tokenizer.skip_special_tokens else ()
 
     def parse(self, ids: list[int], text: str, tools: Sequence[ToolSpec]) -> ParsedReply:
         """Parse a reply. Malformed calls become a problem, never an exception."""
@@ -35,7 +36,7 @@ class TemplateParser:
         hf = self.tokenizer.hf
         try:
             found = hf.parse_response(
-                hf.decode(self.tokenizer.without_stop(ids), clean_up_tokenization_spaces=False),
+                decode_exactly(hf, self.tokenizer.without_stop(ids), special=True),
                 self.form.template,
                 prefix=self.prefix,
                 tools=list(tools),
@@ -50,9 +51,9 @@ class TemplateParser:
         return finish_reply(ids, content=content, reasoning=reasoning, calls=calls, tools=tools)
 
     def _to_text(self, found: Any) -> str:
-        """Return the text of a region without special tokens. A region may have several texts."""
+        """Return the text of a region without the tokens to skip. A region may have several texts."""
         text = "\n".join(map(str, found)) if isinstance(found, list) else str(found or "")
-        for token in self.special:
+        for token in self.skipped:
             text = text.replace(token, "")
         return text.strip()
 

@@ -14,6 +14,7 @@ from core.hub import describe_hub, prepare_hub
 from core.loading import needs_part
 from core.types.images import EncodedImage, ImageRefused, PlacedImage
 from core.types.messages import ROLES, Message, ToolSpec, find_images
+from data_feeds.chat.decoding import decode_exactly, list_special_tokens
 from data_feeds.chat.template_append import STAND_IN, ImagesDoNotFit, TemplateRefuses, write_answers
 from data_feeds.chat.template_messages import count_characters, to_template_messages
 from data_feeds.chat.turns import Piece, TrainOn, split_turns
@@ -37,6 +38,9 @@ class ChatTokenizer:
     chat: uses the tokenizer's chat template. plain: concatenates contents, and ends each assistant turn with the
     end-of-sequence token.
     """
+
+    skip_special_tokens: bool = True
+    """Whether the text of a reply lacks special tokens, as `rollout.skip_special_tokens` says."""
 
     def __init__(
         self,
@@ -85,8 +89,9 @@ class ChatTokenizer:
 
     @property
     def written_ids(self) -> frozenset[int]:
-        """Ids of tokens that appear in decoded text: all except special tokens."""
-        return frozenset(self.hf.get_vocab().values()) - frozenset(self.hf.all_special_ids)
+        """Ids of tokens that appear in decoded text: all, or all except special tokens."""
+        skipped = list_special_tokens(self.hf) if self.skip_special_tokens else ()
+        return frozenset(self.hf.get_vocab().values()) - frozenset(skipped)
 
     @property
     def vocabulary(self) -> int:
@@ -200,7 +205,9 @@ class ChatTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         # rewards and environments read what the policy said, without the marks of turns
-        return self.hf.decode(ids, skip_special_tokens=True)
+        if self.skip_special_tokens:
+            return decode_exactly(self.hf, ids, special=False)
+        return decode_exactly(self.hf, self.without_stop(ids), special=True)
 
     def encode(self, text: str) -> list[int]:
         # the template writes special tokens itself, so the tokenizer must not add another set

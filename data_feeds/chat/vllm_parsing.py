@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, first_line, quote
 from core.types.messages import FunctionCall, ToolSpec
+from data_feeds.chat.decoding import decode_exactly
 from data_feeds.chat.parsed_reply import ParsedReply, finish_reply, refuse_reply
 
 if TYPE_CHECKING:
@@ -50,11 +51,8 @@ class VllmParser:
             parser = self.make_parser(hf, request.tools)
             # the parser decides whether special tokens are decoded: some formats mark calls by them
             request = parser.adjust_request(request)
-            said = hf.decode(
-                self.tokenizer.without_stop(ids),
-                skip_special_tokens=request.skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
+            special = not (request.skip_special_tokens and self.tokenizer.skip_special_tokens)
+            said = decode_exactly(hf, self.tokenizer.without_stop(ids), special=special)
             reasoning = ""
             if self.make_reasoning is not None:
                 thought, left = self.make_reasoning(hf).extract_reasoning(said, request)

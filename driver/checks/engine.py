@@ -70,6 +70,12 @@ def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> Allo
     # Stop tokens are always allowed: without one, no reply could end before the budget.
     stops = Stops(tokenizer, rollout.stop, rollout.stop_token_ids)
     allowed_tokens = resolve_allowed_tokens(tokenizer, rollout.allowed_tokens, stops.token_ids)
+    written = tokenizer.written_ids if rollout.allowed_tokens else frozenset[int]()
+    if unseen := [text for text in rollout.allowed_tokens if not written.issuperset(tokenizer.encode(text))]:
+        raise UserError(
+            f"rollout.allowed_tokens names {quote(unseen[0])}, a special token, which rewards and environments do not "
+            "see: set rollout.skip_special_tokens to false"
+        )
     if (
         not allowed_tokens.is_everything
         and not load_engine_class(resolve_engine(rollout.engine)).capabilities.allowed_tokens

@@ -108,7 +108,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     rollouts = plan_rollouts(cfg)
     check_reward_and_env(cfg, rollouts)
     env_tools = rollouts.load_code()
-    tokenizer = make_tokenizer(cfg.model, cfg.data)
+    tokenizer = make_tokenizer(cfg.model, cfg.data, skip_special_tokens=cfg.rollout.skip_special_tokens)
     check_template_args(tokenizer, cfg.data)
     loaded = pin_template_date(loaded, tokenizer)
     cfg = loaded.cfg

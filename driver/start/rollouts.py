@@ -193,7 +193,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
 
 def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatTokenizer, Stops]:
     """Return the engine of a plan with these settings, with the tokenizer and the stops used to build it."""
-    tokenizer = make_tokenizer(plan.model, plan.data)
+    tokenizer = make_tokenizer(plan.model, plan.data, skip_special_tokens=plan.rollout.skip_special_tokens)
     stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
     allowed_tokens = resolve_allowed_tokens(tokenizer, plan.rollout.allowed_tokens, stops.token_ids)
     engine = load_engine_class(plan.engine_spec)(

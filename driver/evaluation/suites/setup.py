@@ -99,7 +99,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     plan = plan_engines(cfg, model)
     check_reward_and_env(cfg, plan)
     env_tools = plan.load_code()
-    tokenizer = make_tokenizer(model, cfg.data)
+    tokenizer = make_tokenizer(model, cfg.data, skip_special_tokens=cfg.rollout.skip_special_tokens)
     check_template_args(tokenizer, cfg.data)
     earlier = None if cfg.resume is None else read_settings(cfg.resume)["settings"].get("data.template_date")
     cfg = cfg.model_copy(update={"data": (data := pin_date(tokenizer, cfg.data, earlier))})
