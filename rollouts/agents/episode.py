@@ -111,7 +111,8 @@ def make_sample_of(
 ) -> Sample:
     """Convert a branch of an episode to a sample."""
     return branch.make_sample(
-        prompt,
+        # the sample's prompt is the one that the policy saw, as in an environment
+        replace(prompt, tools=branch.tools),
         reward_parts=parts,
         failure=failure,
         completion=tokenizer.decode(branch.completion_ids),
@@ -145,6 +146,6 @@ def count_requests(session: AgentSession, samples: Sequence[Sample]) -> dict[str
 
 def _make_empty_branch(tokenizer: Tokenizer, prompt: Prompt) -> Branch:
     ids = tokenizer.render(prompt.messages, prompt.tools)
-    branch = Branch(last=-1, images=find_places(tokenizer, ids, prompt.messages))
+    branch = Branch(last=-1, tools=prompt.tools, images=find_places(tokenizer, ids, prompt.messages))
     branch.append_context(ids)
     return branch

@@ -92,6 +92,8 @@ class Branch(Conversation):
     """Numbers of the trained replies in the episode."""
     last: int
     """Number of the last reply."""
+    tools: list[ToolSpec]
+    """Tools that the harness sent, which the policy saw."""
 
 
 class Trace:
@@ -273,6 +275,7 @@ def _make_branch(leaf: Node, seen: set[int]) -> Branch:
         stop=leaf.refused or leaf.completion.stop,
         messages=[message for node in path for message in (*node.prompt_messages, node.reply)],
         last=leaf.number,
+        tools=leaf.tools,
         images=leaf.images,
     )
     for node in path:

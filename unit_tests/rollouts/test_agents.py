@@ -18,6 +18,7 @@ from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
 from core.errors import UserError
 from core.types.samples import Prompt, Sample
 from driver.records.episode_metrics import measure_counts
+from data_feeds.chat.tool_parsing import make_parser
 from driver.records.sample_files import make_sample_record
 from rewards import resolve_reward
 from rewards.pool import RewardPool
@@ -27,6 +28,7 @@ from rollouts.agents.task import AgentPlan
 from rollouts.registry import resolve_agent
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
+from unit_tests.helpers.chat_families import ADD, WEATHER
 from unit_tests.helpers.one_reward import one_reward
 from unit_tests.helpers.scripted_policy import Policy
 
@@ -81,6 +83,7 @@ def play(
             rollout=RolloutConfig(max_new_tokens=600, max_turns=8, timeout_s=60),
             seed=11,
             stops=Stops(policy.tokenizer, [], []),
+            parser=make_parser("hermes", policy.tokenizer),
             max_prompt_tokens=400,
             agents=AgentProcesses(plan),
         )
@@ -134,6 +137,23 @@ def test_an_agent_asks_and_returns_its_rewards(qwen, tmp_path):
     assert qwen.hf.decode(sample.token_ids[: sample.turns[0][0]]).endswith("assistant\n")
     assert [m["content"] for m in sample.transcript] == ["Seven.", "More?", "Eight."]
     assert sample.counts["turns"] == 2 and sample.counts["assistant/repeated"] == 1
+
+
+def test_samples_show_the_tools_that_an_agent_sends(qwen, tmp_path):
+    plan = write_agent(
+        tmp_path,
+        f"""
+        def run(task):
+            ask(task, task.messages, tools={[ADD]!r})
+            ask(task, task.messages)
+            return {{"solved": 1.0}}
+        """,
+    )
+    prompt = replace(PROMPT, tools=[WEATHER])
+    group = play(plan, Policy(qwen, ["Seven.", "Eight."]), prompt=prompt)
+    assert [sample.prompt.tools for sample in group] == [[ADD], []]
+    records = [make_sample_record(sample, 0) for sample in group]
+    assert [record.get("tools") for record in records] == [[ADD], None]
 
 
 def test_branches_of_an_episode_have_its_reward_and_its_number(qwen, tmp_path):
