@@ -119,7 +119,9 @@ class RolloutWorker:
         if result.failure:
             return replace(sample, failure=result.failure)
         # a silent overwrite would drop one of the two numbers
-        if twice := result.reward_parts.keys() & sample.reward_parts.keys():
+        twice = result.reward_parts.keys() & sample.reward_parts.keys()
+        # the number of replies, which that reward returns for want of another, gives way to the environment's own
+        if twice and self.reward.function != "environment":
             who = "environment" if self.agents is None else "agent"
             raise UserError(f"reward and {who} both return a part {min(twice)!r}: rename one of them")
         parts = result.reward_parts | sample.reward_parts

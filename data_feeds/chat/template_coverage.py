@@ -28,7 +28,7 @@ class TemplateCoverage:
     def check(self, messages: list[Message], tools: Sequence[ToolSpec], where: str) -> None:
         """Raise UserError if the template drops a field of the row. `where` begins the message."""
         if tools and self._is_new(("tools", messages[0]["role"])) and self._is_same(messages, messages, tools, ()):
-            self._refuse(where, "the tools of the row", "remove the column tools")
+            self._refuse(where, "the tools", "remove the column tools, or the tools of rollout.env")
         for i, message in enumerate(messages):
             before = messages[i - 1]["role"] if i else ""
             if message.keys() > {"role", "content"} and self._is_new(_shape_of(message, before, bool(tools))):
