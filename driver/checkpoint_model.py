@@ -12,8 +12,9 @@ from configs.trainer_schema import LoraConfig
 from core.errors import UserError, writing
 from core.types.weights import ExportScope
 from driver.checkpoint import PROGRESS, read_checkpoint
-from modeling.export import exported_tensors, save_exported
+from modeling.export import exported_tensors
 from modeling.load import load_model
+from modeling.saved_model import check_saved, save_exported
 from trainers.checkpoint.saved_policy import load_policy
 
 
@@ -64,6 +65,7 @@ def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote
     scopes: list[ExportScope] = ["whole", "adapter"] if found.lora else ["whole"]
     with writing(folder):
         save_exported(model, folder, {scope: {t.name: t.compute() for t in exported[scope]} for scope in scopes})
+    check_saved(folder, dtype=found.dtype, trust_remote_code=trust_remote_code)
 
 
 def _read_section(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed
 from driver.checkpoint import BestBy, Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
 from driver.checks.hub_upload import push_model
-from driver.checks.output_folder import save_in_one_step
 from driver.early_stop import EarlyStop
 from driver.records.advice import Adviser, make_settings
 from driver.records.console import Console
@@ -40,6 +39,7 @@ from driver.records.trackers.base import Outcome
 from driver.records.trackers.hub import Trackers
 from driver.records.tracking import make_sample_rows, make_trackers
 from driver.resume import bitwise_only_changes, changed_package_files
+from driver.saving import write_model, write_value_model
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.worker import RolloutWorker
 from trainers.allocator import keep_freed_memory
@@ -159,7 +159,7 @@ class RunContext:
                 steps = self.facts.get("steps_done", self.cfg.n_steps)
                 await self._write_model(trainers, tokenizer, folder, steps=steps)
             if alg.value_lr is not None:
-                await trainers.call_all(Trainer.save_value_model, self.folder.path / "value_model")
+                await write_value_model(self.folder.path / "value_model", trainers, self.training)
             if self.training.push_to is not None:
                 pushed = await asyncio.to_thread(push_model, self.training.push_to, self.folder.path / "model")
                 self.facts["pushed"] = pushed
@@ -168,11 +168,8 @@ class RunContext:
     async def _write_model(
         self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, folder: Path, *, steps: int
     ) -> None:
-        async def write(folder: Path) -> None:
-            await trainers.call_all(Trainer.save_model, folder)
-            tokenizer.save(folder)
-
-        await save_in_one_step(folder, write, {"run": str(self.folder.path), "steps": steps})
+        run, say = self.folder.path, self.console.say
+        await write_model(folder, trainers, tokenizer, self.training, run=run, steps=steps, say=say)
 
     def checkpoint_is_due(self, steps_done: int) -> bool:
         steps = steps_done if self.is_over else self.cfg.n_steps

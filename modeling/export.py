@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,42 +113,3 @@ def gather_tensors(
         scope: {n: t.to("cpu", copy=True) for bucket in export(2**28, scope) for n, t in bucket}
         for scope in scopes
     }
-
-
-def save_exported(model: nn.Module, folder: Path, parts: dict[ExportScope, dict[str, Tensor]]) -> None:
-    """Save a model in Hugging Face format for `model.path`, with any adapter in the subfolder `adapter/`.
-
-    Without whole weights, the adapter is saved in the folder itself, in PEFT's format.
-    """
-    from safetensors.torch import save_file
-
-    if "whole" in parts:
-        base = model.get_base_model() if "adapter" in parts else model
-        # the given state: the model's own tensors may be sharded, wider, or without the merged adapter
-        base.save_pretrained(folder, state_dict=parts["whole"])
-        _write_dtype(folder, parts["whole"])
-    if "adapter" in parts:
-        home = folder / "adapter" if "whole" in parts else folder
-        home.mkdir(parents=True, exist_ok=True)
-        save_file(parts["adapter"], home / "adapter_model.safetensors", metadata={"format": "pt"})
-        model.peft_config[ADAPTER].save_pretrained(home)
-    _share(folder)
-
-
-def _write_dtype(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Correct the dtype in config.json: transformers writes the training model's, which may be wider."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    dtype = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
-    if config.get("dtype") != dtype:
-        path.write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _share(folder: Path) -> None:
-    """Set default file permissions; safetensors restricts its files to the owner."""
-    # The only way to read the umask is to set it.
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~umask)

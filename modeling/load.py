@@ -106,19 +106,26 @@ def check_weights(path: str, *, key: str = "model.path", trust_remote_code: bool
     It reads only names and shapes, in a fraction of a second, and needs accelerate, a dependency of peft. Without
     accelerate, and for a Hub name, the check happens at loading.
     """
-    from transformers import AutoModelForSequenceClassification
     from transformers.utils import is_accelerate_available
 
-    if not Path(path).is_dir() or not is_accelerate_available():
-        return
+    if Path(path).is_dir() and is_accelerate_available():
+        load_empty(path, key=key, trust_remote_code=trust_remote_code)
+
+
+def load_empty(path: str, *, key: str = "model.path", trust_remote_code: bool = False, **settings: Any) -> nn.Module:
+    """Load a model on the meta device, without memory for weights, as `load_model` or `load_scalar_model` would.
+
+    Raises UserError if its files do not contain exactly its tensors. It needs accelerate.
+    """
+    from transformers import AutoModelForSequenceClassification
+
     config = read_config(path, key=key, trust_remote_code=trust_remote_code)
     auto = choose_class(config, path=path, key=key)
-    settings: dict[str, Any] = {"key": key, "trust_remote_code": trust_remote_code, "device_map": "meta"}
+    settings |= {"key": key, "trust_remote_code": trust_remote_code, "device_map": "meta"}
     if _is_scalar(path, trust_remote_code=trust_remote_code):
         _register_scalar_class(config)
-        _read_pretrained(AutoModelForSequenceClassification, path, num_labels=1, **settings)
-    else:
-        _read_pretrained(auto, path, **settings)
+        return _read_pretrained(AutoModelForSequenceClassification, path, num_labels=1, **settings)
+    return _read_pretrained(auto, path, **settings)
 
 
 def _register_scalar_class(config: Any) -> None:
@@ -196,8 +203,19 @@ def _read_pretrained(
             refusal or f"{key}={path} cannot be loaded: {first_line(error)}: save or download it again"
         ) from error
     _check_report(report, f"{key}={path}", new_head=new_head)
+    _correct_tie(model)
     use_scoring_head(model)
     return model
+
+
+def _correct_tie(model: Any) -> None:
+    """Correct the config of a model whose files hold a head of its own, so that it is saved and reloaded untied."""
+    # transformers drops a tie whose two tensors are in the files with different values, and only warns
+    if model.get_expanded_tied_weights_keys(all_submodels=True).keys() <= model.all_tied_weights_keys.keys():
+        return
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
 
 
 def _check_report(report: dict[str, Any], who: str, *, new_head: bool) -> None:

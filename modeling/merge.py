@@ -10,13 +10,10 @@ from core.errors import UserError, first_line, writing
 from core.text.text_files import parse_json, read_text
 from modeling.load import DTYPES, load_model
 from modeling.pretrained import load_adapter
+from modeling.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter_tensors, check_saved, save_whole
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-
     from configs.eval_schema import EvalModelConfig
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def check_adapter(folder: str, *, key: str) -> None:
@@ -37,7 +34,7 @@ def merge_adapter(model: EvalModelConfig, adapter: str, folder: Path) -> None:
     base = load_model(model.path, dtype="float32", attention="sdpa", trust_remote_code=model.trust_remote_code)
     try:
         wrapped = load_adapter(base, adapter)
-        _check_names(wrapped, Path(adapter))
+        check_adapter_tensors(wrapped, Path(adapter))
         # safe_merge: raises for an adapter with numbers that are not finite
         merged = wrapped.merge_and_unload(safe_merge=True).to(DTYPES[model.dtype])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -46,16 +43,5 @@ def merge_adapter(model: EvalModelConfig, adapter: str, folder: Path) -> None:
             "model that it was trained on"
         ) from error
     with writing(folder):
-        merged.save_pretrained(folder)
-
-
-def _check_names(wrapped: PeftModel, adapter: Path) -> None:
-    """Raise ValueError unless the file contains exactly the adapter's tensors; PEFT only warns."""
-    from peft import get_peft_model_state_dict
-    from safetensors import safe_open
-
-    with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
-        saved = {*file.keys()}
-    wanted = {*get_peft_model_state_dict(wrapped)}
-    if odd := sorted(saved ^ wanted):
-        raise ValueError(f"{odd[0]} is {'in its file only' if odd[0] in saved else 'missing in its file'}")
+        save_whole(merged, folder)
+    check_saved(folder, dtype=model.dtype, trust_remote_code=model.trust_remote_code)

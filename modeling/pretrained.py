@@ -79,6 +79,13 @@ def load_adapter(model: nn.Module, folder: str) -> Any:
     return PeftModel.from_pretrained(model, folder)
 
 
+def read_adapter(folder: str) -> Any:
+    """Read the PEFT config of an adapter's folder."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(folder)
+
+
 def build_from_config(auto: Any, config: Any, *, trust_remote_code: bool) -> Any:
     """Return `auto.from_config(config)`: a model with new weights."""
     return auto.from_config(config, trust_remote_code=trust_remote_code)

@@ -19,8 +19,9 @@ from core.errors import UserError
 from core.patches import set_group_timeouts
 from core.types.weights import ExportScope
 from modeling.attention import can_share_prefixes, refuse_sequence_parallel
-from modeling.export import gather_tensors, save_exported
+from modeling.export import gather_tensors
 from modeling.forward import layout_for
+from modeling.saved_model import save_exported
 from modeling.sequence_parallel import SequenceGroup
 from trainers.learner import Learner, TrainerSettings
 from trainers.trainer import Trainer
@@ -83,12 +84,12 @@ class DistributedTrainer(Trainer):
         torch.distributed.all_reduce(total)
         return total.to(values.device)
 
-    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
+    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> list[str]:
         """Write from rank 0; the other ranks take part in gathering."""
         exported = gather_tensors(learner.export_weights, scopes)
-        if self.rank == 0:
-            save_exported(learner.model, folder, exported)
+        corrected = save_exported(learner.model, folder, exported) if self.rank == 0 else []
         torch.distributed.barrier()
+        return corrected
 
 
 def form_sequence_group(size: int) -> SequenceGroup:

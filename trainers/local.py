@@ -14,7 +14,8 @@ from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.device import find_device
 from core.types.weights import Bucket, ExportScope, split_into_buckets
-from modeling.export import exported_tensors, gather_tensors, save_exported
+from modeling.export import exported_tensors, gather_tensors
+from modeling.saved_model import save_exported
 from trainers.checkpoint.state import reading
 from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
@@ -33,8 +34,8 @@ class LocalTrainer(Trainer):
     def sum_over_rows(self, values: Tensor) -> Tensor:
         return values
 
-    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
-        save_exported(learner.model, folder, gather_tensors(learner.export_weights, scopes))
+    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> list[str]:
+        return save_exported(learner.model, folder, gather_tensors(learner.export_weights, scopes))
 
 
 class TorchLearner:

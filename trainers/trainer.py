@@ -110,10 +110,10 @@ class Trainer:
         """Return `values`, computed from this rank's rows, summed over all rows; the same on every rank."""
         raise NotImplementedError
 
-    def save_model(self, folder: Path) -> None:
-        """Write the trained model in Hugging Face format."""
+    def save_model(self, folder: Path) -> list[str]:
+        """Write the trained model in Hugging Face format; return sentences about what was corrected."""
         with self.timer.measure(Activity.SAVE), writing(folder):
-            self.write_model(self.policy, folder, saved_scopes(self.lora))
+            return self.write_model(self.policy, folder, saved_scopes(self.lora))
 
     def save_value_model(self, folder: Path) -> None:
         """Write the value model in Hugging Face format, as a sequence classifier with a single label."""
@@ -121,8 +121,8 @@ class Trainer:
         with self.timer.measure(Activity.SAVE), writing(folder):
             self.write_model(self.critic, folder, ["whole"])
 
-    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
-        """Gather the tensors of `scopes` and write them from a single rank."""
+    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> list[str]:
+        """Gather the tensors of `scopes` and write them from a single rank; return as `save_model` does."""
         raise NotImplementedError
 
     def describe_layout(self) -> RowLayout:

@@ -13,6 +13,7 @@ from algs.base import Algorithm
 from configs.schema import RunConfig
 from core.errors import UserError, writing
 from core.text.atomic_write import PARTIAL
+from modeling.saved_model import SavedModelWrong
 
 MARKER = "feynrl.json"
 """File in every model folder saved by a run. Folders without it are never replaced."""
@@ -44,7 +45,10 @@ def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
 
 
 async def save_in_one_step(folder: Path, write: Callable[[Path], Any], facts: dict[str, Any]) -> None:
-    """Write a model to a temporary folder with `write`, add the marker, and rename it to `folder`."""
+    """Write a model to a temporary folder with `write`, add the marker, and rename it to `folder`.
+
+    The temporary folder is removed if that fails, but not for SavedModelWrong, which names it.
+    """
     partial = folder.with_name(folder.name + PARTIAL)
     with writing(folder, meaning="the model is not saved there; a checkpoint (checkpoint.every) would have kept it"):
         if partial.exists():
@@ -52,6 +56,8 @@ async def save_in_one_step(folder: Path, write: Callable[[Path], Any], facts: di
         try:
             await write(partial)
             (partial / MARKER).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        except SavedModelWrong:
+            raise  # most of what was trained is in the folder, and may be all that is left of it
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)  # it may be what filled the disk
             raise

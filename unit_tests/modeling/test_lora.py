@@ -11,17 +11,16 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from algs import find_algorithm
-from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
+from configs.trainer_schema import LoraConfig
 from core.errors import UserError
 from core.types.samples import Batch
-from data_feeds.packing.batches import micro_batches
 from modeling.hf_config import check_model_folder
 from modeling.load import load_model
 from modeling.lora import merged_weight
 from trainers.local import LocalTrainer
 from trainers.weight_sync.fingerprint import fingerprint
-from unit_tests.helpers.examples import columns_of, fill_batch, some_groups
+from unit_tests.helpers.examples import columns_of, fill_batch
+from unit_tests.helpers.small_trained import batches, logits, trained, trainer_of
 
 KINDS = {
     "lora": LoraConfig(r=4),
@@ -29,39 +28,9 @@ KINDS = {
     "dora": LoraConfig(r=4, dora=True),
     "two targets": LoraConfig(r=4, targets=["q_proj", "mlp.down_proj"]),
 }
-IDS = torch.arange(2, 40)[None]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def trainer_of(path: str, lora: LoraConfig | None, *, seed: int = 0, dtype="float32", alg=None, **cfg) -> LocalTrainer:
-    torch.manual_seed(seed)
-    alg = alg or {"name": "grpo"}
-    return LocalTrainer(
-        ModelConfig(path=path, dtype=dtype, attention="sdpa", lora=lora),
-        TrainerConfig(**{"lr": 1e-2, **cfg}),
-        find_algorithm(alg)[1](**alg),
-        temperature=1.0,
-        total_updates=10,
-    )
-
-
-def batches(groups=None) -> list[Batch]:
-    [micro] = micro_batches(groups or some_groups(), "token", 10_000)
-    return micro
-
-
-def trained(path: str, lora: LoraConfig | None, *, steps: int = 3, **settings) -> LocalTrainer:
-    trainer = trainer_of(path, lora, **settings)
-    for _ in range(steps):
-        trainer.step([batches()])
-    return trainer
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    return model(input_ids=IDS, use_cache=False).logits
 
 
 def whole(trainer: LocalTrainer) -> dict[str, Tensor]:

@@ -1,0 +1,48 @@
+"""Save the trained model: weights, tokenizer, model card and recipe in one folder, read back before it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from configs.schema import RunConfig
+from core.cluster.workers import Workers
+from data_feeds.chat.tokenizer import ChatTokenizer
+from driver.checks.output_folder import save_in_one_step
+from modeling.saved_model import check_saved, write_stop_tokens
+from trainers.trainer import Trainer
+
+
+async def write_model(
+    folder: Path,
+    trainers: Workers[Trainer],
+    tokenizer: ChatTokenizer,
+    cfg: RunConfig,
+    *,
+    run: Path,
+    steps: int,
+    say: Callable[[str], None],
+) -> None:
+    """Write the model to `folder` in one step. Raises SavedModelWrong if what is read back is not the model.
+
+    run: the run folder. steps: steps done. say: prints a sentence.
+    """
+    told: list[str] = []
+
+    async def write(partial: Path) -> None:
+        corrected = await trainers.call_all(Trainer.save_model, partial)
+        tokenizer.save(partial)
+        write_stop_tokens(partial, eos=tokenizer.hf.eos_token_id, stops=tokenizer.stop_token_ids)
+        n = check_saved(partial, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
+        told.extend(sentence for sentences in corrected for sentence in sentences)
+        told.append(f"saved {folder}: {n} tensors, read back")
+
+    await save_in_one_step(folder, write, {"run": str(run), "steps": steps})
+    for sentence in told:
+        say(sentence)
+
+
+async def write_value_model(folder: Path, trainers: Workers[Trainer], cfg: RunConfig) -> None:
+    """Write the value model, and read it back as `write_model` does."""
+    await trainers.call_all(Trainer.save_value_model, folder)
+    check_saved(folder, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
