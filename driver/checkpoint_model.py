@@ -14,6 +14,7 @@ from core.types.weights import ExportScope
 from driver.checkpoint import PROGRESS, read_checkpoint
 from modeling.export import exported_tensors
 from modeling.load import load_model
+from modeling.lora import refuse_merge
 from modeling.saved_model import check_saved, save_exported
 from trainers.checkpoint.saved_policy import load_policy
 
@@ -51,7 +52,7 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
 
 def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote_code: bool) -> None:
     """Write the checkpoint's model with any adapter merged in, as the run would have saved it."""
-    model = load_model(
+    model: Any = load_model(
         found.base,
         dtype=found.dtype,
         # No forward pass is made, so the kernel does not matter.
@@ -60,6 +61,8 @@ def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote
         key=f"{found.folder}, model.path",
         trust_remote_code=trust_remote_code,
     )
+    if found.lora is not None:
+        refuse_merge(model, path=found.base, why=f"an evaluation of {found.folder} merges")
     load_policy(model, found.folder)
     exported = exported_tensors(model)
     scopes: list[ExportScope] = ["whole", "adapter"] if found.lora else ["whole"]

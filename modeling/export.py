@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-from modeling.lora import ADAPTER, merged_weight
+from modeling.lora import ADAPTER, find_unmergeable, merged_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,8 @@ class ExportedTensor:
 def exported_tensors(model: nn.Module) -> dict[ExportScope, list[ExportedTensor]]:
     """Return the exported tensors of every scope that this model has."""
     if hasattr(model, "peft_config"):
-        return {"whole": export_merged(model), "adapter": export_adapter(model)}
+        adapter = export_adapter(model)
+        return {"adapter": adapter} if find_unmergeable(model) else {"whole": export_merged(model), "adapter": adapter}
     return {"whole": [export_parameter(name, p) for name, p in model.named_parameters()]}
 
 

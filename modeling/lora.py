@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.trainer_schema import LoraConfig, ModelConfig
-from core.errors import UserError
+from core.errors import UserError, first_line
 from modeling.hf_config import meta_model, vision_family
 
 if TYPE_CHECKING:
@@ -46,8 +46,44 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
     # All ranks must begin with the same adapter, however many random numbers each has drawn before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())
-        wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        try:
+            wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        except ValueError as error:  # as of DoRA on experts
+            raise UserError(f"model.lora makes no adapter for model.path={path}: {first_line(error)}") from error
+    if lora.merge_on_save:
+        refuse_merge(wrapped, path=path, why="model.lora.merge_on_save merges")
     return wrapped.train()
+
+
+def refuse_merge(wrapped: PeftModel, *, path: str, why: str) -> None:
+    """Raise UserError if the adapter has layers that `merged_weight` cannot merge, as of a mixture's experts.
+
+    PEFT adapts the experts and routers of some families with "all-linear", and their weights are no linear layers.
+    why: key that needs a merge, with a verb.
+    """
+    if (layer := find_unmergeable(wrapped)) is not None:
+        base: nn.Module = wrapped.get_base_model()
+        names = ", ".join(sorted({name.rpartition(".")[2] for name, m in base.named_modules() if _is_plain(m)}))
+        raise UserError(
+            f"{why} the adapter into the weights, and those of {layer} in model.path={path} are experts or a router, "
+            f"into which none can be merged here: set model.lora.targets=[{names}]"
+        )
+
+
+def find_unmergeable(wrapped: PeftModel) -> str | None:
+    """Return an adapted layer that is not linear; None if the whole adapter can be merged."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [(name, m) for name, m in wrapped.get_base_model().named_modules() if isinstance(m, LoraLayer)]
+    return next((name for name, m in layers if not _is_plain(m)), None)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Tell whether a module is an adapted linear layer."""
+    from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), nn.Linear | Conv1D)
 
 
 def check_targets(model: nn.Module, lora: LoraConfig, *, path: str) -> list[str]:
@@ -82,13 +118,19 @@ def _exclude_vision(model: nn.Module, lora: LoraConfig) -> str | None:
     return None if parts is None or lora.vision else rf"(?!{re.escape(parts.language)}\.).*"
 
 
-def check_lora_targets(model: ModelConfig) -> None:
-    """Raise UserError before the start for a target that is no linear layer, or a rank above a layer's width."""
+def check_lora(model: ModelConfig, *, sends_merged: bool = False) -> None:
+    """Raise UserError before the start for an adapter that cannot be made, or not merged where a merge is needed.
+
+    sends_merged: engines receive merged weights.
+    """
     if model.lora is None:
         return
     empty_model = meta_model(model.path, trust_remote_code=model.trust_remote_code)
     check_targets(empty_model, model.lora, path=model.path)
     _check_rank(empty_model, model.lora)
+    wrapped = with_adapter(empty_model, model.lora, path=model.path)
+    if sends_merged:
+        refuse_merge(wrapped, path=model.path, why="weight_sync.lora=merged merges")
 
 
 def _check_rank(model: nn.Module, lora: LoraConfig) -> None:

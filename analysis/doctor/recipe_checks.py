@@ -29,7 +29,7 @@ from driver.rl import setup as rl_setup
 from driver.sl import run as sl_run
 from driver.start.rollouts import plan_rollouts
 from modeling.hf_config import check_model_folder
-from modeling.lora import check_lora_targets
+from modeling.lora import check_lora
 from rewards.pool import RewardPool, RewardResult
 from rewards.weights import weigh_parts
 from rollouts.registry import load_env_class
@@ -114,7 +114,7 @@ class Parts:
     def describe_model(self) -> str:
         cfg = self.cfg
         check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-        check_lora_targets(cfg.model)
+        check_lora(cfg.model, sends_merged=isinstance(cfg, RLConfig) and cfg.weight_sync.lora == "merged")
         check_sequence_parallel(cfg, self.alg)
         check_user_code(cfg)
         if isinstance(cfg, RLConfig):

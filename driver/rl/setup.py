@@ -56,7 +56,7 @@ from driver.start.rollouts import (
 from driver.start.trainers import TrainerPlan, plan_trainer, plan_trainer_role, start_trainers
 from driver.start.weight_sync import make_probe, make_weight_sync
 from modeling.hf_config import check_model_folder
-from modeling.lora import check_lora_targets
+from modeling.lora import check_lora
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.scheduling.elastic_engines import Bounds, ElasticAvailability
@@ -98,7 +98,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_trackers(cfg.trackers, cfg.tracking)
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
-    check_lora_targets(cfg.model)
+    check_lora(cfg.model, sends_merged=cfg.weight_sync.lora == "merged")
     check_sequence_parallel(cfg, alg)
     check_room(cfg)
     if cfg.placement == "colocate":

@@ -9,14 +9,15 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from configs.trainer_schema import LoraConfig
+from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
 from core.types.samples import Batch
 from modeling.hf_config import check_model_folder
 from modeling.load import load_model
-from modeling.lora import merged_weight
+from modeling.lora import check_lora, merged_weight
+from modeling.saved_model import check_saved
 from trainers.local import LocalTrainer
 from trainers.weight_sync.fingerprint import fingerprint
 from unit_tests.helpers.examples import columns_of, fill_batch
@@ -190,3 +191,46 @@ def test_a_value_model_has_no_adapter(tiny_path):
     assert trainer.critic is not None
     assert all(p.requires_grad for p in trainer.critic.model.parameters())
     assert not Path(tiny_path, "adapter_config.json").exists()
+
+
+@pytest.fixture(scope="module")
+def moe_path(tmp_path_factory) -> str:
+    """A random mixture of experts, whose experts and routers are no linear layers."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("moe")
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_an_adapter_of_experts_is_not_merged_and_refused_at_load(moe_path):
+    fix = r"experts.* set model\.lora\.targets=\[k_proj, o_proj, q_proj, v_proj\]"
+    with pytest.raises(UserError, match=r"model\.lora\.merge_on_save merges .*" + fix):
+        load_model(moe_path, dtype="float32", attention="sdpa", lora=LoraConfig(r=4, merge_on_save=True))
+    for lora, sends_merged, key in (
+        (LoraConfig(r=4, merge_on_save=True), False, r"model\.lora\.merge_on_save"),
+        (LoraConfig(r=4), True, r"weight_sync\.lora=merged"),
+    ):
+        with pytest.raises(UserError, match=key + " merges .*" + fix):
+            check_lora(ModelConfig(path=moe_path, lora=lora), sends_merged=sends_merged)
+    check_lora(ModelConfig(path=moe_path, lora=LoraConfig(r=4)))
+    with pytest.raises(UserError, match="makes no adapter for model.path"):
+        check_lora(ModelConfig(path=moe_path, lora=LoraConfig(r=4, dora=True)))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
+def test_an_adapter_of_a_mixture_is_saved_and_loads_again(moe_path, targets, tmp_path):
+    merges = targets != "all-linear"
+    trainer = trained(moe_path, LoraConfig(r=4, targets=targets, merge_on_save=merges))
+    trainer.save_model(tmp_path / "out")
+    check_saved(tmp_path / "out", dtype="float32")
+    base = AutoModelForCausalLM.from_pretrained(moe_path, dtype=torch.float32)
+    assert (logits(base) - logits(trainer.model)).abs().max() > 1e-3, "it was trained"
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / ("adapter" if merges else "."))
+    torch.testing.assert_close(logits(adapted), logits(trainer.model), atol=1e-5, rtol=0)
+    if merges:
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        torch.testing.assert_close(logits(again), logits(trainer.model), atol=1e-4, rtol=0)
