@@ -1,4 +1,4 @@
-"""Headers of a model folder's safetensors files: names, shapes and dtypes, without reading the weights."""
+"""Model folders on disk: headers of their safetensors files, and what these say about ties."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 """Floating dtypes by their names in safetensors files."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configs of mixtures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,26 @@ def find_own_head(path: str, *, trust_remote_code: bool = False) -> str | None:
         if name in headers and source in headers and not _same_values(headers[name], headers[source], name, source):
             return name
     return None
+
+
+def explain_gap(path: str, *, trust_remote_code: bool = False) -> str:
+    """Return what in a model may make an engine disagree with the trainer, as clauses; "" if nothing is known."""
+    causes: list[str] = []
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    text = config.get_text_config()
+    if head := find_own_head(path, trust_remote_code=trust_remote_code):
+        causes.append(
+            f"the head is tied in the config and not in the file, which holds {head} with values of its own: set "
+            f"tie_word_embeddings to false in config.json of {path}"
+        )
+    elif config.tie_word_embeddings:
+        causes.append("the head is tied to the embedding and sent once, so the engine must use one tensor for both")
+    if any((getattr(text, name, None) or 0) > 1 for name in EXPERTS):
+        causes.append(
+            "the model is a mixture of experts, and where two experts are nearly equal, engine and trainer may choose "
+            "different ones: compare with model.dtype=float32, and raise weight_sync.probe_tolerance if that agrees"
+        )
+    return "; ".join(causes)
 
 
 def _same_values(one: TensorHeader, other: TensorHeader, name: str, source: str) -> bool:

@@ -42,6 +42,7 @@ from analysis.doctor.verdict import Facts, Verdict, decide
 from core.cluster.scratch import Scratch
 from core.types.samples import Sample
 from driver.rl.setup import Prepared
+from modeling.model_files import explain_gap
 
 MOVE_BOUNDS, MOST_MOVED = 25, 0.5
 """Change of the log-probabilities to which the weights are moved: in bounds, and at most in nats."""
@@ -119,7 +120,8 @@ async def _examine(target: Target, prepared: Prepared, sampling: Sampling, say: 
     finally:
         # also after an error: an engine may have processes of its own
         await bench.engine.close()
-    verdict = decide(facts, trials, temperature=cfg.rollout.temperature, fitted=fitted)
+    hints = explain_gap(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    verdict = decide(facts, trials, temperature=cfg.rollout.temperature, fitted=fitted, hints=hints)
     say(f"\n{verdict.sentence}")
     about = {"engine": cfg.rollout.engine, "dtype": cfg.model.dtype, "temperature": cfg.rollout.temperature}
     return Examined(verdict=verdict, facts=facts, trials=trials, about=about)
@@ -131,7 +133,8 @@ async def run_trials(bench: Bench, samples: list[Sample], gap: Gap, old: Weights
     Scores of the same tokens come before new samples, and those before another engine. Requests for single tokens are
     made of that engine, so they say something only where it has not closed the gap by itself.
     """
-    yield try_temperatures(bench, samples, gap)
+    for trial in try_temperatures(bench, samples, gap):
+        yield trial
     for trial in try_dtypes(bench, samples, gap):
         yield trial
     yield try_old_weights(bench, samples, gap, old)

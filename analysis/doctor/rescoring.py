@@ -31,18 +31,19 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 OTHER = {"float32": "bfloat16", "bfloat16": "float32"}
 
 
-def try_temperatures(bench: Bench, samples: Sequence[Sample], before: Gap) -> Trial:
-    """Score at the temperature that fits best the log-probabilities that the engine returned."""
-    few = samples[:SEARCH_SEQUENCES]
-    fitted = search_temperature(lambda t: measure_gap(score_at(bench, few, t)).mean, bench.cfg.rollout.temperature)
+def try_temperatures(bench: Bench, samples: Sequence[Sample], before: Gap) -> Iterator[Trial]:
+    """Score at the temperature that fits best the returned log-probabilities, unless that is the run's own."""
+    few, usual = samples[:SEARCH_SEQUENCES], bench.cfg.rollout.temperature
+    fitted = search_temperature(lambda t: measure_gap(score_at(bench, few, t)).mean, usual)
+    if f"{fitted:g}" == f"{usual:g}":
+        return
     after = measure_gap(score_at(bench, samples, fitted))
-    return Trial(
+    yield Trial(
         toggle=Toggle.TEMPERATURE,
-        change=f"scored at temperature {fitted:g} instead of {bench.cfg.rollout.temperature:g}",
+        change=f"scored at temperature {fitted:g} instead of {usual:g}",
         before=before,
         after=after,
-        means=f"the engine samples at temperature {fitted:g} and the trainer scores at "
-        f"{bench.cfg.rollout.temperature:g}",
+        means=f"the engine samples at temperature {fitted:g} and the trainer scores at {usual:g}",
     )
 
 

@@ -66,15 +66,18 @@ class Verdict:
     cause: Toggle | None = None
 
 
-def decide(facts: Facts, trials: Sequence[Trial], *, temperature: float, fitted: float | None) -> Verdict:
+def decide(
+    facts: Facts, trials: Sequence[Trial], *, temperature: float, fitted: float | None, hints: str = ""
+) -> Verdict:
     """Return the verdict: the first trial that closes the gap, or another cause from the facts.
 
-    fitted: temperature at which the tokens are most probable, if they are no samples of their log-probabilities.
+    fitted: temperature at which the tokens are most probable, if they are no samples of their log-probabilities. hints:
+    what in the model may be the cause, if no trial closes the gap.
     """
     # a gap after the update comes first: it may also be the reason for each of the other findings
     gap, bound = facts.second, facts.bound
     if gap.mean > bound:
-        return _name_closing(facts, trials)
+        return _name_closing(facts, trials, hints)
     if facts.first.mean > bound:
         lost = f"the first sync of the weights was lost, and the next one arrived: gap {facts.first} -> {gap}"
         return Verdict(kind="cause", cause=Toggle.WEIGHTS, sentence=f"cause: {lost}")
@@ -85,8 +88,10 @@ def decide(facts: Facts, trials: Sequence[Trial], *, temperature: float, fitted:
         )
         return Verdict(kind="cause", cause=Toggle.WEIGHTS, sentence=f"cause: {other}")
     if fitted is not None:
+        same = f"{fitted:g}" == f"{temperature:g}"
+        where = "" if same else f"at about temperature {fitted:g}, or "
         drawn = (
-            f"the engine draws its tokens at about temperature {fitted:g}, or not from the whole distribution, and "
+            f"the engine draws its tokens {where}not from the whole distribution, and "
             f"returns log-probabilities at {temperature:g}: gap {gap}, but the tokens are {facts.surprise_in_words} "
             f"surprising than these say ({abs(facts.sigmas):.0f} standard errors)"
         )
@@ -95,7 +100,7 @@ def decide(facts: Facts, trials: Sequence[Trial], *, temperature: float, fitted:
     return Verdict(kind="none", sentence=f"no mismatch: {counted}; up to {bound:g} on average is none")
 
 
-def _name_closing(facts: Facts, trials: Sequence[Trial]) -> Verdict:
+def _name_closing(facts: Facts, trials: Sequence[Trial], hints: str) -> Verdict:
     closing = [trial for trial in trials if trial.closes(facts.bound)]
     if not closing:
         best = min(trials, key=lambda trial: trial.left)
@@ -103,7 +108,7 @@ def _name_closing(facts: Facts, trials: Sequence[Trial]) -> Verdict:
         return Verdict(
             kind="unknown",
             sentence=f"cause unknown: {facts.second.describe()}, and no single toggle closes the gap; the largest "
-            f"part goes where {helps}",
+            f"part goes where {helps}" + (f"; {hints}" if hints else ""),
         )
     # trials run from the most specific to the least (run_trials), and a later one often contains an earlier one
     cause = closing[0].toggle

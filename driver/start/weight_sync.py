@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from core.types.samples import Prompt
 from core.types.weights import ExportScope
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.start.rollouts import RolloutPlan
+from modeling.model_files import explain_gap
 from rollouts.transcript import find_places
 from rollouts.worker import RolloutWorker
 from trainers.trainer import Trainer
@@ -54,6 +56,7 @@ def make_probe(cfg: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt
         token_ids=ids[:end],
         bound=cfg.weight_sync.bound_probe(cfg.model.dtype),
         images=tuple(place for place in places if place.end <= end),
+        explain=partial(explain_gap, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -51,6 +51,8 @@ class Probe:
     """Largest mean absolute difference, in nats."""
     images: tuple[PlacedImage, ...] = ()
     """Images of the prompt, so that a vision part with old weights, or old features of it, is seen."""
+    explain: Callable[[], str] = str
+    """Returns what in the model may make trainer and engine disagree, for the error; "" if nothing is known."""
 
     @property
     def settings(self) -> dict[str, Any]:

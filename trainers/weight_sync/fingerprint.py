@@ -16,7 +16,7 @@ tensor can be compared with the rank that sent it:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -144,12 +144,14 @@ def verify_sync(
     probe_logp: Sequence[Sequence[float]],
     bound: float,
     engines: Sequence[int] | None = None,
+    explain: Callable[[], str] = str,
 ) -> float:
     """Verify loaded weights; return the largest mean difference of the probe. Raises RunStopped on a mismatch.
 
     sent: checksums by tensor name. loaded: `Engine.read_fingerprint()` per engine, one mapping per rank.
     expected_logp: the trainer's log-probabilities of the probe prompt. probe_logp: `Engine.probe()` per engine.
-    bound: largest mean absolute difference of the two, in nats. engines: their numbers; None is 0, 1, 2, ...
+    bound: largest mean absolute difference of the two, in nats. engines: their numbers; None is 0, 1, 2, ... explain:
+    called after a mismatch of the probe, for what in the model may be the cause.
     """
     numbers = range(len(loaded)) if engines is None else engines
     for engine, ranks in zip(numbers, loaded, strict=True):
@@ -163,6 +165,7 @@ def verify_sync(
             raise RunStopped(
                 f"engine {engine} was sent the trainer's weights, but its log-probabilities of the probe prompt "
                 f"differ from the trainer's by {mean:.2g} on average, where at most {bound:.2g} is expected"
+                + (f"; {causes}" if (causes := explain()) else "")
             )
         worst = max(worst, mean)
     return worst

@@ -169,5 +169,6 @@ def prove(delivery: Delivery, probed: Sequence[Sequence[float]], probe: Probe) -
         probe_logp=probed,
         bound=probe.bound,
         engines=delivery.engines,
+        explain=probe.explain,
     )
     return {"sync/probe_gap": gap, "sync/bytes": float(delivery.sent.nbytes)}

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from analysis.doctor.bench import Bench, Sampling
 from analysis.doctor.examine import Examined, examine
 from analysis.doctor.gap import Gap
 from analysis.doctor.recipe_checks import check_recipe
+from analysis.doctor.rescoring import try_temperatures
 from analysis.doctor.setup_checks import (
     check_disk,
     check_memory,
@@ -31,13 +36,15 @@ from analysis.doctor.target import find_target
 from analysis.doctor.trials import Toggle, Trial
 from analysis.doctor.verdict import Facts, decide
 from core.errors import UserError
+from core.types.samples import Sample
 from data_prep.tiny_model import CHARACTERS, CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
 from driver.checks.explain import estimate_memory
 from driver.rl.setup import prepare
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.settings import engine_args
-from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.examples import a_sample, run_here
 from unit_tests.helpers.runs import ROOT
+from unit_tests.helpers.small_trained import edit
 
 PLANTED = Path(__file__).parents[1] / "helpers" / "planted_engines"
 BEGIN = "<|begin|>"
@@ -240,7 +247,44 @@ def test_what_was_measured_before_any_toggle_may_be_the_cause():
     assert other.cause is Toggle.WEIGHTS and "rank 0 did not load a" in other.sentence
     drawn = decide(some_facts(surprise=-0.2, sigmas=-9.0), [], temperature=1.0, fitted=0.7)
     assert drawn.cause is Toggle.TEMPERATURE and "0.2 nats less surprising" in drawn.sentence
+    cut = decide(some_facts(surprise=-0.2, sigmas=-9.0), [], temperature=1.0, fitted=1.0)
+    assert "draws its tokens not from the whole distribution" in cut.sentence and "about" not in cut.sentence
     assert decide(some_facts(), [], temperature=1.0, fitted=None).kind == "none"
+
+
+def test_what_is_known_of_the_model_is_said_where_no_toggle_closes_the_gap():
+    facts, trials = some_facts(second=a_gap(0.3)), [a_trial(Toggle.BATCH, 0.2)]
+    found = decide(facts, trials, temperature=1.0, fitted=None, hints="the head is tied")
+    assert found.kind == "unknown" and found.sentence.endswith("; the head is tied")
+    closed = decide(facts, [a_trial(Toggle.BATCH, 0.0)], temperature=1.0, fitted=None, hints="the head is tied")
+    assert "the head is tied" not in closed.sentence
+
+
+@pytest.mark.parametrize("true", [1.0, 0.7])
+def test_a_temperature_is_tried_only_if_it_is_another_than_the_runs(true):
+    rng = random.Random(0)
+    samples = [replace(s, rollout_logp=s.rollout_logp / true) for s in (a_sample(rng) for _ in range(3))]
+
+    def score(given: list[Sample], compute: partial) -> list[Sample]:
+        return [
+            replace(s, columns={"prox_logp": s.rollout_logp * true / compute.keywords["temperature"]}) for s in given
+        ]
+
+    usual = SimpleNamespace(rollout=SimpleNamespace(temperature=1.0))
+    bench = SimpleNamespace(cfg=usual, score=score, run_model=print)
+    assert [t.change for t in try_temperatures(bench, samples, a_gap(0.3))] == (
+        [] if true == 1.0 else ["scored at temperature 0.7 instead of 1"]
+    )
+
+
+@pytest.mark.slow
+def test_a_head_that_only_the_config_ties_is_named(ask, sharp_path, tmp_path):
+    base = Path(shutil.copytree(sharp_path, tmp_path / "base"))
+    edit(base / "config.json", tie_word_embeddings=True)
+    found = ask(str(PLANTED / "follows_config.py"), **{"model.path": str(base)})
+    assert found.verdict.kind == "unknown", found.verdict.sentence
+    assert "the head is tied in the config and not in the file" in found.verdict.sentence
+    assert not any("temperature 1 instead of 1" in trial.change for trial in found.trials)
 
 
 @pytest.mark.slow

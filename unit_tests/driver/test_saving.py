@@ -8,16 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    GenerationConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
+import main_rl
 from configs.schema import SLConfig
 from core.cluster.workers import Local
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.load_recipe import load_recipe
 from driver.saving import write_model
+from modeling.model_files import explain_gap
 from modeling.saved_model import SavedModelWrong
 from trainers.local import LocalTrainer
-from unit_tests.helpers.small_trained import edit, rewrite
+from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import ROOT
+from unit_tests.helpers.small_trained import a_base, edit, rewrite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,3 +90,38 @@ def test_a_save_that_is_not_the_model_is_a_loud_error(tiny_path, recipe, tmp_pat
         asyncio.run(write_model(folder, Local(trainer), tokenizer, cfg, run=tmp_path, steps=1, say=said.append))
     assert not folder.exists() and not said, "it does not count as saved"
     assert (tmp_path / "model.partial" / "model.safetensors").is_file(), "nothing that was trained is thrown away"
+
+
+@pytest.fixture
+def own_head(base) -> Path:
+    """A model whose config ties the head, and whose files hold a head of its own."""
+    edit(base / "config.json", tie_word_embeddings=True)
+    return base
+
+
+def test_a_head_that_only_the_config_ties_is_trained_and_saved_untied(own_head, trained):
+    saved = trained({"model.path": str(own_head), "steps": 1}) / "model"
+    assert AutoConfig.from_pretrained(saved).tie_word_embeddings is False
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def test_an_engine_that_ties_such_a_head_is_told_the_cause(own_head, recipe):
+    engine = str(ROOT / "unit_tests/helpers/planted_engines/follows_config.py")
+    code, err = run_here(main_rl, "--config", recipe({"model.path": str(own_head), "rollout.engine": engine}))
+    assert code == 1 and "log-probabilities of the probe prompt differ" in err, err
+    assert "the head is tied in the config and not in the file, which holds lm_head.weight" in err
+    assert "set tie_word_embeddings to false in config.json" in err
+
+
+def test_what_may_be_the_cause_is_known_of_ties_and_mixtures(tiny_path, tmp_path):
+    assert explain_gap(tiny_path) == ""
+    tied = a_base(tmp_path / "tied", tied=True)
+    assert "sent once, so the engine must use one tensor for both" in explain_gap(tied)
+    for config in (
+        MixtralConfig(num_local_experts=8, tie_word_embeddings=False),
+        Qwen3MoeConfig(num_experts=8, tie_word_embeddings=False),
+        DeepseekV3Config(n_routed_experts=8, tie_word_embeddings=False),
+    ):
+        config.save_pretrained(tmp_path / "mixture")
+        assert "mixture of experts" in explain_gap(str(tmp_path / "mixture")), type(config)

@@ -217,7 +217,7 @@ def test_an_adapter_of_experts_is_not_merged_and_refused_at_load(moe_path):
         with pytest.raises(UserError, match=key + " merges .*" + fix):
             check_lora(ModelConfig(path=moe_path, lora=lora), sends_merged=sends_merged)
     check_lora(ModelConfig(path=moe_path, lora=LoraConfig(r=4)))
-    with pytest.raises(UserError, match="makes no adapter for model.path"):
+    with pytest.raises(UserError, match=r"makes no adapter for model\.path"):
         check_lora(ModelConfig(path=moe_path, lora=LoraConfig(r=4, dora=True)))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from configs.trainer_schema import LoraConfig
+from modeling.model_files import find_own_head
 from rollouts.engines.base import EngineConfig
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -49,9 +50,15 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         "enable_prefix_caching": config.prefix_cache,
         "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
         "enable_sleep_mode": config.sleep is not None and not on_cpu,  # a CPU engine sleeps in name only
+        # vLLM ties by the config alone, and would ignore a head of its own that the files hold
+        **({"hf_overrides": {"tie_word_embeddings": False}} if _has_own_head(config) else {}),
         **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
     }
+
+
+def _has_own_head(config: EngineConfig) -> bool:
+    return find_own_head(config.model_path, trust_remote_code=config.trust_remote_code) is not None
 
 
 def _lora_args(lora: LoraConfig) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""Saved models in real vLLM on a CPU: their log-probabilities are the trainer's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from configs.trainer_schema import LoraConfig
+from modeling.saved_model import check_saved
+from rollouts.engines.vllm import VllmEngine
+from unit_tests.helpers.engines import engine_config
+from unit_tests.helpers.small_trained import trained
+from unit_tests.helpers.vllm_lab import BOUND, PROMPT, VOCABULARY, gap, logp, save
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("one_thread")]
+
+
+async def probe(folder: Path) -> list[float]:
+    engine = VllmEngine(engine_config(folder))
+    try:
+        return await engine.probe(PROMPT)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [("llama-tied", None), ("qwen2-tied", LoraConfig(r=4, merge_on_save=True)), ("mistral-untied", None)],
+)
+def test_a_saved_model_has_the_trainers_logp_in_vllm(family, lora, tmp_path):
+    save(family, tmp_path / "base", seed=0)
+    trainer = trained(str(tmp_path / "base"), lora, steps=2)
+    trainer.save_model(tmp_path / "out")
+    check_saved(tmp_path / "out", dtype="float32")
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    wanted = logp(trainer.model, PROMPT)
+    assert gap(wanted, logp(start, PROMPT)) > 100 * BOUND, "it was trained"
+    assert gap(asyncio.run(probe(tmp_path / "out")), wanted) < BOUND
+
+
+def test_vllm_loads_a_head_that_only_the_config_ties(tmp_path):
+    save("llama-tied", tmp_path / "base", seed=0)
+    file = tmp_path / "base" / "model.safetensors"
+    torch.manual_seed(1)
+    head = torch.randn(VOCABULARY, load_file(file)["model.embed_tokens.weight"].shape[1]) * 0.2
+    save_file(load_file(file) | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    trainer = trained(str(tmp_path / "base"), None, steps=0)
+    wanted = logp(trainer.model, PROMPT)
+    assert gap(asyncio.run(probe(tmp_path / "base")), wanted) < BOUND
+    trainer.save_model(tmp_path / "out")
+    assert gap(asyncio.run(probe(tmp_path / "out")), wanted) < BOUND
