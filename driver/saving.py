@@ -9,6 +9,7 @@ from configs.schema import RunConfig
 from core.cluster.workers import Workers
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.checks.output_folder import save_in_one_step
+from driver.records.model_card import write_card
 from modeling.saved_model import check_saved, write_stop_tokens
 from trainers.trainer import Trainer
 
@@ -33,6 +34,7 @@ async def write_model(
         corrected = await trainers.call_all(Trainer.save_model, partial)
         tokenizer.save(partial)
         write_stop_tokens(partial, eos=tokenizer.hf.eos_token_id, stops=tokenizer.stop_token_ids)
+        write_card(partial, cfg, run=run, steps=steps)
         n = check_saved(partial, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
         told.extend(sentence for sentences in corrected for sentence in sentences)
         told.append(f"saved {folder}: {n} tensors, read back")
