@@ -15,7 +15,7 @@ from modeling.head import use_scoring_head
 from modeling.hf_config import choose_class, needs_images, read_config, vision_family
 from modeling.pretrained import Place, load_placed, load_pretrained, refuse_own_code
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NEW_HEADS, OLD_HEADS = "score.", "lm_head."
 """Prefixes of the head of a scalar model (created) and of a language model (dropped for it)."""
 

@@ -84,6 +84,7 @@ def test_a_save_that_is_not_the_model_is_a_loud_error(tiny_path, recipe, tmp_pat
     loaded = load_recipe(SLConfig, recipe(kind="sl"), [])
     cfg = loaded.cfg
     trainer = Losing(cfg.model, cfg.trainer, loaded.alg, temperature=1.0, total_updates=1)
+    (tmp_path / "config.yaml").write_text("name: test\n")
     folder, said = tmp_path / "model", []
     tokenizer = ChatTokenizer(tiny_path, "chat")
     with pytest.raises(SavedModelWrong, match=r"its files lack model\.norm\.weight.* is left in .*/model\.partial"):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from configs.trainer_schema import LoraConfig
+from data_prep import add_tokens, tiny_model
 from modeling.saved_model import check_saved
 from rollouts.engines.vllm import VllmEngine
 from unit_tests.helpers.engines import engine_config
@@ -20,10 +21,10 @@ from unit_tests.helpers.vllm_lab import BOUND, PROMPT, VOCABULARY, gap, logp, sa
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("one_thread")]
 
 
-async def probe(folder: Path) -> list[float]:
+async def probe(folder: Path, prompt: list[int] = PROMPT) -> list[float]:
     engine = VllmEngine(engine_config(folder))
     try:
-        return await engine.probe(PROMPT)
+        return await engine.probe(prompt)
     finally:
         await engine.close()
 
@@ -54,3 +55,18 @@ def test_vllm_loads_a_head_that_only_the_config_ties(tmp_path):
     assert gap(asyncio.run(probe(tmp_path / "base")), wanted) < BOUND
     trainer.save_model(tmp_path / "out")
     assert gap(asyncio.run(probe(tmp_path / "out")), wanted) < BOUND
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_tokens_have_the_trainers_logp_in_vllm(tied, tmp_path):
+    tiny_model.make(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    if tied:
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+        base.save_pretrained(tmp_path / "base")
+    ids = add_tokens.make(str(tmp_path / "base"), tmp_path / "more", tokens=["<think>", "</think>"])
+    trainer = trained(str(tmp_path / "more"), None, steps=2)
+    trainer.save_model(tmp_path / "out")
+    prompt = [5, ids[0], 6, 7, ids[1], 8, ids[0], ids[1], 9]
+    assert gap(asyncio.run(probe(tmp_path / "out", prompt)), logp(trainer.model, prompt)) < BOUND
