@@ -26,6 +26,7 @@ from driver.rl.scoring import compute_columns
 from driver.start.trainers import TrainerPlan, build_trainer
 from modeling.head import choose_chunk
 from modeling.load import load_model
+from modeling.saved_model import check_saved
 from trainers.allocator import return_freed_memory
 from trainers.checkpoint.saved_policy import load_policy
 from trainers.deepspeed import DeepSpeedTrainer
@@ -239,6 +240,7 @@ def test_an_adapter_trains_and_is_saved_alike_everywhere(ranks, tiny_path, tmp_p
     assert metrics["kl_ref"] > 0
     saved = load_file(tmp_path / "Remote" / "model.safetensors")
     assert sum(t.numel() for t in saved.values()) == len(start), "the whole model, gathered"
+    check_saved(tmp_path / "Remote", dtype=dtype)
 
 
 INFINITE = """

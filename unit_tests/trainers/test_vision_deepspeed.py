@@ -14,6 +14,7 @@ from core.cluster.workers import Resources
 from data_feeds.packing.batches import micro_batches
 from modeling.images.processor import ImageProcessor
 from modeling.load import load_model
+from modeling.saved_model import check_saved
 from trainers.trainer import Trainer
 from unit_tests.helpers.examples import with_values
 from unit_tests.helpers.ray_trainers import (
@@ -60,6 +61,7 @@ def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, 
     here = sharded(stage) | {"gradient_checkpointing": stage in (3, FSDP2), "deepspeed": SMALL if stage == 3 else {}}
     got, _ = check_update(two, path, groups, max_tokens=most, same=how, tolerance=1e-4, ranks=2, **here)
     asyncio.run(two[2].call_all(Trainer.save_model, tmp_path / "saved"))
+    check_saved(tmp_path / "saved", dtype="float32")
     saved = load_model(str(tmp_path / "saved"), dtype="float32", attention="auto")
     assert torch.equal(torch.cat([p.flatten() for p in saved.parameters()]), got)
 

@@ -37,6 +37,7 @@ from driver.load_recipe import load_recipe
 from modeling.images.processor import ImageProcessor
 from modeling.images.vision import VISION_FAMILIES
 from modeling.load import load_model, load_scalar_model
+from modeling.saved_model import check_saved
 from rewards import reward_model
 from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import a_changed, run_here
@@ -220,6 +221,7 @@ def test_adapters_are_in_the_language_part_unless_asked_for(folders, family, tar
         assert "lm_head.weight" not in changed
         folder = tmp_path / str(vision)
         trainer.save_model(folder)
+        check_saved(folder, dtype="float32")
         merged = dict(load_model(str(folder), dtype="float32", attention="auto").named_parameters())
         torch.testing.assert_close(merged, weights_of(trainer))
 
@@ -234,6 +236,7 @@ def test_a_saved_model_is_whole_and_a_checkpoint_goes_on_to_the_bit(folders, fam
     (tmp_path / "state").mkdir()
     trainer.save_state(tmp_path / "state")
     trainer.save_model(tmp_path / "model")
+    check_saved(tmp_path / "model", dtype="float32")
     ImageProcessor(path).save(tmp_path / "model")
     saved = weights_of(trainer)
     loaded = dict(load_model(str(tmp_path / "model"), dtype="float32", attention="auto").named_parameters())
