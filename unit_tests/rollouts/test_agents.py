@@ -180,7 +180,9 @@ def test_branches_of_an_episode_have_its_reward_and_its_number(qwen, tmp_path):
     for sample, own in ((first, [True, True]), (second, [False, True])):
         said = [turn for turn in make_sample_record(sample, 0)["turns"] if turn["role"] == "assistant"]
         ends = [end - begin for begin, end in sample.turns]
-        assert [turn.get("tokens") for turn in said] == ([None] * 2 + ends)[-2:] and ["tokens" in t for t in said] == own
+        assert [turn.get("tokens") for turn in said] == ([None] * 2 + ends)[-2:] and [
+            "tokens" in t for t in said
+        ] == own
 
 
 def test_the_reward_reads_the_branch_that_ended_last(qwen, tmp_path):
