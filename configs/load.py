@@ -235,12 +235,19 @@ def hint_section(cls: type[BaseModel], loc: list[str], key: str, value: object) 
         return ""
     fields = section.model_fields
     name = next((name for name, field in fields.items() if field.is_required()), next(iter(fields)))
+    # a key that takes any text fits every value, and so says nothing about what was meant
+    takes_all = isinstance(value, str) and not fields[name].is_required() and _takes(section, name, "any text")
+    if takes_all or not _takes(section, name, value):
+        return f"{key} is a section with the keys {', '.join(fields)}"
+    return f"{key} is a section, did you mean {key}.{name}={quote(value)}?"
+
+
+def _takes(section: type[BaseModel], name: str, value: object) -> bool:
     try:
         section.model_validate({name: value})
     except ValidationError as error:
-        if any(e["loc"][:1] == (name,) for e in error.errors()):
-            return f"{key} is a section with the keys {', '.join(fields)}"
-    return f"{key} is a section, did you mean {key}.{name}={quote(value)}?"
+        return all(found["loc"][:1] != (name,) for found in error.errors())
+    return True
 
 
 def list_keys(cls: type[BaseModel], prefix: str = "") -> list[str]:

@@ -80,7 +80,7 @@ def correct_generation_config(config: Any) -> str | None:
     if not done:
         config.do_sample = sampled
     for name in still:
-        setattr(config, name, None)
+        config.update(**{name: None})
         done.append(f"without {name}")
     named = ", ".join(f"{name}={value}" for name, value in given.items())
     return f"{GENERATION_CONFIG} of the base model is invalid ({named}): it is saved {' and '.join(done)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import inspect
 import time
 from collections import Counter
 from typing import Any
@@ -66,7 +66,7 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         done = func(*args, **(kwargs or {}))
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == "cuda"]
-        name = func._schema.name.removeprefix("aten::")
+        name = func.name().removeprefix("aten::").partition(".")[0]
         comes_down = name in COPYING and isinstance(done, Tensor) and done.device.type == "cpu"
         if inputs and (name in READING or comes_down):
             self.lines[find_line()] += 1
@@ -75,7 +75,7 @@ class Reads(TorchDispatchMode):
 
 def find_line() -> str:
     """Return the innermost line of this repository that is running, but for the folder tools/."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_code.co_filename
         inside = name.removeprefix(f"{ROOT}/")

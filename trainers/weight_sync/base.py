@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from safetensors import SafetensorError
@@ -51,7 +51,7 @@ class Probe:
     """Largest mean absolute difference, in nats."""
     images: tuple[PlacedImage, ...] = ()
     """Images of the prompt, so that a vision part with old weights, or old features of it, is seen."""
-    explain: Callable[[], str] = str
+    explain: Callable[[], str] = field(default=str, compare=False)
     """Returns what in the model may make trainer and engine disagree, for the error; "" if nothing is known."""
 
     @property

@@ -128,6 +128,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "driver/test_eval_runs.py": ("eval_samples", "eval_pass_reward"),
     "driver/test_trackers.py": (
         *("trackers", "tracking.samples_every", "tracking.samples", "tracking.mlflow_uri"),
+        *("tracking.group", "tracking.tags", "tracking.notes"),
         *("tracking.mlflow_experiment", "tracking.wandb_project", "tracking.wandb_entity", "tracking.wandb_mode"),
     ),
     "driver/test_console.py": ("display", "show_samples"),

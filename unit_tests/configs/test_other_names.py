@@ -31,7 +31,7 @@ WORDS = {
     "model=models/tiny": "model is a section, did you mean model.path=models/tiny?",
     "data=a.jsonl": "data is a section, did you mean data.train=a.jsonl?",
     "model.lora=16": "model.lora is a section, did you mean model.lora.r=16?",
-    "tracking=wandb": "tracking is a section with the keys samples_every, samples",
+    "tracking=wandb": "tracking is a section with the keys group, tags",
     # Ours, at another place.
     "lr=1e-5": "did you mean trainer.lr?",
     "trainer.steps=5": "did you mean steps?",

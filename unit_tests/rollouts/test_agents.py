@@ -17,8 +17,8 @@ import pytest
 from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
 from core.errors import UserError
 from core.types.samples import Prompt, Sample
-from driver.records.episode_metrics import measure_counts
 from data_feeds.chat.tool_parsing import make_parser
+from driver.records.episode_metrics import measure_counts
 from driver.records.sample_files import make_sample_record
 from rewards import resolve_reward
 from rewards.pool import RewardPool
