@@ -52,17 +52,7 @@ EXEMPT = {
     ("data_prep/script.py", "vars(parser.parse_args(argv))"): "argparse documents it",
     ("driver/records/trackers/wandb.py", "_netrc"): "the name of a file",
     ("tools/benchmarks/learning_matrix.py", "run.log ="): "a run of ours",
-    ("tools/gpu_day/ranks.py", "setattr(own)"): "a public method that older versions of torch lack",
-    **{
-        (
-            "tools/gpu_day/speeds.py",
-            name,
-        ): "what a dispatch mode sees, the one way to count waits"
-        for name in (
-            *("torch.utils._python_dispatch.TorchDispatchMode", "torch.utils._pytree.tree_leaves"),
-            *("_local_scalar_dense", "_unique2", "_to_copy"),
-        )
-    },
+    ("tools/gpu_day/ranks.py", "setattr(own)"): "a public call of torch 2.13, for an image with an older one",
     ("tools/device_mistakes.py", "_like"): "the end of public names, such as zeros_like",
 }
 """Finds that are none, by file and what is found, each with the reason."""

@@ -45,11 +45,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PRODUCT = tuple(
     f"{ROOT}/{name}/" for name in ["algs", "analysis", "core", "driver", "modeling", "rollouts", "trainers"]
 )
-MACHINERY = (
-    *(f"{Path(torch.__file__).parent}/{name}.py" for name in ("_compile", "_dynamo/eval_frame", "_ops")),
-    *(__file__, f"{ROOT}/tools/gpu_day/speeds.py"),
-)
-"""Files between an operation and `run`; the last has a dispatch mode, too."""
+MACHINERY = (__file__, *(f"{Path(torch.__file__).parent}/{name}.py" for name in ("_compile", "_dynamo/eval_frame")))
+"""Files between an operation and `run`."""
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 aten = torch.ops.aten
 

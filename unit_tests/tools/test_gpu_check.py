@@ -14,7 +14,7 @@ import torch
 
 from tools.gpu_day import attention, bench, ranks, report, rows, speeds
 from tools.gpu_day.bench import compare
-from tools.gpu_day.rows import BY_NAME, ROWS, CheckFailed, Outcome, run_alone, run_row
+from tools.gpu_day.rows import BY_NAME, ROWS, CheckFailed, NotRun, Outcome, run_alone, run_row
 from unit_tests.helpers.pretend_cuda import needs_pretend_cuda
 
 ROOT = Path(__file__).parent.parent.parent
@@ -101,11 +101,18 @@ def test_attention_is_compared_and_another_kernel_fails(tmp_path, monkeypatch, o
 @needs_pretend_cuda
 def test_a_wait_too_many_is_named(tmp_path, monkeypatch, one_thread):
     right = run_row(BY_NAME["waits"], tmp_path, rehearse=True)
-    # the metrics are read by tolist(), which the pretend device answers itself
-    assert right.numbers["waits"] == 2 and right.numbers["lines"].count("trainers/local.py:") == 2
-    monkeypatch.setattr(speeds, "MOST_WAITS", 1)
+    # whether the gradient is finite, its norm, and the metrics
+    assert right.numbers["waits"] == 3 and right.numbers["lines"].count("trainers/local.py:") == 2
+    monkeypatch.setattr(speeds, "MOST_WAITS", 2)
     wrong = run_row(BY_NAME["waits"], tmp_path, rehearse=True)
-    assert wrong.reason.startswith("CheckFailed: a step waits 2 times, and at most 1 are expected: trainers/local.py:")
+    assert wrong.reason.startswith("CheckFailed: a step waits 3 times, and at most 2 are expected: trainers/local.py:")
+
+
+def test_copies_that_no_profiler_sees_are_not_counted_as_none():
+    """A CPU has none, which is what a machine without access to a GPU's counters looks like."""
+    if not torch.cuda.is_available():
+        with pytest.raises(NotRun, match="profiler sees no copies"):
+            speeds.count_copies_back(lambda: torch.ones(3).sum().item())
 
 
 def test_a_number_that_is_none_is_beyond_every_bound():
