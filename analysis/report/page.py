@@ -12,14 +12,14 @@ from analysis.report.captured import read_captured_step, select_captured
 from analysis.report.embed import data_element, pack
 from analysis.report.header import describe_metrics, describe_run, describe_time
 from analysis.report.run_files import RunRecord, is_unfinished, read_run, read_samples
-from analysis.report.step_data import make_step, make_whole_step
+from analysis.report.step_data import average_groups, make_step, make_whole_step
 from analysis.report.token_account import PARTS, account_tokens
 from core import metrics as names
 from core.errors import UserError
 
 SCRIPTS = (
-    *("dom", "blocks", "data", "stacked", "curves", "account", "histogram", "samples", "tokens", "microscope"),
-    *("overview", "main"),
+    *("dom", "blocks", "data", "stacked", "curves", "account", "histogram", "samples", "fell", "tokens"),
+    *("microscope", "overview", "main"),
 )
 """Files of assets/, in the order in which they are put together; each may use what those before it define."""
 LARGE = 50_000_000
@@ -93,6 +93,7 @@ def describe_with_blocks(
     accounts: dict[int, dict[str, float]] = {}
     lines = {int(line[names.STEP_NUMBER]): line for line in run.metrics}
     counts: dict[int, list[int]] = {}
+    prompts: dict[str, list[list[float]]] = {}
     for step in run.sample_files:
         try:
             rows = read_samples(run.sample_files[step])
@@ -109,6 +110,8 @@ def describe_with_blocks(
         blocks.append(data_element(name, pack(small)))
         counts[step] = [sum(len(group["samples"]) for group in small["groups"]), len(rows)]
         accounts[step] = account_tokens(lines.get(step, {}), rows)
+        for prompt, group, reward in average_groups(rows):
+            prompts.setdefault(prompt, []).append([step, group, reward])
         # the page itself holds every sample of a small step
         if beside and counts[step][0] < len(rows):
             beside.write(name, make_whole_step(rows, step=step))
@@ -117,6 +120,7 @@ def describe_with_blocks(
         accounts.setdefault(step, account_tokens(line, []))
     description["sample_counts"] = counts
     description["captured"] = [*add_captured(run, key, limit, beside, blocks)]
+    blocks.append(data_element(f"prompts-{key}", pack({p: seen for p, seen in prompts.items() if len(seen) > 1})))
     blocks.append(data_element(f"metrics-{key}", pack(to_columns(run, accounts))))
     return description, blocks
 

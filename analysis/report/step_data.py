@@ -39,6 +39,15 @@ def summarize_rows(rows: list[Row]) -> dict[str, Any]:
     }
 
 
+def average_groups(rows: list[Row]) -> list[tuple[str, int, float]]:
+    """Return prompt id, number and mean reward of every group that has a reward and a prompt id."""
+    rewards: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        if row.get("id") and row["reward"] is not None:
+            rewards.setdefault((row["id"], row["group"]), []).append(row["reward"])
+    return [(prompt, group, sum(own) / len(own)) for (prompt, group), own in rewards.items()]
+
+
 def make_group(rows: list[Row], chosen: Chosen) -> dict[str, Any]:
     """Return a group's prompt once, and its kept samples; `sample` is a sample's number in its group."""
     own = [i for i, row in enumerate(rows) if row["group"] == chosen.group]

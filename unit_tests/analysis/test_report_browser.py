@@ -58,11 +58,19 @@ def test_the_page_of_two_real_runs(browser, runs, tmp_path):
     browser.open(page)
     logs = [metrics_of(run) for run in runs]
     browser.ask("document.querySelectorAll('details').forEach((e) => (e.open = true))")
-    metrics = len({name for log in logs for line in log for name in line} - {"step"})
-    browser.wait_for(f"document.querySelectorAll('.card').length == {metrics}")
+    names = {name for log in logs for line in log for name in line} - {"step"}
+    browser.wait_for("document.querySelectorAll('.card').length")
+    merged = ask_names(browser, "[data-same]", "same")
+    constant = numbers(browser, ".constants .number")
+    assert {*ask_names(browser, ".card", "metric"), *merged, *constant} == names, "every metric once"
+    assert constant == {
+        name: logs[0][0][name] for name in names if len({line.get(name) for log in logs for line in log}) == 1
+    }
+    assert {"train/updates_skipped", "rollout/failed"} <= constant.keys() and "reward/correct" in merged
     for i, log in enumerate(logs):
         shown = numbers(browser, f"[data-run=r{i}] > .number")
-        assert shown == {k: v for k, v in log[-1].items() if k != "step"}, "the last value of each curve"
+        left = {k: v for k, v in log[-1].items() if k not in {"step", *merged, *constant}}
+        assert shown == left, "the last value of each curve"
     check_smoothing(browser, logs)
     card = '.card[data-metric="reward/mean"]'
     browser.ask(f"document.querySelector({json.dumps(card)}).scrollIntoView({{block: 'center'}})")
@@ -89,6 +97,58 @@ def test_the_page_of_two_real_runs(browser, runs, tmp_path):
             assert [float(x) for x in totals] == pytest.approx(expected, rel=1e-12)
     assert browser.complaints() == []
     assert {address.split(":")[0] for address in browser.requests()} <= {"file", "about", "data"}
+
+
+def ask_names(browser: Browser, selector: str, data: str) -> list[str]:
+    return browser.ask(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.dataset.{data})")
+
+
+def test_what_fell_between_two_steps_is_on_one_panel(browser, tmp_path):
+    """Worked out from the files: rewards by part, source and length, and each prompt's means with their samples."""
+    run = make_run(tmp_path / "made", steps=4, groups=6, size=8, words=5)
+    rows = [read_step(run, step) for step in range(4)]
+    rows[3] = [row | {"reward": 0.0 if row["group"] == 2 else row["reward"], "new_tokens": 5} for row in rows[3]]
+    rows[1] = [row | {"reward": 1.0 if row["group"] == 2 else row["reward"], "new_tokens": 9} for row in rows[1]]
+    for step in (1, 3):
+        file = run / "samples" / f"step_{step:05d}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[step]))
+    lines = [
+        line | {"reward/mean": mean, "reward/correct": mean, "reward/polite": 1 - mean, "reward/easy": mean / 2}
+        for line, mean in zip(metrics_of(run), (0.25, 0.75, 0.5, 0.375), strict=True)
+    ]
+    lines = [line | {"data/easy/rows": 8.0 * i} for i, line in enumerate(lines)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page([run], tmp_path / "page.html", samples=48, everything=False)
+    browser.open(tmp_path / "page.html", "#fell/r0")
+    browser.wait_for("document.querySelector('.tab[data-name=fell][data-done]')")
+    assert table_of(browser, "part")[:1] == [["reward/correct", 0.75, 0.375, -0.375]], "from the best step to the last"
+    assert ["reward/polite", 0.25, 0.625, 0.375] in table_of(browser, "part")
+    assert table_of(browser, "source") == [["reward/easy", 0.375, 0.1875, -0.1875]]
+    means = [sum(row["reward"] for row in own) / 48 for own in (rows[1], rows[3])]
+    short, long = table_of(browser, "length")
+    assert short[:3] == ["5 tokens", None, 0] and short[3:5] == [pytest.approx(means[1]), 48]
+    assert long[:3] == ["6 to 9 tokens", pytest.approx(means[0]), 48] and long[4] == 0
+    prompt, then, _, now, _, change = table_of(browser, "prompts")[0]
+    assert (prompt, then, now, change) == ("made-up/2", 1.0, 0.0, -1.0)
+    assert len(table_of(browser, "prompts")) == 6
+    browser.click('[data-part=prompts] button[data-step="3"][data-group="2"]')
+    browser.wait_for("document.querySelector('.group.picked')")
+    assert browser.ask("document.getElementById('step-title').dataset.step") == "3"
+    assert browser.ask("document.querySelector('.group.picked').dataset.group") == "2"
+    assert browser.complaints() == []
+
+
+def read_step(run: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (run / "samples" / f"step_{step:05d}.jsonl").read_text().splitlines()]
+
+
+def table_of(browser: Browser, part: str) -> list[list]:
+    """The rows of a table of the panel, numbers as numbers."""
+    return browser.ask(
+        f"[...document.querySelectorAll('[data-part={part}] tbody tr')].map((row) => [...row.cells].map((cell) => "
+        "{ const n = cell.querySelector('.number'); if (!n) return cell.textContent; "
+        "return n.dataset.value === '' ? null : Number(n.dataset.value); }))"
+    )
 
 
 def check_smoothing(browser: Browser, logs: list[list[dict]]) -> None:

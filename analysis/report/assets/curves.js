@@ -55,17 +55,43 @@ function runSwitch(run, redraw) {
 function makeSection(group, names) {
   const wanted = names.filter((name) => name.includes(settings.filter));
   if (!wanted.length) return null;
+  const { plotted, constant } = sortOut(wanted);
   const grid = el("div", { class: "charts" });
+  const texts = el("div", { class: "constants" }, constant.map(constantLine));
   const open = settings.filter !== "" || !CLOSED.includes(group.startsWith("data/") ? "data" : group);
-  const section = el("details", { open, "data-group": group }, el("summary", null, group, el("span", { class: "hint" }, ` ${wanted.length}`)), grid);
-  const build = () => section.open && !grid.childElementCount && add(grid, wanted.map(makeCard));
+  const section = el("details", { open, "data-group": group }, el("summary", null, group, el("span", { class: "hint" }, ` ${wanted.length}`)), grid, texts);
+  const build = () => section.open && !grid.childElementCount && add(grid, plotted.map(makeCard));
   section.addEventListener("toggle", build);
   build();
   return section;
 }
 
+/** Sort metrics into those with a plot, equal ones together, and those whose value is one and the same at every step. */
+function sortOut(names) {
+  const plots = new Map();
+  const constant = [];
+  for (const name of names) {
+    const values = RUNS.filter((run) => run.shown && run.values[name]).map((run) => run.values[name]);
+    const known = values.flat().filter(isNumber);
+    if (known.length > 1 && known.every((x) => x === known[0])) {
+      constant.push([name, known[0]]);
+      continue;
+    }
+    const same = JSON.stringify(values);
+    if (!values.length) plots.set(name, [name]);
+    else if (plots.has(same)) plots.get(same).push(name);
+    else plots.set(same, [name]);
+  }
+  return { plotted: [...plots.values()], constant };
+}
+
+/** A metric that never changes, as a line of text. */
+function constantLine([name, value]) {
+  return el("p", { class: "hint", "data-metric": name, title: (HEAD.metrics[name] || {}).meaning || "" }, `${name} is `, number(value), " at every step");
+}
+
 /** A metric's card: name, unit, last values, and the plot, which is made when the card comes into view. */
-function makeCard(name) {
+function makeCard([name, ...same]) {
   const about = HEAD.metrics[name];
   const runs = RUNS.filter((run) => run.shown && run.values[name]);
   const readout = el("div", { class: "readout" });
@@ -73,7 +99,7 @@ function makeCard(name) {
   const card = el(
     "div",
     { class: "card", "data-metric": name },
-    el("div", { class: "card-title", title: about.meaning || "" }, name, el("span", { class: "hint" }, about.unit ? ` ${about.unit}` : "")),
+    el("div", { class: "card-title", title: about.meaning || "" }, name, el("span", { class: "hint" }, about.unit ? ` ${about.unit}` : ""), same.map((other) => el("span", { class: "hint", "data-same": other, title: (HEAD.metrics[other] || {}).meaning || "" }, ` = ${other}`))),
     host,
     readout,
   );

@@ -4,6 +4,7 @@ const TABS = {
   curves: ["Curves", showCurves],
   time: ["Time", showTime],
   tokens: ["Tokens", showTokens],
+  fell: ["What fell", showFell],
   samples: ["Samples", showSamples],
   microscope: ["Microscope", showMicroscope],
   recipe: ["Recipe", showRecipe],
