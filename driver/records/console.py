@@ -58,7 +58,14 @@ class _Terminal(rich.console.Console):
 def make_terminal(display: Display) -> _Terminal:
     """Return the terminal for the lines; control characters only to a terminal, whatever FORCE_COLOR says."""
     is_plain = display != "auto" or not sys.stdout.isatty()
-    return _Terminal(highlight=False, markup=False, emoji=False, force_terminal=False if is_plain else None)
+    return _Terminal(
+        highlight=False,
+        markup=False,
+        emoji=False,
+        force_terminal=False if is_plain else None,
+        # As text on stdout: in a notebook rich would make every line an output of its own.
+        force_jupyter=False,
+    )
 
 
 class Console:

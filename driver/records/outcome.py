@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core import metrics as names
 from driver.records.console import Console
+from driver.records.run_result import list_held_out
 from driver.records.time_account import describe_shares
 
 
@@ -15,10 +15,8 @@ def show_outcome(console: Console, facts: Mapping[str, Any], *, ended_early: str
 
     facts: contents of summary.json. of: steps of the recipe.
     """
-    before, after = facts.get("before", {}), facts.get("after", {})
-    hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
-    rows = [(n, f"{before[n]:.3f}", f"{after[n]:.3f}") for n in before if n in after and n not in hidden]
-    if rows:
+    held_out = list_held_out(facts.get("before", {}), facts.get("after", {}))
+    if rows := [(name, f"{before:.3f}", f"{after:.3f}") for name, before, after in held_out]:
         console.show_table("on held-out data", rows, ("", "before", "after"))
     if devices := facts.get("devices"):
         for line in (*describe_shares(devices), facts["bottleneck"]):

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from core import metrics as names
 from core.errors import RunStopped, UserError
 from core.text.secrets import hide_secrets
+from core.text.summary import Summarized, Summary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RunResult(Summarized):
     """Result of a completed run. An incomplete run raises UserError, RunStopped or KeyboardInterrupt instead."""
 
     exit_reason: str
@@ -30,6 +32,20 @@ class RunResult:
     """Metrics on held-out rows before training; empty without data.eval."""
     after: dict[str, float] = field(default_factory=dict[str, float])
     """Metrics on held-out rows after training."""
+
+    def summarize(self) -> Summary:
+        """Return reward and loss of the last step, and the held-out metrics before and after, with folder and end."""
+        rows = [(name, f"{a:.3f}", f"{b:.3f}", "") for name, a, b in list_held_out(self.before, self.after)]
+        shown = [name for name in (names.REWARD_MEAN, names.TRAIN_LOSS) if name in self.metrics]
+        rows += [(name, "", "", f"{self.metrics[name]:.3f}") for name in shown]
+        lines = [f"{self.exit_reason} after {self.steps_done} steps", f"run folder: {self.folder}"]
+        return Summary(lines=lines, headings=("", "before", "after", "last step"), rows=rows)
+
+
+def list_held_out(before: Mapping[str, float], after: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """List the held-out metrics worth a row of a table, under their names in the log, before and after training."""
+    hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
+    return [(name, before[name], after[name]) for name in before if name in after and name not in hidden]
 
 
 def make_result(reason: str, folder: Path, facts: Mapping[str, Any], metrics: dict[str, float]) -> RunResult:

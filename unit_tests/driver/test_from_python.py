@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import json
 import os
 import signal
@@ -11,11 +12,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import rich.console
 import yaml
 
 import main_rl
 import main_sl
 from core.errors import RunStopped, UserError
+from core.timing.clock import Clock
+from driver.evaluation.estimators import Estimate
+from driver.evaluation.suites.run import EvalReport
+from driver.evaluation.suites.table import TableRow
+from driver.records.console import Console
 from unit_tests.helpers.runs import metrics_of
 
 SEVENS = "def score(prompt, messages):\n    return {'correct': messages[-1]['content'][:8].count('7') / 8}\n"
@@ -171,3 +178,38 @@ def test_after_a_run_on_ray_the_process_is_as_before_and_may_use_ray(recipe, tmp
     done = run_script(AFTER_A_RUN, recipe({"backend": "ray", "steps": 1}, kind="sl"), home=tmp_path / "home")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\ndone\n" in done.stdout and "a worker speaks" in done.stdout
+
+
+def test_a_result_prints_a_short_summary_and_is_a_table_in_a_notebook(recipe, sums):
+    result = main_sl.run(recipe({"data.eval": str(sums / "sft.parquet")}, kind="sl"), ["name=<b>bold"])
+    before, after = (f"{metrics['eval/loss']:.3f}" for metrics in (result.before, result.after))
+    first, folder, head, held_out, loss = str(result).splitlines()
+    assert first == "done after 2 steps" and folder == f"run folder: {result.folder}"
+    assert head.split() == ["before", "after", "last", "step"] and held_out.split() == ["eval/loss", before, after]
+    assert loss.split() == ["train/loss", f"{result.metrics['train/loss']:.3f}"] and repr(result) == str(result)
+    html = result._repr_html_()
+    assert f"<tr><td>eval/loss</td><td>{before}</td><td>{after}</td><td></td></tr>" in html
+    assert "&lt;b&gt;bold" in html and "<b>" not in html
+
+
+def test_an_evaluation_prints_its_table(tmp_path):
+    estimate = Estimate(value=0.5, low=0.25, high=0.75)
+    row = TableRow(column="set", value="sums", prompts=4, samples=8, metrics={"mean": estimate})
+    report = EvalReport(folder=tmp_path, table=[row])
+    assert str(report).splitlines()[-1].split() == ["set=sums", "4", "0.500", "[0.250,", "0.750]"]
+    assert "<td>set=sums</td><td>4</td><td>0.500 [0.250, 0.750]</td>" in report._repr_html_()
+
+
+class ZMQInteractiveShell:
+    """A notebook's shell, by whose name rich knows one."""
+
+
+def test_the_lines_of_a_run_in_a_notebook_are_text_in_one_output(monkeypatch, capsys):
+    """Rich would show every line as an output of its own."""
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    assert rich.console.Console().is_jupyter
+    with Console(2, Clock(), live=True) as console:
+        console.say("one")
+        console.show_table("two", [("reward", "1")], ("", "after"))
+    assert not console.terminal.is_jupyter
+    assert capsys.readouterr().out.startswith("one\ntwo")

@@ -14,12 +14,13 @@ from configs.eval_schema import EvalConfig
 from core.errors import RunStopped
 from core.tasks import gather_fail_fast, start_task
 from core.text.atomic_write import write_whole
+from core.text.summary import Summarized, Summary
 from core.timing.phases import Phase
 from core.types.samples import Prompt
 from data_feeds.rows.eval_sets import PromptSet
 from driver.context import RunContext
 from driver.evaluation.estimators import choose_ks
-from driver.evaluation.suites.display import EvalDisplay, format_table
+from driver.evaluation.suites.display import EvalDisplay, format_estimate, format_table
 from driver.evaluation.suites.generations import Generation, PartWriter, describe_group, join_parts
 from driver.evaluation.suites.table import RESULTS, GradedPrompt, TableRow, make_table, measure_prompt
 from rollouts.scheduling.generation import GroupRequests
@@ -28,14 +29,28 @@ OF_SET = "set"
 """Column of the table with the name of the data set."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalReport:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EvalReport(Summarized):
     """Outcome of an evaluation that came to its end."""
 
     folder: Path
     """Run folder, with results.json, config.yaml and every sample in Parquet."""
     table: list[TableRow]
     """Estimates with their intervals; the first row is of all prompts."""
+
+    def summarize(self) -> Summary:
+        """Return the table, each estimate with its interval."""
+        metrics = list(dict.fromkeys(name for row in self.table for name in row.metrics))
+        rows = [
+            [
+                f"{row.column}={row.value}" if row.column else row.value,
+                str(row.prompts),
+                *(format_estimate(row.metrics.get(name)) for name in metrics),
+            ]
+            for row in self.table
+        ]
+        lines = [f"evaluation: {self.folder}"]
+        return Summary(lines=lines, headings=("prompts of", "prompts", *metrics), rows=rows)
 
 
 @dataclass
