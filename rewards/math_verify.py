@@ -60,7 +60,8 @@ def read_gold(answer: str) -> list[Any]:
     # what cannot be parsed comes back as text, which pays only replies in the same notation
     if all(isinstance(one, str) for one in found):
         raise ValueError(f"math-verify cannot read the answer {answer!r:.100}")
-    return found
+    # a reply may also repeat the ground truth as it is, such as 4.5e33
+    return [*found, answer.strip()]
 
 
 def write_gold(answer: str) -> str:
