@@ -73,6 +73,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
                 "transcript": describe_messages(s.transcript),
                 "images": describe_places(s.images),
                 "counts": s.counts,
+                "log": s.log,
                 "episode": s.episode,
                 "turns": s.turns,
                 "turn_rewards": s.turn_rewards,

@@ -66,7 +66,7 @@ def write_samples(path: Path, groups: list[Group]) -> None:
 
 
 def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
-    """Return a sample's JSON record; tools, turns and counts only if not empty."""
+    """Return a sample's JSON record; tools, turns, counts and log only if not empty."""
     record = {
         "group": group,
         "id": sample.prompt.id,
@@ -82,12 +82,17 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
         "new_tokens": sample.n_sampled,
     }
     # Empty ones are dropped: most samples are single replies, and a run may write millions.
-    more: dict[str, Any] = {"tools": sample.prompt.tools, "turns": list_turns(sample), "counts": sample.counts}
+    more: dict[str, Any] = {
+        "tools": sample.prompt.tools,
+        "turns": list_turns(sample),
+        "counts": sample.counts,
+        "log": sample.log,
+    }
     if sample.episode is not None:
         more["episode"] = sample.episode
     if sample.player:
         more["player"] = sample.player
-    return record | {name: value for name, value in more.items() if value not in ([], {})}
+    return record | {name: value for name, value in more.items() if value not in ([], {}, "")}
 
 
 def list_turns(sample: Sample) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from core.tasks import start_task
+from core.text.plain_text import escape_controls
+from core.text.secrets import HIDDEN
 from core.timing.progress import say
 from core.types.messages import Message
 from core.types.samples import Prompt, Sample
@@ -42,7 +44,7 @@ class AgentRunner:
         async with self.gateway.serving(session) as base_url:
             # "agent" is a key that no turn has
             task = make_task(prompt, session, base_url, seed=seed_of_turn("agent"))
-            result = await self._run_agent(session, task)
+            result = await self._run_agent(session, task, log := bytearray())
         branches = session.trace.list_branches()
         failure = result.failure
         if not branches:
@@ -58,8 +60,10 @@ class AgentRunner:
         counts = count_requests(session, samples)
         # The reward of all samples reads the branch with the last reply. Counts are logged once per episode.
         messages = cut_prompt(max(branches, key=lambda branch: branch.last).messages, trace)
+        # once per episode too
+        first = {"counts": counts, "log": read_log(log, session.key)}
         return [
-            Played(sample=replace(sample, episode=episode, counts={} if i else counts), messages=messages)
+            Played(sample=replace(sample, episode=episode, **({} if i else first)), messages=messages)
             for i, sample in enumerate(samples)
         ]
 
@@ -76,9 +80,9 @@ class AgentRunner:
         await self.gateway.close()
         await self.processes.close()
 
-    async def _run_agent(self, session: AgentSession, task: Task) -> AgentResult:
-        """Return the agent's result or failure. Raises the engine's errors."""
-        running = start_task(self.processes.run(task, timeout_s=self.timeout_s))
+    async def _run_agent(self, session: AgentSession, task: Task, log: bytearray) -> AgentResult:
+        """Return the agent's result or failure. log: receives what it prints. Raises the engine's errors."""
+        running = start_task(self.processes.run(task, timeout_s=self.timeout_s, log=log))
         try:
             # an engine error or too many refused requests end the episode, even while the agent still runs
             await asyncio.wait([running, session.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -120,6 +124,11 @@ def make_sample_of(
         turns=tuple(branch.turns),
         turn_numbers=tuple(branch.turn_numbers),
     )
+
+
+def read_log(log: bytearray, key: str) -> str:
+    """Return what an agent has printed as text, without the key of its episode."""
+    return escape_controls(log.decode(errors="backslashreplace").replace(key, HIDDEN), keep="\n\t").strip()
 
 
 def cut_prompt(messages: list[Message], trace: Trace) -> list[Message]:

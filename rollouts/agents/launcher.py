@@ -1,11 +1,13 @@
 """Launcher of a worker's agent processes: `python -m rollouts.agents.launcher FD`.
 
 It imports the agent's file once. Each episode is a fork, so imports are shared and nothing else is. A command is also
-executed in such a fork. Each fork is a session leader, and dies with this process.
+executed in such a fork. Between the two stands a guard, one per episode: an agent that kills its parent ends its own
+episode, and the death of this process ends none.
 
-Messages over the socket FD are JSON objects, the plan first. {"id", "environment"} starts an episode; three file
-descriptors (task, result, errors) come with it. {"end": id} kills it. Replies are {"ready"} or {"refusal"}, and {"id",
-"status"} once an episode's process and all descendants are gone.
+Messages over the socket FD are JSON objects, the plan first, answered by {"ready"} or {"refusal"}. {"environment"}
+starts an episode; four file descriptors (task, result, log, control) come with it. Over the control socket the guard
+says {"guard": process id}, and {"status"} once the agent's process and all descendants are gone. It kills them when
+the worker closes that socket or dies.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from rollouts.agents.task import RESULT_FD, Task
 
 # From <linux/prctl.h>: Python has no constant for it.
 PR_SET_CHILD_SUBREAPER = 36
-MARK = "FEYNRL_EPISODE"
-"""Environment variable with the episode number. Every process that the agent starts inherits it."""
 LARGEST_MESSAGE = 2**16
 """Maximum size of a socket message, in bytes."""
 ONE_EPISODE = "--one-episode"
 """Argument of a fresh interpreter that runs one episode. The task is on stdin; the result goes to RESULT_FD."""
+MOST_ROUNDS = 1000
+"""Maximum number of generations of descendants that are killed: a bound for one that forks without end."""
 CANNOT_START = 127
 """Exit code of a command that cannot be started."""
 
@@ -50,7 +52,7 @@ def main(fd: int) -> None:
     libc = ctypes.CDLL(None)
     # dies with the worker, even if that is killed
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of an agent become children of this process, which kills them
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a guard become children of this process, which kills them
     worker = socket.socket(fileno=fd)
     worker.set_inheritable(False)
     if not (given := worker.recv(LARGEST_MESSAGE)):  # the run was over before it needed an agent
@@ -61,6 +63,7 @@ def main(fd: int) -> None:
     except UserError as error:
         worker.send(json.dumps({"refusal": str(error)}).encode())
         return
+    sys.stdout.flush()  # or every fork would print again what the import has printed
     worker.send(json.dumps({"ready": True}).encode())
     Launcher(worker, plan, run, has_threads=threading.active_count() > 1).serve()
 
@@ -82,72 +85,100 @@ def find_run(module: ModuleType, path: str) -> Callable[[Task], Any]:
 
 
 class Launcher:
-    """Parent of all episode processes."""
+    """Parent of the guards of all episodes."""
 
     def __init__(
         self, worker: socket.socket, plan: dict[str, Any], run: Callable[[Task], Any] | None, *, has_threads: bool
     ):
         """has_threads: the import has started threads. A fork would lack them."""
         self.worker, self.plan, self.run, self.has_threads = worker, plan, run, has_threads
-        self.running: dict[int, tuple[int, int]] = {}
-        """Process id -> episode number, and a pidfd that becomes readable at exit."""
+        self.guards: dict[int, int] = {}
+        """Process id -> pidfd that becomes readable at exit."""
 
     def serve(self) -> None:
-        """Serve messages of the worker and exits of episodes."""
+        """Serve messages of the worker and exits of guards."""
         while True:
             poll = select.poll()
-            for fd in (self.worker.fileno(), *(handle for _, handle in self.running.values())):
+            for fd in (self.worker.fileno(), *self.guards.values()):
                 poll.register(fd, select.POLLIN)
             ready = {fd for fd, _ in poll.poll()}
-            for pid in [pid for pid, (_, handle) in self.running.items() if handle in ready]:
-                self._end(pid)
+            for pid in [pid for pid, handle in self.guards.items() if handle in ready]:
+                self._reap(pid)
             if self.worker.fileno() in ready and not self._take_message():
-                self._end_all()
-                return
+                break
+        for pid in [*self.guards]:
+            os.kill(pid, signal.SIGKILL)
+            self._reap(pid)
 
     def _take_message(self) -> bool:
-        """Handle the next message. Return False if the socket is closed."""
-        given, handles, _, _ = socket.recv_fds(self.worker, LARGEST_MESSAGE, 3)
+        """Start an episode. Return False if the socket is closed."""
+        given, handles, _, _ = socket.recv_fds(self.worker, LARGEST_MESSAGE, 4)
         if not given:
             return False
-        message = json.loads(given)
-        if "end" in message:
-            for pid in [pid for pid, (number, _) in self.running.items() if number == message["end"]]:
-                _kill_group(pid)
-            return True
         pid = os.fork()
         if pid == 0:
-            self._become_agent(message, handles)
+            self._become_guard(json.loads(given)["environment"], handles)
         # an open copy here would hide the end of the agent's pipes
         for handle in handles:
             os.close(handle)
         # a pidfd, since the process id of a dead process may be reused
-        self.running[pid] = (message["id"], os.pidfd_open(pid))
+        self.guards[pid] = os.pidfd_open(pid)
         return True
 
-    def _become_agent(self, message: dict[str, Any], handles: list[int]) -> None:
+    def _reap(self, pid: int) -> None:
+        """Reap a guard. What one that was killed has left is killed too."""
+        os.close(self.guards.pop(pid))
+        _, status = os.waitpid(pid, 0)
+        if status:
+            end_children(spared=self.guards.keys())
+
+    def _become_guard(self, environment: dict[str, str], handles: list[int]) -> None:
+        """Start and watch one episode in the forked process, then exit."""
+        status = 1
+        try:
+            # a session and group of its own, and the parent of every orphan of the agent
+            os.setsid()
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+            # neither the launcher's socket nor the processes of other episodes are the agent's
+            self.worker.close()
+            for handle in self.guards.values():
+                os.close(handle)
+            *pipes, control = handles
+            with socket.socket(fileno=control) as worker:
+                pid = os.fork()
+                if pid == 0:
+                    worker.close()
+                    self._become_agent(environment, pipes)
+                for pipe in pipes:
+                    os.close(pipe)
+                watch_agent(pid, worker)
+            status = 0
+        except BaseException:  # a border: this process must not go on as a second launcher
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _become_agent(self, environment: dict[str, str], pipes: list[int]) -> None:
         """Run one episode in the forked process, then exit."""
         status = CANNOT_START
         try:
             # a new process group, so that it can be killed as a whole
             os.setsid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            # the agent must reach neither the launcher's socket nor the processes of other episodes
-            self.worker.close()
-            for _, handle in self.running.values():
-                os.close(handle)
-            os.environ.update(message["environment"] | {MARK: str(message["id"])})
+            os.environ.update(environment)
             # Copies from 10 on, since 0 to 3 are assigned below. They close on exec, so what the agent starts cannot
             # keep the pipes open.
-            task, result, errors = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in handles)
-            for fd in handles:
+            task, result, log = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in pipes)
+            for fd in pipes:
                 os.close(fd)
+            for fd in (1, 2):
+                os.dup2(log, fd)
             if self.run is None:
-                self._become_command([task, result, errors], self.plan["command"])
+                self._become_command([task, result], self.plan["command"])
             # A lock of a lost thread may stay locked for ever in a fork, so a fresh interpreter imports the file again.
             if self.has_threads:
                 again = ["-P", "-m", "rollouts.agents.launcher", ONE_EPISODE, json.dumps(self.plan["file"])]
-                self._become_command([task, result, 2], [sys.executable, *again])
+                self._become_command([task, result], [sys.executable, *again])
             status = run_file(self.run, self.plan["file"]["path"], task, result)
         except BaseException:  # a border: the process ends here, whatever the user's code raises
             traceback.print_exc()
@@ -156,35 +187,34 @@ class Launcher:
             sys.stderr.flush()
             os._exit(status)  # not sys.exit, which would wait for threads of the agent
 
-    def _become_command(self, handles: list[int], command: list[str]) -> None:
-        task, result, errors = handles
+    def _become_command(self, pipes: list[int], command: list[str]) -> None:
+        task, result = pipes
         os.dup2(task, 0)
         os.dup2(result, RESULT_FD)
-        os.dup2(errors, 2)
         try:
             os.execvp(command[0], command)
         except OSError as error:
             print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
             os._exit(CANNOT_START)
 
-    def _end(self, pid: int) -> None:
-        """Reap an exited process, kill its descendants, and report the status."""
-        number, handle = self.running.pop(pid)
-        os.close(handle)
-        # killed before it is reaped: until then the process id, which names the group, cannot be reused
-        _kill_group(pid)
-        _, status = os.waitpid(pid, 0)
-        end_leftovers(f"{MARK}={number}", running=self.running.keys())
-        self._report({"id": number, "status": os.waitstatus_to_exitcode(status)})
 
-    def _end_all(self) -> None:
-        for pid in self.running:
-            _kill_group(pid)
-        end_leftovers("", running=())
-
-    def _report(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the worker is gone; the next recv returns nothing and ends this process
-            self.worker.send(json.dumps(message).encode())
+def watch_agent(agent: int, worker: socket.socket) -> None:
+    """Wait until the agent's process or the worker's interest ends. Kill all descendants, and report the status."""
+    with contextlib.suppress(OSError):  # the worker is gone; the poll ends at once
+        worker.send(json.dumps({"guard": os.getpid()}).encode())
+    poll = select.poll()
+    poll.register(os.pidfd_open(agent), select.POLLIN)
+    poll.register(worker, select.POLLIN)
+    poll.poll()
+    # killed before it is reaped: until then the process id, which names the group, cannot be reused
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(agent, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it may not have come to its own group yet
+        os.kill(agent, signal.SIGKILL)
+    _, status = os.waitpid(agent, 0)
+    end_children()
+    with contextlib.suppress(OSError):
+        worker.send(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
 
 
 def run_file(run: Callable[[Task], Any] | None, path: str, task: int, result: int) -> int:
@@ -233,33 +263,31 @@ def name_failure(error: BaseException, path: str) -> str:
     return f"{said} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else said
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def end_leftovers(mark: str, *, running: Collection[int]) -> None:
-    """Kill leftover processes of ended episodes: those with the mark, and all orphans if no episode runs.
-
-    running: process ids of running episodes.
-    """
-    me = os.getpid()
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-            marks = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is somebody else's
-            continue
-        # The parent id is the second field after the name in parentheses. A name may itself contain parentheses. An
-        # orphan without a mark may belong to any episode, so it lives until none runs.
-        is_orphan = int(stat.rpartition(")")[2].split()[1]) == me and pid not in running
-        if pid == me or not ((mark and mark.encode() in marks) or (is_orphan and not running)):
-            continue
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-        if is_orphan:
+def end_children(*, spared: Collection[int] = ()) -> None:
+    """Kill and reap the children of this process except `spared`, and then theirs, which become its own."""
+    for _ in range(MOST_ROUNDS):
+        children = [pid for pid in list_children(os.getpid()) if pid not in spared]
+        if not children:
+            return
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+def list_children(parent: int) -> list[int]:
+    """List the process ids of a process's children."""
+    found: list[int] = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has ended
+            continue
+        # The parent id is the second field after the name in parentheses. A name may itself contain parentheses.
+        if int(stat.rpartition(")")[2].split()[1]) == parent:
+            found.append(int(pid))
+    return found
 
 
 if __name__ == "__main__":

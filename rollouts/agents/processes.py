@@ -1,33 +1,35 @@
 """Agent processes of a rollout worker, one per episode.
 
-A harness that raises, hangs, dies or returns an invalid result fails only the current episode, with one sentence.
-rollouts/agents/launcher.py starts the processes and kills their descendants.
+A harness that raises, hangs, dies, kills its parent or returns an invalid result fails only the current episode, with
+one sentence. rollouts/agents/launcher.py starts the processes and kills their descendants.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from core.cluster.child_process import start_module
-from core.errors import RunStopped, UserError, shorten
+from core.errors import UserError, quote, shorten
 from core.text.secrets import HIDDEN
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
+from core.timing.progress import say
 from rewards.worker import call_user_code
+from rollouts.agents.output import LARGEST_RESULT, Output
 from rollouts.agents.task import RESULT_FD, AgentPlan, Task
 
-LARGEST_RESULT = 2**20
-"""Maximum size of an agent's result, in bytes."""
-KEPT_OF_ERRORS = 2**12
-"""Bytes kept from the end of a command's standard error. Failures quote the last line."""
 LARGEST_MESSAGE = 2**16
+KEY_NAME = "OPENAI_API_KEY"
+"""Environment variable with the key of the episode. Every process that the agent starts inherits it."""
+MOST_STARTS = 3
+"""Maximum number of attempts to start an episode, each with a new launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,50 +46,71 @@ class AgentProcesses:
     def __init__(self, plan: AgentPlan):
         """Start the launcher. Errors of the agent's import are raised before the first episode."""
         self.plan = plan
+        self._opening, self._sending = asyncio.Lock(), asyncio.Lock()
+        self._has_imported = False
+        self._launch()
+
+    def _launch(self) -> None:
         # message boundaries are kept, so every recv is one JSON object
         self._socket, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         # another machine may not have this folder
-        folder = plan.folder if os.path.isdir(plan.folder) else None
+        folder = self.plan.folder if os.path.isdir(self.plan.folder) else None
         self._launcher = start_module("rollouts.agents.launcher", far_end.fileno(), folder=folder)
         far_end.close()
-        file = None if plan.file is None else asdict(plan.file)
-        self._socket.send(json.dumps({"file": file, "command": list(plan.command)}).encode())
-        self._numbers = itertools.count()
-        self._ended: dict[int, asyncio.Future[int]] = {}
+        file = None if self.plan.file is None else asdict(self.plan.file)
+        self._socket.send(json.dumps({"file": file, "command": list(self.plan.command)}).encode())
         self._ready = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._opening, self._sending = asyncio.Lock(), asyncio.Lock()
 
-    async def run(self, task: Task, *, timeout_s: float) -> AgentResult:
+    async def run(self, task: Task, *, timeout_s: float, log: bytearray) -> AgentResult:
         """Run the agent of one episode. It is killed after `timeout_s` seconds, or on cancellation.
 
-        Raises UserError if the agent's file cannot be used.
+        log: receives the end of what the agent prints. Raises UserError if the agent's file cannot be used.
         """
         given = write_task(task)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._open()
-                found = await self._run_process(given, name_endpoint(task))
+                for _ in range(MOST_STARTS):
+                    launcher = await self._open()
+                    if (found := await self._run_process(launcher, given, name_endpoint(task), log)) is not None:
+                        # an error message may quote the key, and it ends up in logs
+                        return replace(found, failure=shorten(found.failure.replace(task.api_key, HIDDEN)))
+                    self._replace_launcher(launcher)
         except TimeoutError:
             return AgentResult(failure=f"the agent has not ended after {timeout_s:g} s (see rollout.timeout_s)")
-        # an error message may quote the key, and it ends up in logs
-        return AgentResult(parts=found.parts, failure=shorten(found.failure.replace(task.api_key, HIDDEN)))
+        return AgentResult(failure=f"the process that starts the agents was killed {MOST_STARTS} times in a row")
 
-    async def _run_process(self, given: str, environment: dict[str, str]) -> AgentResult:
-        number = next(self._numbers)
-        ended = self._ended[number] = asyncio.get_running_loop().create_future()
-        result, errors = _Reader(LARGEST_RESULT), _Reader(None)
+    async def _run_process(
+        self, launcher: socket.socket, given: str, environment: dict[str, str], log: bytearray
+    ) -> AgentResult | None:
+        """Run an agent's process to its end. None: the launcher has died before it could start it."""
+        control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
+        output, guard, status = Output(log), None, None
         try:
-            await self._start(number, given, environment, result, errors)
-            # not `await ended`: a cancellation would mark it as done, and _end would not kill the agent
-            await asyncio.wait([ended])
-            return self._read_result(result, errors, ended.result())
+            try:
+                is_sent = await self._send_task(launcher, given, environment, [*output.far_ends, far_end.fileno()])
+            finally:
+                far_end.close()
+                output.begin()
+            if not is_sent or not (said := await _receive(control)):
+                return None
+            with contextlib.suppress(ProcessLookupError):
+                # a pidfd, since the process id of a dead process may be reused
+                guard = os.pidfd_open(json.loads(said)["guard"])
+            if said := await _receive(control):
+                status = json.loads(said)["status"]
         finally:
             # also after a timeout or a cancellation: no agent outlives the episode
-            await self._end(number, ended)
-            result.close()
-            errors.close()
+            if status is None:
+                await _end_guard(control, guard)
+                # a guard that was killed has ended nobody, and the launcher, to which they fall, may be dead too
+                await asyncio.to_thread(kill_marked, f"{KEY_NAME}={environment[KEY_NAME]}")
+            control.close()
+            if guard is not None:
+                os.close(guard)
+            await output.finish()
+        return self._read_result(output, status)
 
     def wait_for_import(self) -> bytes:
         """Return the launcher's first message, without an event loop."""
@@ -108,9 +131,6 @@ class AgentProcesses:
 
     async def close(self) -> None:
         """End all agents and the launcher."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
-            loop.remove_reader(self._socket)
         self._socket.close()  # the launcher sees end of file, then kills all agents and exits
         try:
             await asyncio.to_thread(self._launcher.wait, AGENT_END_TIMEOUT_S)
@@ -119,17 +139,20 @@ class AgentProcesses:
                 os.killpg(self._launcher.pid, signal.SIGKILL)
             self._launcher.wait()
 
-    async def _open(self) -> None:
-        """Wait for the agent's import, and receive launcher messages in this event loop."""
+    async def _open(self) -> socket.socket:
+        """Return the socket of the launcher, once it has imported the agent."""
         # Episodes start concurrently: the first waits for the import, the others for the lock.
         async with self._opening:
-            loop = asyncio.get_running_loop()
             if not self._ready:
-                await self._wait_until_ready(loop)
-            if self._loop is not loop:
-                # a reader belongs to one event loop
-                loop.add_reader(self._socket, self._read_messages)
-                self._loop = loop
+                await self._wait_until_ready(asyncio.get_running_loop())
+            return self._socket
+
+    def _replace_launcher(self, dead: socket.socket) -> None:
+        """Start another launcher, unless another episode has done so already. The running agents go on."""
+        if self._socket is dead:
+            say(f"rollout.agent: the process that starts {quote(self.plan.name)} was killed, and is started again")
+            self.kill()
+            self._launch()
 
     async def _wait_until_ready(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -139,75 +162,56 @@ class AgentProcesses:
             raise UserError(f"rollout.agent.file: {self.plan.name} takes too long to import") from error
         except ConnectionError:
             given = b""
-        check_ready(given, self.plan)
-        self._ready = True
+        # a later launcher that dies while it imports is the work of an agent, and not of the file
+        if given or not self._has_imported:
+            check_ready(given, self.plan)
+        self._ready = self._has_imported = True
 
-    async def _start(
-        self, number: int, task: str, environment: dict[str, str], result: _Reader, errors: _Reader
-    ) -> None:
-        """Send the launcher a start message, with the task as the process's standard input."""
+    async def _send_task(
+        self, launcher: socket.socket, task: str, environment: dict[str, str], handles: list[int]
+    ) -> bool:
+        """Send the launcher a start message, with the task as the process's standard input. False: it is gone."""
         # a memory file, not a pipe: a task with images exceeds a pipe's buffer, and nobody reads it yet
         given = os.memfd_create("task")
         try:
             with open(given, "w", encoding="utf-8", closefd=False) as file:
                 file.write(task)
             os.lseek(given, 0, os.SEEK_SET)
-            message = json.dumps({"id": number, "environment": environment}).encode()
-            await self._send(message, [given, result.far_end, errors.far_end])
+            return await self._send(launcher, json.dumps({"environment": environment}).encode(), [given, *handles])
         finally:
             os.close(given)
-            result.begin()
-            errors.begin()
 
-    async def _send(self, message: bytes, handles: list[int]) -> None:
-        """Send a message to the launcher. Wait if the socket is full. Raises RunStopped if the launcher is gone."""
+    async def _send(self, launcher: socket.socket, message: bytes, handles: list[int]) -> bool:
+        """Send a message to the launcher. Wait if the socket is full. False: the launcher is gone."""
         loop = asyncio.get_running_loop()
         # one writer at a time, since a second add_writer would replace the first
         async with self._sending:
             while True:
                 try:
-                    socket.send_fds(self._socket, [message], handles)
-                    return
+                    socket.send_fds(launcher, [message], handles)
+                    return True
                 except BlockingIOError:
                     writable = asyncio.Event()
-                    loop.add_writer(self._socket, writable.set)
+                    loop.add_writer(launcher, writable.set)
                     try:
                         await writable.wait()
                     finally:
-                        loop.remove_writer(self._socket)
-                except OSError as error:
-                    raise RunStopped(f"the process that starts the agents ({self.plan.name}) is gone") from error
+                        loop.remove_writer(launcher)
+                except OSError:
+                    return False
 
-    async def _end(self, number: int, ended: asyncio.Future[int]) -> None:
-        """End an episode's process and all descendants, and wait for their exit."""
-        if not ended.done():
-            with contextlib.suppress(RunStopped, TimeoutError):
-                async with asyncio.timeout(AGENT_END_TIMEOUT_S):
-                    await self._send(json.dumps({"end": number}).encode(), [])
-                    await asyncio.wait([ended])
-        self._ended.pop(number, None)
-
-    def _read_messages(self) -> None:
-        """Process the launcher's reports."""
-        with contextlib.suppress(BlockingIOError):
-            while given := self._socket.recv(LARGEST_MESSAGE):
-                message = json.loads(given)
-                ended = self._ended.get(message["id"])
-                if ended is not None and not ended.done():
-                    ended.set_result(message["status"])
-            asyncio.get_running_loop().remove_reader(self._socket)
-            for ended in self._ended.values():  # an empty message: the launcher is gone, and all agents with it
-                if not ended.done():
-                    ended.set_result(-signal.SIGKILL)
-
-    def _read_result(self, result: _Reader, errors: _Reader, status: int) -> AgentResult:
-        if result.is_too_long:
+    def _read_result(self, output: Output, status: int | None) -> AgentResult:
+        if status is None:
+            return AgentResult(
+                failure="the agent, or a process that it has started, killed the process that watches over the episode"
+            )
+        if output.is_too_long:
             return AgentResult(failure=f"the agent returned more than {LARGEST_RESULT} bytes")
         if status:
             how = f"exited with code {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
-            said = errors.read().decode(errors="replace").strip().splitlines()
+            said = output.log.decode(errors="replace").strip().splitlines()
             return AgentResult(failure=f"the agent's process {how}" + (f": {said[-1].strip()}" if said else ""))
-        line = result.read().decode(errors="replace")
+        line = output.result.decode(errors="replace")
         if self.plan.file is not None:
             if not line:
                 return AgentResult(failure="the agent ended its process before run() had returned")
@@ -268,54 +272,38 @@ def name_endpoint(task: Task) -> dict[str, str]:
     no_proxy = f"{before},{local}" if before else local
     return {
         "OPENAI_BASE_URL": task.base_url,
-        "OPENAI_API_KEY": task.api_key,
+        KEY_NAME: task.api_key,
         # programs read one spelling or the other
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
     }
 
 
-class _Reader:
-    """Pipe from an agent's process, read in the event loop."""
+async def _receive(control: socket.socket) -> bytes:
+    """Return the next message of a guard; b"" if it is gone."""
+    try:
+        return await asyncio.get_running_loop().sock_recv(control, LARGEST_MESSAGE)
+    except ConnectionError:
+        return b""
 
-    def __init__(self, limit: int | None):
-        """limit: maximum bytes. None: copy to standard error, and keep only the last bytes."""
-        self.near_end, self.far_end = os.pipe()
-        os.set_blocking(self.near_end, False)
-        self.limit, self.data = limit, b""
-        self.is_too_long = False
 
-    def begin(self) -> None:
-        """Start reading. Only the agent's process keeps the other end open."""
-        # an open copy here would hide the end of file
-        os.close(self.far_end)
-        asyncio.get_running_loop().add_reader(self.near_end, self._take)
+async def _end_guard(control: socket.socket, guard: int | None) -> None:
+    """Let the guard kill the agent's process and all descendants, and wait for its exit. guard: its pidfd."""
+    with contextlib.suppress(OSError):
+        control.shutdown(socket.SHUT_WR)
+    try:
+        async with asyncio.timeout(AGENT_END_TIMEOUT_S):
+            while await _receive(control):
+                pass
+    except TimeoutError:  # the agent may have stopped it
+        if guard is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(guard, signal.SIGKILL)
 
-    def read(self) -> bytes:
-        """Read the rest of the pipe, and return all data."""
-        while self._take():
-            pass
-        return self.data
 
-    def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self.near_end)
-        os.close(self.near_end)
-
-    def _take(self) -> bool:
-        """Read available data. Return whether there may be more."""
-        try:
-            given = os.read(self.near_end, 2**16)
-        except BlockingIOError:
-            return False
-        if not given:
-            asyncio.get_running_loop().remove_reader(self.near_end)
-            return False
-        if self.limit is None:
-            # shown as it comes: it is the agent's log
-            os.write(2, given)
-            self.data = (self.data + given)[-KEPT_OF_ERRORS:]
-        elif len(self.data) + len(given) > self.limit:
-            self.is_too_long = True  # the rest is read and discarded, or the agent would block on a full pipe
-        else:
-            self.data += given
-        return True
+def kill_marked(mark: str) -> None:
+    """Kill every process with `mark`, NAME=value, in its environment."""
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)

@@ -64,11 +64,12 @@ def play(
     policy: Policy,
     *,
     size: int = 1,
+    groups: int = 1,
     agent_timeout_s: float = 50.0,
     prompt: Prompt = PROMPT,
     reward: str = "environment",
 ) -> list[Sample]:
-    """Return the samples of one group, after all processes are gone."""
+    """Return the samples of some groups, one after the other, after all processes are gone."""
 
     async def run() -> list[Sample]:
         pool = RewardPool(one_reward(resolve_reward(reward), {}), 1, 30.0)
@@ -90,9 +91,12 @@ def play(
         assert worker.agents is not None
         worker.agents.timeout_s = agent_timeout_s
         try:
-            group = await worker.generate_group(4, prompt, size)
-            assert group is not None, "the whole group timed out"
-            return group
+            samples: list[Sample] = []
+            for _ in range(groups):
+                group = await worker.generate_group(4, prompt, size)
+                assert group is not None, "the whole group timed out"
+                samples += group
+            return samples
         finally:
             await worker.close()
 
