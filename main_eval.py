@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from core.cli import parse_arguments, run_guarded
+from core.text.plain_text import print_line
 
 if TYPE_CHECKING:
     from configs.eval_schema import EvalConfig
@@ -31,7 +32,7 @@ def main() -> int:
     if args.explain:
         from driver.evaluation.suites.setup import explain_eval
 
-        print(explain_eval(cfg))
+        print_line(explain_eval(cfg), keep="\n")
         return 0
     launch(cfg)
     return 0

@@ -8,12 +8,15 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
+
+from core.text.plain_text import escape_controls, print_line
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
     """Parse the command line."""
     # No heavy import comes before this call, so --help answers at once.
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("--config", required=True, metavar="FILE", help="a YAML recipe; see configs/")
     parser.add_argument(
         "--explain",
@@ -22,6 +25,13 @@ def parse_arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.lr=1e-5 steps=50")
     return parser.parse_args()
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that quotes what was given."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(escape_controls(message, keep=""))
 
 
 def run_guarded(run: Callable[[], int]) -> int:
@@ -37,10 +47,10 @@ def run_guarded(run: Callable[[], int]) -> int:
     try:
         return run()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}", file=sys.stderr)
         return 2
     except RunStopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
+        print_line(f"stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

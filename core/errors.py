@@ -8,6 +8,8 @@ from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from core.text.plain_text import escape_controls
+
 
 class UserError(Exception):
     """User's mistake, exit code 2. The message states what is wrong, what was found, and the key to change."""
@@ -108,7 +110,7 @@ def first_line(error: BaseException) -> str:
     'KeyError'
     """
     lines = (line.strip() for line in str(error).splitlines())
-    return shorten(next(filter(None, lines), type(error).__name__))
+    return shorten(escape_controls(next(filter(None, lines), type(error).__name__), keep=""))
 
 
 def name_error(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 from core.cluster.workers import Workers
 from core.errors import RunStopped, UserError, first_line, writing
 from core.text.atomic_write import PARTIAL, flush_folder, flush_path, measure_sizes
+from core.text.plain_text import print_line
 from trainers.checkpoint.state import rank_file
 from trainers.trainer import Trainer
 
@@ -161,7 +162,7 @@ def remove_old_checkpoints(home: Path, keep: int, by: BestBy) -> Checkpoint | No
     return best
 
 
-def find_checkpoint(resume: str, *, say: Callable[[str], None] = print) -> Checkpoint:
+def find_checkpoint(resume: str, *, say: Callable[[str], None] = print_line) -> Checkpoint:
     """Return the newest complete checkpoint of a run folder, or the checkpoint `resume` itself.
 
     say: receives a line per damaged checkpoint.

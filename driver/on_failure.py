@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from configs.schema import RunConfig
 from core.errors import ProcessDied
+from core.text.plain_text import print_line
 from driver.checkpoint import list_checkpoints
 from driver.load_recipe import Loaded
 
@@ -28,8 +29,8 @@ def run_with_resumes(attempt: Callable[[Loaded[C]], T], loaded: Loaded[C]) -> T:
             # Without a new checkpoint, resume again from where this attempt began.
             newest = _find_newest(death) or loaded.cfg.resume
             where = newest or "the start, because there is no checkpoint yet"
-            print(f"stopped: {death}", flush=True)
-            print(f"on_failure=resume: resuming from {where} ({n} of max_resumes={resumes})", flush=True)
+            print_line(f"stopped: {death}")
+            print_line(f"on_failure=resume: resuming from {where} ({n} of max_resumes={resumes})")
             loaded = replace(loaded, cfg=loaded.cfg.model_copy(update={"resume": newest}))
     # The last attempt is outside the loop, so that its error is raised.
     return attempt(loaded)
@@ -37,5 +38,5 @@ def run_with_resumes(attempt: Callable[[Loaded[C]], T], loaded: Loaded[C]) -> T:
 
 def _find_newest(death: ProcessDied) -> str | None:
     """Return the newest complete checkpoint before the last step. The last step's checkpoint cannot be resumed."""
-    found = list_checkpoints(death.run_folder / "checkpoints", say=print) if death.run_folder is not None else []
+    found = list_checkpoints(death.run_folder / "checkpoints", say=print_line) if death.run_folder is not None else []
     return next((str(c.folder) for c in reversed(found) if c.state.steps_done < death.steps), None)

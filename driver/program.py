@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from configs.load import naming_inherited
 from configs.schema import RunConfig
 from core.cluster.private_ray import refuse_second_ray
+from core.text.plain_text import print_line
 from driver.load_recipe import Loaded, load_recipe
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def run_program(file: str, cls: type[C], args: argparse.Namespace, launch: Calla
     loaded = load_recipe(cls, args.config, args.overrides)
     if args.explain:
         with naming_inherited(loaded.inherited):
-            print(explain(loaded))
+            print_line(explain(loaded), keep="\n")
         return 0
     launch(loaded)
     return 0

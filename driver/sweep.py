@@ -20,6 +20,7 @@ from core import metrics as names
 from core.cluster.signals import EXIT_CODE
 from core.errors import UserError, writing
 from core.text.atomic_write import write_whole
+from core.text.plain_text import print_line
 from driver.checks.explain import explain
 from driver.load_recipe import load_recipe
 
@@ -101,7 +102,8 @@ def run_sweep(
     _check_folders([item.cfg for item in loaded], combinations)
     if only_explain:
         for overrides, item in zip(combinations, loaded, strict=True):
-            print(f"# {' '.join(overrides)}", explain(item), sep="\n", end="\n\n")
+            print_line(f"# {' '.join(overrides)}")
+            print_line(f"{explain(item)}\n", keep="\n")
         return 0
     first = loaded[0].cfg
     home = Path(first.run_dir).absolute() / f"{first.name}-sweep-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -109,7 +111,7 @@ def run_sweep(
     codes: list[int] = []
     for n, overrides in enumerate(combinations):
         own = _list_swept(overrides, combinations)
-        print(f"sweep, run {n + 1} of {len(combinations)}: {' '.join(own)}", flush=True)
+        print_line(f"sweep, run {n + 1} of {len(combinations)}: {' '.join(own)}")
         run_dir = home / f"{n:03d}"
         # A process per run: Ray and CUDA keep state in a process, and a crash must not end the sweep.
         codes.append(_run(program, recipe, [*overrides, f"run_dir={json.dumps(str(run_dir))}"]))
@@ -121,7 +123,7 @@ def run_sweep(
             break
     asked = [None if first.stop_when is None else first.stop_when.metric, first.checkpoint.best]
     show_table(done, [name for name in dict.fromkeys(asked) if name is not None])
-    print(f"sweep folder: {home}", flush=True)
+    print_line(f"sweep folder: {home}")
     return next((code for code in codes if code), 0)
 
 
@@ -199,4 +201,4 @@ def show_table(done: list[SweptRun], asked: Sequence[str] = ()) -> None:
         rows.append([*(item.partition("=")[2] for item in run.overrides), steps, *numbers, run.exit_reason[:60]])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

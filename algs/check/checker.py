@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import traceback
@@ -17,6 +16,8 @@ from algs.check import fixtures
 from algs.check.obligations import APPLICABLE, OBLIGATIONS
 from algs.check.update import NotApplicable, ObligationFailed
 from configs.load import apply_override, validate
+from core.cli import Parser
+from core.text.plain_text import print_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def locate_error(error: Exception, alg: Algorithm) -> str:
 
 def run(argv: list[str]) -> int:
     """Check the algorithm named on the command line, print the results and return the exit code."""
-    parser = argparse.ArgumentParser("python -m algs.check", description="Proof obligations for an algorithm.")
+    parser = Parser("python -m algs.check", description="Proof obligations for an algorithm.")
     parser.add_argument("algorithm", metavar="FILE_OR_NAME", help="a file, or a module of algs/")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="hyper-parameters, such as clip_high=0.3")
     args = parser.parse_args(argv)
@@ -87,8 +88,9 @@ def run(argv: list[str]) -> int:
     kind = (
         "a policy gradient" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) (j) to (l) do not apply"
     )
-    print(f"{cls.__name__}, {kind}", *results, sep="\n")
+    for line in (f"{cls.__name__}, {kind}", *results):
+        print_line(f"{line}", keep="\n")
     failed = [f"({r.letter})" for r in results if r.status == "FAILED"]
     verdict = f"{len(failed)} of {len(results)} FAILED: {' '.join(failed)}" if failed else "all obligations hold"
-    print(f"{verdict} ({time.monotonic() - began:.1f} s)")
+    print_line(f"{verdict} ({time.monotonic() - began:.1f} s)")
     return 1 if failed else 0

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from core.cli import run_guarded
+from core.cli import Parser, run_guarded
+from core.text.plain_text import print_line
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. No heavy import happens before this returns."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m analysis.capture.replay",
         description="Compute a captured step again, with its own loss and with others.",
     )
@@ -55,12 +56,12 @@ def main(argv: Sequence[str]) -> int:
         tolerance=args.tolerance,
         with_maps=args.page is not None,
     )
-    print(json.dumps(found.to_json(), indent=1) if args.json else describe_replay(found))
+    print_line(json.dumps(found.to_json(), indent=1) if args.json else describe_replay(found), keep="\n")
     if args.page is not None:
         from analysis.report.replay_page import write_replay_page
 
         # with --json, standard output holds the JSON and nothing else
-        print(write_replay_page(found, args.page), file=sys.stderr if args.json else sys.stdout)
+        print_line(write_replay_page(found, args.page), file=sys.stderr if args.json else sys.stdout)
     # None is no failure: the run skipped the update, so there is nothing to compare with
     return 1 if found.is_reproduced is False else 0
 

@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from core.cli import run_guarded
+from core.cli import Parser, run_guarded
+from core.text.plain_text import print_line
 
 SEQUENCES, TOKENS = 32, 64
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exit with code 2 for a bad value. No heavy import happens before this returns."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "feynrl doctor",
         description="Check a set-up before a long run, and find the cause where engine and trainer disagree.",
     )
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def say(line: str) -> None:
         if not args.json:
-            print(line, flush=True)
+            print_line(line, keep="\n")
 
     target = find_target(args.target, args.overrides)
     say(target.describe())

@@ -6,18 +6,18 @@ of its samples. With --all the other samples are written into a folder beside it
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from core.cli import run_guarded
+from core.cli import Parser, run_guarded
+from core.text.plain_text import print_line
 
 SAMPLES = 32
 """Default of --samples: samples of a step in the page."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("feynrl report", description="Make one HTML file of one or more run folders.")
+    parser = Parser("feynrl report", description="Make one HTML file of one or more run folders.")
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run folder, such as runs/NAME-TIME")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the page; unset: report.html, in the folder of the only run or here"
@@ -33,7 +33,7 @@ def main() -> int:
 
     out: Path = args.out or (args.runs[0] / "report.html" if len(args.runs) == 1 else Path("report.html"))
     for sentence in write_page(args.runs, out, samples=args.samples, everything=args.all):
-        print(sentence)
+        print_line(sentence)
     return 0
 
 

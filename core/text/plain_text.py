@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import unicodedata
+from typing import TextIO
 
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that move the cursor, change colours or the reading direction, or are invisible."""
@@ -20,6 +22,14 @@ def escape_controls(text: str, *, keep: str = "\n") -> str:
     return "".join(
         c.encode("unicode_escape").decode() if c not in keep and unicodedata.category(c) in _UNSAFE else c for c in text
     )
+
+
+def print_line(text: str, *, keep: str = "", file: TextIO | None = None) -> None:
+    """Print a sentence with its control characters escaped. Every program prints what is not a constant by this.
+
+    keep: the line end, for text of several lines. file: standard output by default.
+    """
+    print(escape_controls(text, keep=keep), file=file or sys.stdout, flush=True)
 
 
 def shorten_middle(text: str, longest: int) -> str:

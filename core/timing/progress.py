@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import time
 
+from core.text.plain_text import print_line
 from core.timing.deadlines import PROGRESS_EVERY_S
 
 
 def say(text: str) -> None:
     """Print one line on stderr and flush it."""
-    print(text, file=sys.stderr, flush=True)
+    print_line(text, keep="\n", file=sys.stderr)
 
 
 class Progress:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from core.text.plain_text import escape_controls
 from core.types.arrays import (
     BOOLS,
     DOUBLE,
@@ -130,6 +131,8 @@ class Sample:
     """Images that the tokens represent, in token order."""
 
     def __post_init__(self) -> None:
+        # It may quote the policy or user code, and goes to files, trackers and terminals.
+        object.__setattr__(self, "failure", escape_controls(self.failure, keep=""))
         n, floats = len(self.token_ids), self.float_dtype
         # At every creation, `replace` included: a wrong array fails where it is made, and not in a loss.
         check_column("token_ids", self.token_ids, INTS, n)

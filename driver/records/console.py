@@ -114,7 +114,7 @@ class Console:
         if self.display == "json":
             self._print_event("said", text=text)
         else:
-            self.terminal.print(escape_controls(text), soft_wrap=True)
+            self.terminal.print(escape_controls(text, keep=""), soft_wrap=True)
 
     def advise(self, rule: str, text: str) -> None:
         """Print advice from a rule of driver/records/advice.py."""
@@ -128,7 +128,7 @@ class Console:
         if self.display == "json":
             self._print_event("sample", step=step, **record)
         elif self.display != "quiet":
-            self.say(text)
+            self.terminal.print(escape_controls(text), soft_wrap=True)
 
     def count_group(self, *, done: int, wanted: int, tokens: int) -> None:
         """Count a finished group; print progress at intervals if the output is no terminal.

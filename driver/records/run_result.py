@@ -11,6 +11,7 @@ from typing import Any
 
 from core import metrics as names
 from core.errors import RunStopped, UserError
+from core.text.plain_text import escape_controls
 from core.text.secrets import hide_secrets
 from core.text.summary import Summarized, Summary
 
@@ -71,7 +72,11 @@ def name_end(error: BaseException | None) -> str:
         case bdb.BdbQuit():
             return "interrupted in the debugger"
         case RunStopped() | UserError():
-            # An error may quote an address with its password, and this text goes to files and trackers.
-            return f"stopped: {hide_secrets(str(error))}"
+            # An error may quote an address with its password, or escapes, and this text goes to files and trackers.
+            return f"stopped: {_quote(error)}"
         case _:
-            return f"error: {type(error).__name__}: {hide_secrets(str(error))}"
+            return f"error: {type(error).__name__}: {_quote(error)}"
+
+
+def _quote(error: BaseException) -> str:
+    return escape_controls(hide_secrets(str(error)), keep="")
