@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -302,8 +303,16 @@ async def _end_guard(control: socket.socket, guard: int | None) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill every process with `mark`, NAME=value, in its environment."""
+    """Kill every process with `mark`, NAME=value, in its environment, and wait for its exit."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
+            if mark.encode() not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                continue
+            handle = os.pidfd_open(pid)
+            try:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                poll = select.poll()  # select() takes no number above 1,023
+                poll.register(handle, select.POLLIN)
+                poll.poll(1000 * AGENT_END_TIMEOUT_S)
+            finally:
+                os.close(handle)
