@@ -41,6 +41,7 @@ VLLM_IMPORT_TIMEOUT_S = 300.0
 REWARD_EXIT_GRACE_S = 5.0
 AGENT_START_TIMEOUT_S = 120.0
 AGENT_END_TIMEOUT_S = 10.0
+AGENT_REQUEST_TIMEOUT_S = 60.0
 # An int, because math-verify passes it to signal.alarm, which takes whole seconds.
 MATH_VERIFY_TIMEOUT_S = 2
 MCP_START_TIMEOUT_S = 60.0
@@ -156,6 +157,11 @@ TABLE = (
         waits_for="the import of an agent's file (`rollout.agent.file`), in the process from which episodes fork",
         length=_seconds(AGENT_START_TIMEOUT_S),
         after_it="the run stops",
+    ),
+    Deadline(
+        waits_for="a request of an agent's to be received, parsed and rendered",
+        length=_seconds(AGENT_REQUEST_TIMEOUT_S),
+        after_it="it is refused; the 200th refusal ends the episode",
     ),
     Deadline(
         waits_for="an agent's processes, which have been killed, to be gone",

@@ -284,18 +284,17 @@ class ChatTokenizer:
     def _apply_template(
         self, messages: list[Message], in_parts: Collection[str], *, reply_next: bool, tools: Sequence[ToolSpec]
     ) -> str:
-        from jinja2.exceptions import TemplateError
-
         given = list(tools) or None
+        written = to_template_messages(messages, self.hf.get_chat_template(tools=given), in_parts)
         try:
             return self.hf.apply_chat_template(
-                to_template_messages(messages, self.hf.get_chat_template(tools=given), in_parts),
+                written,
                 tools=given,
                 tokenize=False,
                 add_generation_prompt=reply_next,
                 **self.template_args,
             )
-        except TemplateError as error:
+        except Exception as error:  # a border: the model's template adds, sorts and calls whatever a message holds
             raise TemplateRefuses(first_line(error)) from error
 
 

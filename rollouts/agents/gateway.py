@@ -13,24 +13,49 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
+import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from core.errors import shorten
-from rollouts.agents.session import AgentSession, Request
-from rollouts.agents.wire import BadRequest, ChatRequest, list_models, read_ask, write_answer, write_chunks
+from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
+from rollouts.agents.bounded_json import Unreadable, count_marks, read_json
+from rollouts.agents.session import AgentSession, Request, run_in_thread
+from rollouts.agents.wire import (
+    BadRequest,
+    ChatRequest,
+    list_models,
+    read_ask,
+    refuse_slow,
+    write_answer,
+    write_chunks,
+)
 
 # Agents run on the worker's machine, and no other machine may use the endpoint.
 HOST = "127.0.0.1"
 # Images are part of the body, as data URIs.
 LARGEST_BODY = 64 * 2**20
 """Maximum size of a request body, in bytes."""
+REFUSAL = web.ResponseKey("refusal", str)
+"""Key of a response with the reason why the request was refused."""
 RETRY_COUNT = "x-stainless-retry-count"
 """Header with the retry count of OpenAI's clients."""
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Tell whether an error is not that of a client. Bytes that are no HTTP would fill the log with tracebacks."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+_LOG = logging.getLogger(__name__)
+_LOG.addFilter(_is_ours)
 
 
 class Gateway:
@@ -68,12 +93,21 @@ class Gateway:
             if self._runner is not None and self._loop is asyncio.get_running_loop():
                 return
             app = web.Application(client_max_size=LARGEST_BODY)
+            app.on_response_prepare.append(self._count_refusal)
             app.router.add_post("/s/{session}/v1/chat/completions", self._complete)
             app.router.add_get("/s/{session}/v1/models", self._list_models)
             app.router.add_route("*", "/{rest:.*}", self._refuse_path)
             # A dropped connection cancels its handler, so the request counts as undelivered and a retry receives the
             # same reply. Closing waits for no connection: an episode may end with requests open.
-            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
+            # Compressed bodies stay as they are, and are refused: some bytes can hold gigabytes.
+            runner = web.AppRunner(
+                app,
+                access_log=None,
+                logger=_LOG,
+                handler_cancellation=True,
+                shutdown_timeout=0,
+                auto_decompress=False,
+            )
             await runner.setup()
             # port 0: several workers share a machine, so the system picks a free port
             site = web.TCPSite(runner, HOST, 0)
@@ -84,11 +118,7 @@ class Gateway:
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         try:
             session = self._find_session(http)
-        except BadRequest as refusal:
-            return _refuse(refusal)
-        try:
-            body = await _read_body(http)
-            request = _read_request(http, body, session)
+            request = await _read_request(http, session)
             async with session.answering(request) as answer:
                 created = int(time.time())
                 if request.ask.streams:
@@ -96,7 +126,6 @@ class Gateway:
                     return await _stream(http, [*write_chunks(answer, created=created, wants_usage=wants_usage)])
                 return await _send(http, write_answer(answer, created=created))
         except BadRequest as refusal:
-            session.count_refusal(refusal)
             return _refuse(refusal)
         except ConnectionError:  # the harness closed the connection; the sampled reply is kept for a retry
             return web.Response(status=400)
@@ -114,6 +143,13 @@ class Gateway:
             BadRequest(f"there is no {what} here, only chat/completions and models below the base URL", status=404)
         )
 
+    async def _count_refusal(self, http: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Count a refused request for its episode, by the path: only the agent knows the id. aiohttp refuses some."""
+        is_refused = REFUSAL in response or isinstance(response, web.HTTPException)
+        session = self.sessions.get(http.path.removeprefix("/s/").partition("/")[0])
+        if is_refused and session is not None:
+            session.count_refusal(response.get(REFUSAL) or response.reason)
+
     def _find_session(self, http: web.Request) -> AgentSession:
         """Return the episode of a request. Raises BadRequest without the right API key."""
         session = self.sessions.get(http.match_info["session"])
@@ -123,7 +159,7 @@ class Gateway:
             )
         # compared in constant time, so that another process of the machine cannot guess the key by timing
         given = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(), session.key.encode()):
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), session.key.encode()):
             raise BadRequest(
                 "the API key is not that of this episode: use the one that the agent was given (OPENAI_API_KEY)",
                 status=401,
@@ -138,18 +174,30 @@ async def _read_body(http: web.Request) -> bytes:
         raise BadRequest(f"the body of a request may have {LARGEST_BODY} bytes: send less", status=413) from error
 
 
-def _read_request(http: web.Request, body: bytes, session: AgentSession) -> Request:
-    try:
-        parsed: Any = json.loads(body)
-    except ValueError as error:
-        raise BadRequest("the body of a request must be JSON") from error
-    ask: ChatRequest = read_ask(parsed, temperature=session.sampler.temperature)
+async def _read_request(http: web.Request, session: AgentSession) -> Request:
+    """Read a request. Raises BadRequest."""
+    until = time.monotonic() + AGENT_REQUEST_TIMEOUT_S
     retries = http.headers.get(RETRY_COUNT, "")
-    return Request(
-        ask=ask,
-        digest=hashlib.sha256(body).hexdigest(),
-        retry=int(retries) if retries.isdecimal() else None,
-    )
+    if not re.fullmatch(r"[0-9]{0,9}", retries):
+        raise BadRequest(f"{RETRY_COUNT} must be a number of at most nine digits: leave it out")
+    try:
+        async with asyncio.timeout(AGENT_REQUEST_TIMEOUT_S), session.reading:
+            body = await _read_body(http)
+            parse = partial(_parse_body, body, temperature=session.sampler.temperature, until=until)
+            ask, digest = await run_in_thread(parse)
+    except TimeoutError as error:
+        raise refuse_slow() from error
+    return Request(ask=ask, digest=digest, retry=int(retries) if retries else None)
+
+
+def _parse_body(body: bytes, *, temperature: float, until: float) -> tuple[ChatRequest, str]:
+    """Return a request and the digest of its body."""
+    try:
+        count_marks(body)
+        parsed = read_json(body)
+    except Unreadable as error:
+        raise BadRequest(f"the body of a request {error}") from error
+    return read_ask(parsed, temperature=temperature, until=until), hashlib.sha256(body).hexdigest()
 
 
 async def _send(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -171,4 +219,6 @@ async def _stream(http: web.Request, chunks: list[dict[str, Any]]) -> web.Stream
 
 
 def _refuse(refusal: BadRequest) -> web.Response:
-    return web.json_response(refusal.write(), status=refusal.status)
+    response = web.json_response(refusal.write(), status=refusal.status)
+    response[REFUSAL] = str(refusal)
+    return response

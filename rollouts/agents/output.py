@@ -9,6 +9,7 @@ import threading
 import time
 
 from core.text.plain_text import escape_controls
+from core.timing.deadlines import AGENT_END_TIMEOUT_S
 from core.timing.progress import say
 
 LARGEST_RESULT = 2**20
@@ -18,8 +19,6 @@ SHOWN_OF_LOG = 2**14
 KEPT_OF_LOG = 2**12
 """Bytes kept from the end of an episode's log, for its sample."""
 AT_ONCE = 2**16
-SECONDS_TO_END = 5.0
-"""Longest wait for the thread: a standard error that nobody reads blocks it."""
 
 
 class Output:
@@ -48,7 +47,8 @@ class Output:
     async def finish(self) -> None:
         """Read the rest. To call when the processes of the episode are gone."""
         os.eventfd_write(self._stop, 1)
-        await asyncio.to_thread(self._thread.join, SECONDS_TO_END)
+        # not longer: a standard error that nobody reads blocks the thread
+        await asyncio.to_thread(self._thread.join, AGENT_END_TIMEOUT_S)
         if not self._thread.is_alive():
             os.close(self._stop)
 

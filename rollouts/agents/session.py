@@ -6,29 +6,51 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from core.timing.clock import ActivityTimer
+from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
 from core.timing.phases import Activity
 from core.types.images import as_argument
-from core.types.messages import Message, find_images
+from core.types.messages import Message, ToolSpec, find_images
 from core.types.samples import Prompt, Stop
 from data_feeds.chat.template_append import TemplateRefuses
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser, rename_taken
 from rollouts.agents.trace import CannotContinue, Node, Planned, Trace
-from rollouts.agents.wire import BadRequest, ChatRequest, ChatResponse
+from rollouts.agents.wire import BadRequest, ChatRequest, ChatResponse, refuse_slow
 from rollouts.engines.base import Completion, Engine
 from rollouts.stops import Stops, StopStrings
 from rollouts.transcript import Tokenizer, check_completion
 
+T = TypeVar("T")
 AT_ONCE = 64
 """Maximum number of concurrent requests per episode. Further requests are refused."""
-MAX_REFUSED = 100
+AT_ONCE_READ = 4
+"""Maximum number of requests of an episode that are received and parsed at once. Each may be large."""
+MAX_REFUSED = 200
 """Maximum number of refused requests per episode. With more, the episode fails."""
+
+
+_THREADS = ThreadPoolExecutor(4, thread_name_prefix="requests of agents")
+"""Threads that parse and render. In the event loop, one large request would delay every other episode."""
+
+
+async def run_in_thread(call: Callable[[], T]) -> T:
+    """Run a call in a thread of _THREADS."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """Tokenizer methods for an agent's episode; see data_feeds/chat/tokenizer.py."""
+
+    def bound_tokens(self, messages: list[Message], *, limit: int, tools: Sequence[ToolSpec] = ()) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +58,7 @@ class Sampler:
     """Engine and settings for sampling, shared by all episodes of a worker."""
 
     engine: Engine
-    tokenizer: Tokenizer
+    tokenizer: ChatTokenizer
     stops: Stops
     parser: ReplyParser
     timer: ActivityTimer
@@ -98,6 +120,7 @@ class AgentSession:
         self._calls: dict[str, _Call] = {}
         self._running: set[asyncio.Task[tuple[ChatResponse, Node]]] = set()
         self._contexts: Counter[str] = Counter()
+        self.reading, self._planning = asyncio.Semaphore(AT_ONCE_READ), asyncio.Lock()
         self._main: dict[int, str] = {}
         """Context hashes of the conversation that begins with the prompt, by number of earlier replies."""
 
@@ -115,12 +138,12 @@ class AgentSession:
         finally:
             call.listeners -= 1
 
-    def count_refusal(self, refusal: BadRequest) -> None:
+    def count_refusal(self, why: str) -> None:
         """Count a refused request. The episode fails after MAX_REFUSED of them."""
         self.counts.refused += 1
         if self.counts.refused >= MAX_REFUSED and not self.failed.done():
             self.failed.set_result(
-                f"the agent has made {MAX_REFUSED} requests that were refused, the last because: {refusal}"
+                f"the agent has made {MAX_REFUSED} requests that were refused, the last because: {why}"
             )
 
     async def close(self) -> None:
@@ -175,7 +198,11 @@ class AgentSession:
         if self.sampler.tokenizer.images is None and find_images(ask.messages):
             raise BadRequest("the policy is a language model, which sees no images: leave them out", param="messages")
         try:
-            planned = self.trace.plan_reply(ask.messages, ask.tools)
+            # one after the other, in the order of arrival, on which seeds depend
+            async with asyncio.timeout(AGENT_REQUEST_TIMEOUT_S), self._planning:
+                planned = await run_in_thread(partial(self._plan, ask))
+        except TimeoutError as error:
+            raise refuse_slow() from error
         except CannotContinue as error:
             raise BadRequest(str(error), param="messages") from error
         except TemplateRefuses as error:
@@ -201,38 +228,49 @@ class AgentSession:
         )
         return answer, node
 
+    def _plan(self, ask: ChatRequest) -> Planned:
+        """Plan the reply to a request. Raises BadRequest for one that is far too long, before all of it is rendered."""
+        limit = self.sampler.max_model_len
+        # every message has at least a token
+        too_many = len(ask.messages) > limit
+        if too_many or self.sampler.tokenizer.bound_tokens(ask.messages, limit=limit, tools=ask.tools) is not None:
+            what = f"{len(ask.messages)} messages" if too_many else f"more than {limit} tokens"
+            raise self._end_branch(self.trace.find_parent(ask.messages, ask.tools), "length", self._say_too_long(what))
+        return self.trace.plan_reply(ask.messages, ask.tools)
+
+    def _say_too_long(self, what: str) -> str:
+        return (
+            f"the conversation has {what}, and with a reply it may have "
+            f"data.max_prompt_tokens + rollout.max_new_tokens={self.sampler.max_model_len}: shorten it, or raise them"
+        )
+
     def _measure_room(self, planned: Planned) -> int:
         """Return the maximum number of tokens for the reply. Raises BadRequest if a limit is reached."""
         sampler = self.sampler
         if self.n_started >= sampler.max_turns:
             raise self._end_branch(
-                planned,
+                planned.parent,
                 "turns",
                 f"the episode has had rollout.max_turns={sampler.max_turns} replies: end it, or raise that key",
             )
         if planned.parent is None and len(planned.context) >= sampler.max_model_len:
-            raise self._end_branch(
-                planned,
-                "length",
-                f"the conversation has {len(planned.context)} tokens, and with a reply it may have "
-                f"data.max_prompt_tokens + rollout.max_new_tokens={sampler.max_model_len}: shorten it, or raise them",
-            )
+            raise self._end_branch(None, "length", self._say_too_long(f"{len(planned.context)} tokens"))
         # A new branch starts from a full render, whose tokens are prompt. Only tokens appended to a reply use the
         # budget.
         left = self.left - (0 if planned.parent is None else len(planned.prompt_ids))
         room = min(left, sampler.max_model_len - len(planned.context))
         if room <= 0:
             raise self._end_branch(
-                planned,
+                planned.parent,
                 "length",
                 f"the episode has used up rollout.max_new_tokens={sampler.max_new_tokens}, its budget of sampled and "
                 "answered tokens: end it, or raise that key",
             )
         return room
 
-    def _end_branch(self, planned: Planned, stop: Stop, why: str) -> BadRequest:
-        if planned.parent is not None:
-            planned.parent.refused = stop
+    def _end_branch(self, parent: Node | None, stop: Stop, why: str) -> BadRequest:
+        if parent is not None:
+            parent.refused = stop
         return BadRequest(why)
 
     async def _sample(self, planned: Planned, max_new_tokens: int) -> Completion:

@@ -127,7 +127,7 @@ class Trace:
                 "the last message must be the user's, the system's or a tool's: a reply of the assistant's is not "
                 "continued"
             )
-        parent = self._find_parent(messages, tools)
+        parent = self.find_parent(messages, tools)
         planned = None if parent is None else self._append(parent, messages)
         if planned is None:
             # a new branch, rendered in full
@@ -190,7 +190,7 @@ class Trace:
                 )
         return given
 
-    def _find_parent(self, messages: list[Message], tools: list[ToolSpec]) -> Node | None:
+    def find_parent(self, messages: list[Message], tools: list[ToolSpec]) -> Node | None:
         """Return the deepest reply whose conversation the messages repeat. Among equals, return the latest."""
         best: tuple[int, int] = (0, -1)
         found: Node | None = None

@@ -7,14 +7,17 @@ come from a policy other than the trained one.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from core.errors import quote
+from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
 from core.types.images import ImageRefused, read_data_uri, read_image
 from core.types.messages import ROLES, Message, Part, ToolCall, ToolSpec
-from data_feeds.rows.values import holds_lone_surrogate
+from rollouts.agents.bounded_json import Unreadable, read_json
 
 MODEL = "policy"
 """Name of the model at every endpoint."""
@@ -88,15 +91,13 @@ class ChatResponse:
     completion_tokens: int
 
 
-def read_ask(body: Any, *, temperature: float) -> ChatRequest:
-    """Parse a request body. Raises BadRequest for an invalid or refused request.
+def read_ask(body: Any, *, temperature: float, until: float = math.inf) -> ChatRequest:
+    """Read a parsed request body. Raises BadRequest for an invalid or refused request.
 
-    temperature: sampling temperature of the run.
+    temperature: sampling temperature of the run. until: deadline, as a time of time.monotonic().
     """
     if not isinstance(body, dict):
         raise BadRequest("the body of a request must be a JSON object with model and messages")
-    if holds_lone_surrogate(body):
-        raise BadRequest("a text of the request holds half of a character, which no tokenizer can read: leave it out")
     if (model := body.get("model")) != MODEL:
         raise BadRequest(f"there is no model {quote(model)} here: it is called {MODEL}", status=404, param="model")
     _check_parameters(body, temperature)
@@ -110,7 +111,7 @@ def read_ask(body: Any, *, temperature: float) -> ChatRequest:
         raise BadRequest(f"tool_choice must be auto, none, required or a function, found {choice!r:.80}")
     options = body.get("stream_options") or {}
     return ChatRequest(
-        messages=[read_message(m, f"messages[{i}]") for i, m in enumerate(messages)],
+        messages=[read_message(m, f"messages[{i}]", until) for i, m in enumerate(messages)],
         tools=[_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
         may_call=choice != "none",
         must_call=demands,
@@ -144,11 +145,11 @@ def _check_parameters(body: dict[str, Any], temperature: float) -> None:
             )
 
 
-def read_message(given: Any, where: str) -> Message:
+def read_message(given: Any, where: str, until: float) -> Message:
     """Parse a message of a request. Raises BadRequest for fields that no chat template reads."""
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
-    parts = _read_content(given.get("content"), where)
+    parts = _read_content(given.get("content"), where, until)
     text = "".join(part["text"] for part in parts if part["type"] == "text")
     message: Message = {"role": given["role"], "content": text}
     if any(part["type"] == "image" for part in parts):
@@ -170,15 +171,18 @@ def read_message(given: Any, where: str) -> Message:
     return message
 
 
-def _read_content(content: Any, where: str) -> list[Part]:
+def _read_content(content: Any, where: str, until: float) -> list[Part]:
     if content is None or isinstance(content, str):
         return [{"type": "text", "text": content or ""}]
     if not isinstance(content, list):
         raise BadRequest(f"{where}.content must be text, or a list of parts: the policy sees nothing else")
-    return [_read_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    return [_read_part(part, f"{where}.content[{i}]", until) for i, part in enumerate(content)]
 
 
-def _read_part(part: Any, where: str) -> Part:
+def _read_part(part: Any, where: str, until: float) -> Part:
+    # images are decoded here, and small files can hold large ones
+    if time.monotonic() > until:
+        raise refuse_slow()
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
@@ -201,9 +205,9 @@ def _read_call(given: Any, where: str) -> ToolCall:
     # OpenAI's format is JSON text; an object is read too
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            arguments = None
+            arguments = read_json(arguments or "{}")
+        except Unreadable as error:
+            raise BadRequest(f"{where}.function.arguments {error}", param=where) from error
     if not isinstance(arguments, dict) or not isinstance(name, str):
         raise BadRequest(
             f"{where} must be {{id, type: function, function: {{name, arguments}}}} with arguments that are a JSON "
@@ -282,6 +286,12 @@ def write_message(message: Message) -> dict[str, Any]:
         ]
         written["content"] = message["content"] or None  # clients expect null, not "", beside calls
     return written
+
+
+def refuse_slow() -> BadRequest:
+    """Return the refusal of a request that takes too long."""
+    seconds = f"{AGENT_REQUEST_TIMEOUT_S:g} s"
+    return BadRequest(f"the request was not received, parsed and rendered within {seconds}: send less", status=413)
 
 
 def list_models(*, created: int) -> dict[str, Any]:
