@@ -73,9 +73,9 @@ class MaySee(Protocol):
         ...
 
 
-def read_image(data: bytes) -> EncodedImage:
+def read_image(data: bytes, *, most_pixels: int = LARGEST_SIDE**2) -> EncodedImage:
     """Check an image file by decoding it once. Raises ImageRefused."""
-    image = _decode(data)
+    image = _decode(data, most_pixels)
     return EncodedImage(data, image.width, image.height, hashlib.sha256(data).hexdigest())
 
 
@@ -93,11 +93,13 @@ def encode_image(image: Image) -> EncodedImage:
     return EncodedImage(data, drawn.width, drawn.height, hashlib.sha256(data).hexdigest())
 
 
-def _decode(data: bytes) -> Image:
+def _decode(data: bytes, most_pixels: int = LARGEST_SIDE**2) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > most_pixels:
+                raise ImageRefused(f"the image has {image.width} x {image.height} pixels, over {most_pixels} in all")
             return _convert(image)
     except ImageRefused:
         raise

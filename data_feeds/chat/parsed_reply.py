@@ -17,9 +17,20 @@ class ParsedReply:
 
     message: Message
     """Content, reasoning and calls. If a call cannot be parsed, the whole text is content."""
-    problem: str = ""
-    """One sentence about a tool call that cannot be executed, else "". Without calls in `message`, parsing failed.
-    Otherwise a name is unknown, or arguments violate their schema."""
+    refusal: str = ""
+    """One sentence about a tool call that cannot be parsed, else ""."""
+    tools: Sequence[ToolSpec] = ()
+    """Tools that were offered."""
+
+    @property
+    def problem(self) -> str:
+        """One sentence about a tool call that cannot be executed, else "". Without calls in `message`, parsing failed.
+
+        Otherwise a name is unknown, or arguments violate their schema. Checked only when read: an agent runs its calls
+        itself, and a pattern in its schema could take for ever.
+        """
+        misfits = (find_misfit(call["function"], self.tools) for call in self.message.get("tool_calls", []))
+        return self.refusal or next(filter(None, misfits), "")
 
 
 class ReplyParser(Protocol):
@@ -49,7 +60,7 @@ def finish_reply(
     calls: Sequence[FunctionCall],
     tools: Sequence[ToolSpec],
 ) -> ParsedReply:
-    """Return a parsed reply, with the problem of the first call that does not fit its tool."""
+    """Return a parsed reply."""
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -57,13 +68,12 @@ def finish_reply(
         ]
     if reasoning:
         message["reasoning"] = reasoning
-    misfits = (find_misfit(call, tools) for call in calls)
-    return ParsedReply(message=message, problem=next(filter(None, misfits), ""))
+    return ParsedReply(message=message, tools=tools)
 
 
 def refuse_reply(text: str, problem: str) -> ParsedReply:
     """Return a reply whose tool call cannot be parsed."""
-    return ParsedReply(message={"role": "assistant", "content": text}, problem=problem)
+    return ParsedReply(message={"role": "assistant", "content": text}, refusal=problem)
 
 
 def rename_taken(reply: Message, before: Iterable[Message]) -> Message:

@@ -89,7 +89,8 @@ def _find_flaw(parameters: str) -> str:
 def find_misfit(call: FunctionCall, tools: Sequence[ToolSpec]) -> str:
     """Return the reason why a tool call does not fit these tools, as a sentence, or ""."""
     name, arguments = call["name"], call["arguments"]
-    known = {name_of_tool(tool): tool["function"]["parameters"] for tool in tools}
+    # a harness may leave the parameters out
+    known = {name_of_tool(tool): tool["function"].get("parameters") or {} for tool in tools}
     if name not in known:
         return f"There is no function {quote(name)}; there {_list_names(list(known))}."
     try:

@@ -45,6 +45,8 @@ READ = ("model", "messages", "tools", "tool_choice", "temperature", "max_tokens"
 STREAMING = ("stream", "stream_options")
 EMPTY_IN_MESSAGES = ("refusal", "annotations", "audio", "function_call")
 """Empty fields of a reply that clients send back."""
+MOST_PIXELS = 2**24
+"""Maximum number of pixels of an image. Decoding more would stop other threads for too long."""
 REASONING = ("reasoning", "reasoning_content")
 """Names for the reasoning of an assistant turn."""
 
@@ -194,7 +196,7 @@ def _read_part(part: Any, where: str, until: float) -> Part:
     if not url.startswith("data:"):
         raise BadRequest(f"{where}: an image by its address is not fetched: send it as a data URI", param=where)
     try:
-        return {"type": "image", "image": read_image(read_data_uri(url))}
+        return {"type": "image", "image": read_image(read_data_uri(url), most_pixels=MOST_PIXELS)}
     except ImageRefused as refusal:
         raise BadRequest(f"{where}: {refusal}", param=where) from refusal
 

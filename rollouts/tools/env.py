@@ -55,7 +55,7 @@ class ToolEnv(Env):
     async def step(self, reply: ParsedReply) -> list[Message] | None:
         """Execute the calls of a reply. A reply without calls ends the episode."""
         calls = reply.message.get("tool_calls", [])
-        if reply.problem and not calls:
+        if not calls and reply.problem:
             return self._note([make_answer(reply.problem, None, "unreadable")])
         if not calls:
             return None

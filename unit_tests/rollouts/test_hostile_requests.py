@@ -80,7 +80,9 @@ class Junk:
             picture = {"type": "image_url", "image_url": {"url": rng.choice((draw_png(3), "data:,x", "http://x"))}}
             body["messages"].append({"role": "user", "content": [picture, {"type": "text", "text": "x"}]})
         for _ in range(rng.choice((0, 1, 1, 2, 3))):
-            place, key = rng.choice([*list_places(body)])
+            if not (places := [*list_places(body)]):
+                break
+            place, key = rng.choice(places)
             match rng.randrange(5):
                 case 0 if isinstance(place, dict):
                     del place[key]
@@ -207,6 +209,8 @@ def fuzz(qwen: Any, caplog: Any, n: int, *, seed: int) -> Counter[int]:
             status = await address.post(body, *junk.headers(address.session), path=path, method=method)
             statuses[status] += 1
             refused += status >= 400
+            failed = address.session.failed
+            assert not (failed.done() and failed.exception()), (failed.exception(), body)
             assert status == 200 or 400 <= status < 500, (status, body)
             assert address.session.counts.refused == refused, (status, method, path, body)
             assert address.session.failed.done() == (refused == MAX_REFUSED), body

@@ -217,7 +217,7 @@ def test_whatever_is_wrong_with_a_call_is_one_sentence_and_counted(name, argumen
 
 def test_a_call_that_cannot_be_read_is_answered_too():
     env = Desk(PROMPT)
-    broken = ParsedReply(message={"role": "assistant", "content": "<call>{"}, problem="the JSON ends too early")
+    broken = ParsedReply(message={"role": "assistant", "content": "<call>{"}, refusal="the JSON ends too early")
     assert answer(env, broken) == [{"role": "tool", "content": "Error: the JSON ends too early"}]
     assert env.counts()["tool_errors/unreadable"] == 1
 
@@ -331,7 +331,7 @@ class Calls:
 
     def parse(self, ids, text, tools):
         if text.startswith("4"):
-            return ParsedReply(message={"role": "assistant", "content": text}, problem="there is no 4")
+            return ParsedReply(message={"role": "assistant", "content": text}, refusal="there is no 4")
         if text.startswith("3"):
             return calls_of(("look", {"where": "here"}))
         return ParsedReply(message={"role": "assistant", "content": text})
