@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 from collections.abc import Generator, Mapping
@@ -10,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs.other_names import describe_other_name
-from core.errors import UserError, find_closest, first_line, quote, suggest_name
+from configs.strict_yaml import DEEPEST, parse_yaml
+from core.errors import UserError, find_closest, quote, suggest_name
 from core.text.text_files import read_text
 
 
@@ -37,6 +38,7 @@ def read_layers(recipe: str | Mapping[str, Any]) -> list[tuple[Path, dict[str, A
     else:
         # A copy, because overrides change it in place. The made-up name stands for a file in the working folder, to
         # which `base` is then relative.
+        _refuse_circle(recipe)
         file, raw = Path("the given keys"), copy.deepcopy(dict(recipe))
     layers = [(file, raw)]
     while (base := raw.pop("base", None)) is not None:
@@ -81,6 +83,13 @@ def naming_inherited(inherited: Mapping[str, Path]) -> Generator[None]:
 _KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)|\b([a-z_]+)=")
 
 
+def _refuse_circle(recipe: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(recipe, default=str, skipkeys=True)
+    except (ValueError, RecursionError) as error:
+        raise UserError("the recipe contains itself: give a dict without circles") from error
+
+
 def merge_recipes(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Merge `own` into `base`, section by section; an `alg` with another algorithm replaces the section.
 
@@ -111,33 +120,10 @@ def read_yaml(path: str, *, key: str = "--config") -> dict[str, Any]:
         recipes = [p.name for p in file.parent.glob("*.yaml")] if os.path.isdir(file.parent) else []
         raise UserError(f"{key} {quote(path)}: there is no such file{suggest_name(file.name, recipes)}")
     text = read_text(file, f"{key} {path}")
-    try:
-        raw = yaml.load(text, StrictLoader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a date of month 13, a list as a key
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        problem = getattr(error, "problem", None) or first_line(error)
-        raise UserError(f"{path}{line} is not valid YAML: {problem}") from error
+    raw = parse_yaml(text, path)
     if not isinstance(raw, dict):
         raise UserError(f"{path} must hold keys and values (name: ..., steps: ...), found {type(raw).__name__}")
     return raw
-
-
-class StrictLoader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys; plain YAML would silently use the second value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=deep)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-DEEPEST = 32
-"""Maximum number of sections above a key: far more than exist, and few enough for recursive functions."""
 
 
 def apply_override(raw: dict[str, Any], item: str) -> None:
@@ -158,11 +144,8 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
             raise UserError(
                 f"override {item!r:.200}: {'.'.join(parents[: i + 1])} is not a section, it holds {node!r:.200}"
             )
-    try:
-        # As YAML, so that true, null and [a, b] have the same meaning as in a recipe.
-        node[last] = yaml.load(value, StrictLoader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"override {item!r:.200}: the value is not valid YAML: {first_line(error)}") from error
+    # As YAML, so that true, null and [a, b] have the same meaning as in a recipe.
+    node[last] = parse_yaml(value, f"override {item!r:.200}", key=keys)
 
 
 def validate(cls: type[BaseModel], raw: dict[str, Any], *, prefix: str) -> Any:

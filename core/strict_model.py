@@ -41,6 +41,14 @@ class StrictModel(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
+    def texts_are_text(cls, value: Any) -> Any:
+        # Neither a file name nor a program takes them, and a file of text cannot hold the second.
+        if wrong := find_odd_character(value):
+            raise ValueError(f"{wrong} is not allowed: leave it out")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
     def numbers_have_a_size(cls, value: Any) -> Any:
         # A field that allows infinity turns pydantic's own check for NaN off too.
         if isinstance(value, float) and math.isnan(value):
@@ -53,6 +61,19 @@ class StrictModel(BaseModel):
             shown = f"{value:.6g}" if abs(value) < 1e300 else "the number"  # an integer may be too large for a float
             raise ValueError(f"{shown} is too large, at most {most} is allowed")
         return value
+
+
+def find_odd_character(value: Any) -> str:
+    r"""Name a character that no text may hold, NUL or half of a character, anywhere in a value; "" without one.
+
+    >>> find_odd_character({"a": ["b\0"]}), find_odd_character(["\ud800"]), find_odd_character(3)
+    ('a NUL character', 'half of a character', '')
+    """
+    if isinstance(value, str):
+        is_half = any("\ud800" <= char <= "\udfff" for char in value)
+        return "a NUL character" if "\0" in value else "half of a character" if is_half else ""
+    inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next(filter(None, map(find_odd_character, inside)), "")
 
 
 def _is_number(annotation: Any) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.errors import UserError
@@ -29,6 +29,7 @@ from rollouts.transcript import SharedPrompt, Tokenizer
 if TYPE_CHECKING:
     from rollouts.agents.episode import AgentRunner
     from rollouts.agents.processes import AgentProcesses
+    from rollouts.agents.session import AgentTokenizer
 
 
 class RolloutWorker:
@@ -149,7 +150,7 @@ class RolloutWorker:
         assert self.stops is not None and self.max_prompt_tokens is not None
         sampler = Sampler(
             engine=self.engine,
-            tokenizer=self.tokenizer,
+            tokenizer=cast("AgentTokenizer", self.tokenizer),  # a simulator's, without this method, has no agents
             stops=self.stops,
             parser=self.parser,
             timer=self.timer,

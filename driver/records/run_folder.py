@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from configs.strict_yaml import write_yaml
 from core.errors import UserError
 from core.text.atomic_write import write_whole
 from core.text.secrets import hide_settings
@@ -29,7 +28,7 @@ class RunFolder:
             self.path = _make_folder(Path(run_dir).absolute(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             (self.path / "samples").mkdir()
             self.samples = SampleFiles(self.path / "samples")
-            text = yaml.safe_dump(hide_settings(config), sort_keys=False)
+            text = write_yaml(hide_settings(config))
             (self.path / "config.yaml").write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(

@@ -47,7 +47,7 @@ async def run_in_thread(call: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
 
 
-class ChatTokenizer(Tokenizer, Protocol):
+class AgentTokenizer(Tokenizer, Protocol):
     """Tokenizer methods for an agent's episode; see data_feeds/chat/tokenizer.py."""
 
     def bound_tokens(self, messages: list[Message], *, limit: int, tools: Sequence[ToolSpec] = ()) -> int | None: ...
@@ -58,7 +58,7 @@ class Sampler:
     """Engine and settings for sampling, shared by all episodes of a worker."""
 
     engine: Engine
-    tokenizer: ChatTokenizer
+    tokenizer: AgentTokenizer
     stops: Stops
     parser: ReplyParser
     timer: ActivityTimer

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager, redirect_stderr
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hypothesis import strategies as st
 
 import main_rl
 from configs.data_schema import PromptDataConfig, RowDataConfig
+from configs.strict_yaml import parse_yaml, write_yaml
 from core import hub
 from core.cluster.ray_address import check_reachable, parse_address
 from core.errors import UserError
@@ -102,7 +104,7 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_accepted(chat, tmp_path,
     [
         ("name: é".encode("utf-16"), "is text in UTF-16"),
         ("a: 1\nname: é".encode("latin-1"), "line 2 is not UTF-8"),
-        (b"a: 2020-13-45", "is not valid YAML: month must be in 1..12"),
+        (b"a: !!timestamp '2020-13-45'", "is not valid YAML: month must be in 1..12"),
         (b"{[1]: 2}", "is not valid YAML: unhashable"),
         (b"a: " + b"[" * 5000, "is not valid YAML"),
     ],
@@ -506,3 +508,65 @@ def test_scripts_end_with_one_sentence(tmp_path, monkeypatch):
         source.write_bytes(content)
         code, err = run_script(module, *argv)
         assert code == 2 and words in err and "Traceback" not in err, (module, argv, err)
+
+
+MISREAD = {
+    "steps: 1:30": "steps: 1:30 is read by YAML as the number 90: write 90, or put it in quotes ('1:30')",
+    "trainer: {lr: 1:30.5}": "trainer.lr: 1:30.5 is read by YAML as the number 90.5",
+    "steps: 010": "steps: 010 is read by YAML as the number 8: write 8",
+    "steps: 1_000": "steps: 1_000 is read by YAML as the number 1000",
+    "steps: 0b11": "steps: 0b11 is read by YAML as the number 3",
+    "trainer: {lr: 1_0.5}": "trainer.lr: 1_0.5 is read by YAML as the number 10.5",
+    "name: yes": "name: yes is read by YAML as true: write true, or put it in quotes ('yes') if text is meant",
+    "name: Off": "name: Off is read by YAML as false: write false",
+    "data: {sources: [a, NO]}": "data.sources.1: NO is read by YAML as false",
+    "reward: {weights: {on: 1}}": "reward.weights: on is read by YAML as true",
+    "name: 2024-01-01": "name: 2024-01-01 is read by YAML as a date: put it in quotes",
+    "a: &a [*a]": "a.0 is an alias (*) of what it stands in",
+    "a: &a {b: {c: [*a]}}": "a.b.c.0 is an alias (*) of what it stands in",
+    "&a {x: *a}": "x is an alias (*) of what it stands in",
+    "a: &a\n  ? *a\n  : 1": "a is an alias (*) of what it stands in",
+    "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghijk")): (
+        "holds more than 100000 values, aliases (*) included"
+    ),
+    "a: " + "[" * 40 + "]" * 40: "has more than 32 sections above it",
+}
+
+
+@pytest.mark.parametrize("text", MISREAD, ids=range(len(MISREAD)))
+def test_yaml_that_is_not_what_it_looks_like_is_refused_by_its_key(tmp_path, text):
+    (tmp_path / "odd.yaml").write_text(text)
+    code, err = run_here(main_rl, "--config", str(tmp_path / "odd.yaml"))
+    assert code == 2 and len(err.splitlines()) == 1 and MISREAD[text] in err and "odd.yaml, line " in err, err
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("steps=1:30", "steps: 1:30 is read by YAML as the number 90"),
+        ("name=no", "name: no is read by YAML as false"),
+        ("trainer.lr=0_1", "trainer.lr: 0_1 is read by YAML as the number 1"),
+        ("alg.x=&a [*a]", "alg.x.0 is an alias"),
+        ('run_dir="a\\0b"', "run_dir: a NUL character is not allowed: leave it out"),
+        ('data.train="a\\0b"', "data.train: a NUL character is not allowed"),
+        ('reward.settings={a: ["\\0"]}', "reward.settings: a NUL character is not allowed"),
+        (r'reward.settings={a: "\ud800"}', "reward.settings: half of a character is not allowed"),
+    ],
+)
+def test_an_override_is_read_like_a_recipe(recipe, item, words):
+    code, err = run_here(main_rl, "--config", recipe(), item)
+    assert code == 2 and len(err.splitlines()) == 1 and words in err, err
+
+
+@pytest.mark.parametrize("text", ["1e3", "+1e3", "1.e3", ".5e3", "1e-5", "12e4567", "yes", "010", "1:30", "2024-01-01"])
+def test_what_is_written_is_read_as_the_same_value(text):
+    number = text[0] in "+.1" and "e" in text
+    assert parse_yaml(f"a: {text}", "x") == {"a": float(text)} if number else True
+    assert parse_yaml(write_yaml({"a": text, text: [text]}), "x") == {"a": text, text: [text]}
+
+
+def test_a_dict_that_holds_itself_is_refused():
+    circle: dict[str, Any] = {"name": "x"}
+    circle["data"] = circle
+    with pytest.raises(UserError, match="the recipe contains itself"):
+        main_rl.run(circle)

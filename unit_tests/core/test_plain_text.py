@@ -56,7 +56,8 @@ def test_no_value_of_a_recipe_commands_the_terminal(recipe, capsys):
     assert len(keys) > 40
     accepted = []
     for key in keys:
-        value = HOSTILE if "path" not in key else f"/no/{HOSTILE}"  # not the name of a model on a hub
+        value = HOSTILE.replace("\0", "")
+        value = f"/no/{value}" if "path" in key else value  # not the name of a model on a hub
         code, err = run_here(main_rl, "--explain", "--config", recipe({key: value}))
         out = capsys.readouterr().out
         assert code in (0, 2) and is_plain(err + out) and "\nstopped" not in err + out, (key, err, out)
