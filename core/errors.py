@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Collection, Generator
+import shutil
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,6 +52,9 @@ class ProcessDied(RunStopped):
         self.worker = worker
 
 
+MIB = 2**20
+PARTIAL = ".partial"
+"""Suffix of a file being written, possibly by a killed run; such a file is never read."""
 # Causes outside our code; any other OSError is a bug and keeps its traceback.
 _CANNOT_WRITE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO),
@@ -61,10 +65,11 @@ _SAID_BY_WRITERS = ("PytorchStreamWriter", "inline_container", "iostream error",
 
 
 @contextmanager
-def writing(path: Path, *, meaning: str = "") -> Generator[None]:
+def writing(path: Path, *, meaning: str = "", needs: Callable[[], int] = lambda: 0) -> Generator[None]:
     """Turn a failed write (full disk, limit, missing permission) into RunStopped that names `path`.
 
-    meaning: consequence for the user, appended to the sentence.
+    meaning: consequence for the user, appended to the sentence. needs: returns about how many bytes the whole takes,
+    for a full disk; 0 if unknown.
     """
     try:
         yield
@@ -72,8 +77,22 @@ def writing(path: Path, *, meaning: str = "") -> Generator[None]:
     except Exception as error:
         if not is_write_error(error):
             raise
-        reason = getattr(error, "strerror", None) or first_line(error)
+        reason = _describe_full_disk(error, path, needs()) or getattr(error, "strerror", None) or first_line(error)
         raise RunStopped(f"{path} cannot be written: {reason}" + (f"; {meaning}" if meaning else "")) from error
+
+
+def _describe_full_disk(error: Exception, path: Path, needed: int) -> str:
+    """Return how much was needed, and how much there was, if a write failed because the disk is full; else ""."""
+    there = next(folder for folder in path.absolute().parents if folder.is_dir())
+    parts = (path, path.with_name(path.name + PARTIAL))
+    written = sum(file.stat().st_size for part in parts for file in (part, *part.rglob("*")) if file.is_file())
+    free = shutil.disk_usage(there).free
+    # torch tells no number, and a limit on the size of a file is no full disk
+    is_told = isinstance(error, OSError)
+    if not (error.errno in (errno.ENOSPC, errno.EDQUOT) if is_told else free < max(needed - written, MIB)):
+        return ""
+    asked = f"about {needed / MIB:,.2f} MiB are needed, and " if needed else ""
+    return f"the disk is full: {asked}there was room for {(written + free) / MIB:,.2f} MiB"
 
 
 def is_write_error(error: Exception) -> bool:

@@ -28,6 +28,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed
 from driver.checkpoint import BestBy, Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
 from driver.checks.hub_upload import push_model
+from driver.checks.output_folder import write_to_each
 from driver.early_stop import EarlyStop
 from driver.records.advice import Adviser, make_settings
 from driver.records.console import Console
@@ -155,9 +156,8 @@ class RunContext:
         save_to = self.training.save_to
         copies = [Path(save_to).absolute()] if save_to else []
         with self.clock.phase(Phase.SAVE):
-            for folder in [self.folder.path / "model", *copies]:
-                steps = self.facts.get("steps_done", self.cfg.n_steps)
-                await self._write_model(trainers, tokenizer, folder, steps=steps)
+            write = partial(self._write_model, trainers, tokenizer, self.facts.get("steps_done", self.cfg.n_steps))
+            await write_to_each([self.folder.path / "model", *copies], write)
             if alg.value_lr is not None:
                 await write_value_model(self.folder.path / "value_model", trainers, self.training)
             if self.training.push_to is not None:
@@ -166,7 +166,7 @@ class RunContext:
                 self.console.say(f"pushed to {pushed}")
 
     async def _write_model(
-        self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, folder: Path, *, steps: int
+        self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, steps: int, folder: Path
     ) -> None:
         run, say = self.folder.path, self.console.say
         await write_model(folder, trainers, tokenizer, self.training, run=run, steps=steps, say=say)
@@ -190,7 +190,7 @@ class RunContext:
             by = BestBy(metric=keys.best_metric, lower=keys.lower_is_better)
             best = remove_old_checkpoints(home, keys.keep, by)
             if keys.best is not None and best is not None and best.state.steps_done == state.steps_done:
-                await self._write_model(trainers, tokenizer, self.folder.path / "best_model", steps=state.steps_done)
+                await self._write_model(trainers, tokenizer, state.steps_done, self.folder.path / "best_model")
                 self.facts["best"] = {"steps_done": state.steps_done, keys.best: best.state.metrics[keys.best]}
 
     async def resume(self, trainers: Workers[Trainer], checkpoint: Checkpoint | None, settings: dict[str, Any]) -> int:

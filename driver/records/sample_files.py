@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import writing
+from core.text.atomic_write import append_lines
 from core.types.messages import describe_message, describe_messages
 from core.types.samples import Group, Sample
 from driver.records.rollout_metrics import count_versions
@@ -59,10 +60,11 @@ class SampleFiles:
 
 def write_samples(path: Path, groups: list[Group]) -> None:
     """Write a JSON object per sample: prompt, completion, reward and parts, advantage, versions, turns."""
-    with writing(path, meaning="the steps before are logged"), path.open("w", encoding="utf-8") as file:
-        for ticket, group in enumerate(groups):
-            for sample in group:
-                file.write(json.dumps(make_sample_record(sample, ticket)) + "\n")
+    records = (make_sample_record(sample, ticket) for ticket, group in enumerate(groups) for sample in group)
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    meaning = "the steps before are logged"
+    with writing(path, meaning=meaning, needs=lambda: len(lines)), path.open("wb", buffering=0) as file:
+        append_lines(file, lines)
 
 
 def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:

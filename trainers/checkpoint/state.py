@@ -7,7 +7,7 @@ A checkpoint is data. Its files are pickles, as torch writes them; one that woul
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,18 @@ class RankState:
 
 def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
+
+
+def estimate_bytes(learners: Iterable[Learner], *, ranks: int = 1, has_optimizer: bool = False) -> int:
+    """Return about how many bytes a rank writes for its part of the weights.
+
+    has_optimizer: with three float32 numbers per trained parameter, a master weight and the optimizer's two moments.
+    """
+    found = 0
+    for p in (p for learner in learners for p in learner.model.parameters()):
+        size = p.element_size() + (12 if has_optimizer and p.requires_grad else 0)
+        found += getattr(p, "ds_numel", p.numel()) * size  # with ZeRO-3 it has no shape
+    return found // ranks
 
 
 def save_state(state: RankState, folder: Path) -> None:

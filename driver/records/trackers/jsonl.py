@@ -5,11 +5,10 @@ It is part of the run: each line is written before the loop continues, and a ful
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 
 from core.errors import writing
+from core.text.atomic_write import append_lines
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 
 FILE = "metrics.jsonl"
@@ -26,12 +25,8 @@ class Jsonl(Tracker):
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         line = (json.dumps(values, allow_nan=False) + "\n").encode()
-        before = self.file.tell()
-        with writing(self.path, meaning="the steps before are logged"):
-            # A short write is no OSError. Half a line would make the file unreadable from there on.
-            if self.file.write(line) != len(line):  # what did not fit is not an error of its own
-                self.file.truncate(before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with writing(self.path, meaning="the steps before are logged", needs=lambda: len(line)):
+            append_lines(self.file, line)
 
     def finish(self, outcome: Outcome) -> None:
         self.file.close()
