@@ -32,7 +32,7 @@ def count_marks(body: bytes) -> None:
 def read_json(text: bytes | str) -> Any:
     """Parse JSON. Raises Unreadable for anything else, and for what is too deep or holds half of a character."""
     try:
-        found = json.loads(text, parse_int=_read_int)
+        found = json.loads(text, parse_int=_read_int, parse_float=_read_float)
     except Unreadable:
         raise
     except (ValueError, RecursionError) as error:
@@ -45,6 +45,10 @@ def _read_int(digits: str) -> int:
     if len(digits) > LONGEST_INT:
         raise Unreadable(f"has a number of more than {LONGEST_INT} digits")
     return int(digits)
+
+
+def _read_float(digits: str) -> float:
+    return float(digits)  # in Python: between its calls other threads may go on
 
 
 def _check(found: Any) -> None:

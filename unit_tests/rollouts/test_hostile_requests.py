@@ -156,7 +156,9 @@ class Address:
         """
         reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.port)
         try:
-            writer.write(raw)
+            for start in range(0, len(raw), 2**20):  # in pieces, or the copies of the sender would stop the loop
+                writer.write(raw[start : start + 2**20])
+                await writer.drain()
             if ends:
                 writer.write_eof()
             head = await asyncio.wait_for(reader.readline(), 300)
