@@ -65,6 +65,11 @@ class TemplateConfig(StrictModel):
     template_date: str | None = None
     """Date, or date and time, that the chat template writes, such as 2026-11-25. Unset: the start of the run; a resumed
     run takes that of its checkpoint. Refused if the template writes no date."""
+    chat_template: str | None = Field(None, min_length=1)
+    """Chat template in place of the model's: the path of a Jinja file, or the text of one. Saved with the model."""
+    end_of_turn: str | None = Field(None, min_length=1)
+    """Token that ends an assistant turn: replies stop at it and are trained up to it. Unset: the token that the chat
+    template writes after a reply, as --explain shows."""
     system_prompt: str | None = Field(None, min_length=1)
     """System message for every row without a system message. Refused if the template would drop it."""
 
@@ -83,7 +88,7 @@ class TemplateConfig(StrictModel):
 
     @model_validator(mode="after")
     def plain_text_has_no_template(self) -> TemplateConfig:
-        for key in ("template_args", "template_date"):
+        for key in ("template_args", "chat_template", "template_date"):
             if self.template == "plain" and getattr(self, key):
                 raise ValueError(f"template is plain, and {key} is for a chat template: leave one of them out")
         return self
@@ -126,6 +131,9 @@ class PromptDataConfig(DataConfig):
 
     max_prompt_tokens: int = Field(1024, ge=1)
     """Maximum tokens of a prompt. Rows with a longer prompt are invalid."""
+    continue_final_message: bool = False
+    """true: a row may end with an assistant turn, which the policy continues; its text is part of the prompt. false:
+    such a row is invalid."""
 
 
 class RowDataConfig(DataConfig):

@@ -68,6 +68,9 @@ class EvalDataConfig(TemplateConfig):
     """Columns, such as difficulty or subject, by whose values results are broken down."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Maximum tokens of a prompt. Rows with a longer prompt are invalid."""
+    continue_final_message: bool = False
+    """true: a row may end with an assistant turn, which the policy continues; its text is part of the prompt. false:
+    such a row is invalid."""
     max_invalid_fraction: float = Field(0.0, ge=0, le=1)
     """Maximum fraction of invalid rows of a data set. Invalid rows are not evaluated, so none are allowed by default.
     """

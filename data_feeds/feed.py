@@ -184,6 +184,7 @@ def _load_feed(
             max_image_pixels=data.max_image_pixels,
             train_on=train_on,
             system_prompt=data.system_prompt,
+            continue_final_message=isinstance(data, PromptDataConfig) and data.continue_final_message,
             env_tools=env_tools,
         )
         limit = data.eval_rows if which == "eval" else None

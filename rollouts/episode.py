@@ -21,7 +21,7 @@ from rewards.worker import call_user_code, last_line
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.envs.check_env import check_answers, check_turn_scores
-from rollouts.stops import Stops
+from rollouts.stops import Stops, join_turn
 from rollouts.transcript import Tokenizer, Transcript, check_completion
 
 T = TypeVar("T")
@@ -146,7 +146,8 @@ class _Episode:
             return self._begin_seat(env, given)
         # a reply that ended at a stop string or an extra token lacks the template's end of turn, so it is added
         closing = [] if self.rules.stops is None else self.rules.stops.close_turn(script.last_ids)
-        observed = closing + self.tokenizer.render_turns(script.messages[-1], given, script.prompt.tools)
+        following = self.tokenizer.render_turns(script.messages[-1], given, script.prompt.tools)
+        observed = join_turn(script.last_ids, closing, following)
         # with the prompt, the budget fills the engine's context, so messages of the environment count too
         script.tokens_left -= len(observed)
         if script.tokens_left <= 0:

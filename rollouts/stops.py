@@ -26,6 +26,8 @@ class StopTokenizer(Protocol):
     @property
     def turn_end(self) -> list[int]: ...
     @property
+    def end_in_letters(self) -> str: ...
+    @property
     def written_ids(self) -> frozenset[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def encode(self, text: str) -> list[int]: ...
@@ -98,11 +100,27 @@ class Stops:
         return self.tokenizer.turn_end
 
 
+def join_turn(reply: list[int], closing: list[int], following: list[int]) -> list[int]:
+    """Return the tokens after a reply: the end of its turn, and the turns that follow.
+
+    Some templates end a turn only by the first token of the next one, where the policy has stopped.
+    """
+    is_begun = not closing and following[:1] == reply[-1:]
+    return closing + following[is_begun:]
+
+
 def check_stops(tokenizer: StopTokenizer, strings: Sequence[str], token_ids: Sequence[int], vocabulary: int) -> None:
-    """Raise UserError for a stop that can never occur.
+    """Raise UserError for a stop that can never occur, and if no reply would stop where the template ends a turn.
 
     vocabulary: number of the tokenizer's token ids.
     """
+    letters = tokenizer.end_in_letters
+    if letters and not any(string in letters for string in strings):
+        raise UserError(
+            f"the chat template ends a turn with {quote(letters)}, which is no token of this model's tokenizer, so no "
+            "reply would stop there: add it to the tokenizer, name another token in data.end_of_turn, or add the text "
+            "to rollout.stop"
+        )
     for string in strings:
         if UNFINISHED in string:
             raise UserError(

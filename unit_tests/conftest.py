@@ -11,6 +11,7 @@ import yaml
 
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_prep import arithmetic, tiny_model
+from unit_tests.helpers import template_families
 from unit_tests.helpers.chat_families import FAMILIES, load_family
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.pretend_cuda import PretendDevice, pretend_cuda
@@ -47,6 +48,12 @@ def families(tiny_path, tmp_path_factory) -> dict[str, ChatTokenizer]:
     """The tiny model's tokenizer with the chat template of every family."""
     folder = tmp_path_factory.mktemp("families")
     return {family: load_family(tiny_path, folder, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tmp_path_factory) -> dict[str, ChatTokenizer]:
+    """The tokenizers of thirty families, with their chat templates."""
+    return {name: family.load(tmp_path_factory.mktemp("family")) for name, family in template_families.FAMILIES.items()}
 
 
 @pytest.fixture(scope="session")

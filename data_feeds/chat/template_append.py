@@ -6,36 +6,22 @@ templates read the calls to write results. Only the text after the placeholder i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from core.errors import UserError
 from core.types.messages import Message, ToolCall
-
-STAND_IN = "\u2402"
-"""Placeholder text that can be found again in a rendered conversation."""
-Write = Callable[[list[Message], bool], str]
-"""Renders a conversation as text. The flag adds the header of the next reply."""
-
-
-class TemplateRefuses(UserError):
-    """Error raised when the chat template rejects a conversation."""
+from data_feeds.chat.turn_ends import ASKED, STAND_IN, TurnEnd, Write, common_start
+from data_feeds.chat.turn_ends import ImagesDoNotFit as ImagesDoNotFit
+from data_feeds.chat.turn_ends import TemplateRefuses as TemplateRefuses
+from data_feeds.chat.turn_ends import TemplateRewrites as TemplateRewrites
 
 
-class ImagesDoNotFit(TemplateRefuses):
-    """Error of a conversation without exactly one placeholder per image."""
-
-
-class TemplateRewrites(UserError):
-    """Error raised when a chat template changes earlier turns after later turns are appended."""
-
-
-def write_answers(write: Write, end_of_turn: str, reply: Message, answers: Sequence[Message]) -> str:
+def write_answers(write: Write, end: TurnEnd, reply: Message, answers: Sequence[Message]) -> str:
     """Render `answers` with the header of the next reply.
 
     Raises TemplateRewrites if the template changes the reply's turn once answers follow. A change before its content,
     such as dropped reasoning, is allowed. Raises TemplateRefuses if the template rejects the answers.
     """
-    asked: list[Message] = [{"role": "user", "content": "."}]
+    asked: list[Message] = [{"role": "user", "content": ASKED}]
     refusal = TemplateRefuses("the chat template refuses the answers to a reply")
     # Some templates reject several calls in one turn, others a result without its call. The first accepted placeholder
     # is used.
@@ -47,7 +33,7 @@ def write_answers(write: Write, end_of_turn: str, reply: Message, answers: Seque
         except TemplateRefuses as found:
             refusal = found
             continue
-        return _cut_off_reply(before, ended, whole, end_of_turn)
+        return _cut_off_reply(before, ended, whole, end)
     raise refusal
 
 
@@ -72,38 +58,29 @@ def _name_call(call_id: str, name: str) -> ToolCall:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}
 
 
-def _cut_off_reply(before: str, ended: str, whole: str, end_of_turn: str) -> str:
+def _cut_off_reply(before: str, ended: str, whole: str, end: TurnEnd) -> str:
     """Return the part of `whole` after the reply.
 
     before: the text without the reply; ended: with the reply; whole: with the answers to it.
     """
-    if not (ended.startswith(before) and whole.startswith(before)):
+    # what a template writes once, after the last turn, is no part of a turn
+    before = common_start(before, ended)
+    if ASKED not in before or not whole.startswith(before):
         raise TemplateRewrites(
             "the chat template rewrites earlier turns (a conversation's beginning is not the beginning of its "
             "continuation), so nothing can follow the tokens of a reply: use a template that only appends"
         )
-    ends = ended.count(end_of_turn, len(before))  # arguments of a call may contain this text too
-    end_alone, end = (_find_nth(text, end_of_turn, ends, len(before)) for text in (ended, whole))
-    if not ends:
-        end_alone = end = len(ended)
     # The reply is compared from its content on. Templates may drop the reasoning before it once a reply is answered.
     begins = [text.find(STAND_IN, len(before)) for text in (ended, whole)]
     if -1 in begins:  # a template may write the calls and no content
         begins = [len(before)] * 2
-    if ended[begins[0] : end_alone] != whole[begins[1] : end]:
+    said = ended[begins[0] :]
+    said = said[: end.cut_reply(said)]
+    if not whole.startswith(said, begins[1]):
         raise TemplateRewrites(
             "the chat template writes a reply differently once it is answered, so nothing can follow its tokens: use a "
             "template that only appends"
         )
-    return whole[end:]
-
-
-def _find_nth(text: str, part: str, times: int, start: int) -> int:
-    """Return the end of the nth occurrence of `part`, or the end of the text if there are fewer."""
-    at = start
-    for _ in range(times):
-        found = text.find(part, at)
-        if found < 0:
-            return len(text)
-        at = found + len(part)
-    return at
+    at = begins[1] + len(said)
+    # the policy has sampled the end, unless it belongs to the next turn
+    return whole[(end.written == "after" and end.find_end(whole, at, in_history=True)) or at :]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import re
 from datetime import datetime
 from typing import Any, TypeVar
 
 from configs.data_schema import TemplateConfig
 from configs.trainer_schema import ModelConfig
-from core.errors import UserError, first_line, quote
+from core.errors import UserError, quote
 from core.timing.progress import say
 from core.types.samples import Message
+from data_feeds.chat.model_files import find_variables
 from data_feeds.chat.template_append import TemplateRefuses
 from data_feeds.chat.tokenizer import ChatTokenizer
 
@@ -24,15 +24,19 @@ TRIALS: list[list[Message]] = [
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
 ]
 """Conversations rendered with and without the recipe's arguments, to compare the text."""
-GENERATION_TAG = r"\{%-?\s*(end)?generation\s*-?%\}"
-"""Jinja tag added by transformers. It contains no arguments."""
 
 
 def make_tokenizer(model: ModelConfig, data: TemplateConfig, *, skip_special_tokens: bool = True) -> ChatTokenizer:
     """Load the tokenizer of a run. skip_special_tokens: of the text of replies (`rollout.skip_special_tokens`)."""
     arguments = data.template_args | make_clock(data.template_date)
-    trusts = model.trust_remote_code
-    tokenizer = ChatTokenizer(model.path, data.template, trust_remote_code=trusts, template_args=arguments)
+    tokenizer = ChatTokenizer(
+        model.path,
+        data.template,
+        trust_remote_code=model.trust_remote_code,
+        template_args=arguments,
+        chat_template=data.chat_template,
+        end_of_turn=data.end_of_turn,
+    )
     tokenizer.skip_special_tokens = skip_special_tokens
     return tokenizer
 
@@ -88,16 +92,7 @@ def _check_argument(tokenizer: ChatTokenizer, name: str) -> None:
 
 def list_arguments(tokenizer: ChatTokenizer) -> set[str]:
     """Return the names of the variables that only `data.template_args` can set."""
-    from jinja2 import Environment, meta
-    from jinja2.exceptions import TemplateError
-
-    template = tokenizer.hf.get_chat_template()
-    # the template is parsed, not rendered: a variable read in one branch only is found too
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        found = meta.find_undeclared_variables(environment.parse(re.sub(GENERATION_TAG, "", template)))
-    except TemplateError as error:
-        raise UserError(f"data.template_args: the chat template cannot be read: {first_line(error)}") from error
+    found = find_variables(tokenizer.hf.get_chat_template(), "data.template_args")
     ours = {*inspect.signature(tokenizer.hf.apply_chat_template).parameters, "messages"}
     set_by_transformers = {"raise_exception", CLOCK, *tokenizer.hf.special_tokens_map}
     return found - ours - set_by_transformers

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from core.errors import UserError
+from core.errors import UserError, quote, shorten
 from core.types.messages import Message, ToolSpec, with_text
-from data_feeds.chat.template_append import TemplateRefuses
+from data_feeds.chat.template_append import STAND_IN, TemplateRefuses
 from data_feeds.chat.tokenizer import ChatTokenizer
 
+CLOSES_THOUGHT = "</think>"
 Shape = tuple[Any, ...]
 """Features of a message, besides its text, that may change the template's output."""
 
@@ -34,6 +36,37 @@ class TemplateCoverage:
             if message.keys() > {"role", "content"} and self._is_new(_shape_of(message, before, bool(tools))):
                 self._check_message(messages[: i + 1], tools, where)
         self._check_order(messages, tools, where)
+
+    def check_content(
+        self, messages: list[Message], tools: Sequence[ToolSpec], text: str, trained: Collection[int], where: str
+    ) -> None:
+        """Raise UserError if the template leaves out a turn's text, or a part of it.
+
+        text: these messages as rendered. trained: indices of the turns to train on, of which nothing may be left out.
+        """
+        squeezed = ""
+        for i, message in enumerate(messages):
+            for content in _list_texts(message, is_trained=i in trained):
+                if content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
+                    continue
+                # templates may strip lines, or open a thought in the header of a reply
+                squeezed = squeezed or _squeeze(text)
+                if _squeeze(content) not in squeezed:
+                    what = f"a part of what a turn of {message['role']} holds ({quote(shorten(content))})"
+                    self._refuse(where, what, "remove it")
+            before = messages[i - 1]["role"] if i else ""
+            # a short text may stand elsewhere too
+            if message["content"].strip() and self._is_new(("content", *_shape_of(message, before, bool(tools)))):
+                blank = [*messages[:i], with_text(message, STAND_IN), *messages[i + 1 :]]
+                if not self._writes(blank, tools):
+                    self._refuse(where, f"the content of a turn of {message['role']}", "remove it")
+
+    def _writes(self, messages: list[Message], tools: Sequence[ToolSpec]) -> bool:
+        """Return whether the template writes the placeholder. A rejected conversation counts as written."""
+        try:
+            return STAND_IN in self.tokenizer.render_text(messages, reply_next=False, tools=tools)
+        except TemplateRefuses:
+            return True
 
     def _check_message(self, until: list[Message], tools: Sequence[ToolSpec], where: str) -> None:
         """Check the last of these messages, rendered as the end of the conversation."""
@@ -103,6 +136,21 @@ class TemplateCoverage:
         raise UserError(
             f"{where}: the chat template leaves out {what}: use a model or a template that writes it, or {fix}"
         )
+
+
+def _list_texts(message: Message, *, is_trained: bool) -> list[str]:
+    """Return the texts of a message that its turn must show. Of an earlier reply, templates leave the thoughts out."""
+    parts = [part["text"] for part in message.get("parts", []) if part["type"] == "text"]
+    texts = parts or [message["content"]]
+    if message["role"] == "assistant" and not is_trained:
+        texts = [text.rpartition(CLOSES_THOUGHT)[2] for text in texts]
+    elif "reasoning" in message:
+        texts.append(message["reasoning"])
+    return [text.strip() for text in texts if text.strip()]
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
 
 
 def _shape_of(message: Message, before: str, has_tools: bool) -> Shape:

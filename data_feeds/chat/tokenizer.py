@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,14 @@ from core.loading import needs_part
 from core.types.images import EncodedImage, ImageRefused, PlacedImage
 from core.types.messages import ROLES, Message, ToolSpec, find_images
 from data_feeds.chat.decoding import decode_exactly, list_special_tokens
-from data_feeds.chat.template_append import STAND_IN, ImagesDoNotFit, TemplateRefuses, write_answers
+from data_feeds.chat.encoding import Encoded as Encoded
+from data_feeds.chat.encoding import encode_after, encode_pieces, find_added_ids
+from data_feeds.chat.encoding import join_encoded as join_encoded
+from data_feeds.chat.model_files import TEMPLATE_KEY, read_stop_ids, read_template, sees_images
+from data_feeds.chat.template_append import write_answers
 from data_feeds.chat.template_messages import count_characters, to_template_messages
-from data_feeds.chat.turns import Piece, TrainOn, split_turns
-from modeling.hf_config import needs_images
+from data_feeds.chat.turn_ends import STAND_IN, ImagesDoNotFit, TemplateRefuses, TurnEnd, Write, find_turn_end
+from data_feeds.chat.turns import Piece, TrainOn, split_turns, write_begun_reply
 from modeling.pretrained import load_pretrained, refuse_own_code
 
 if TYPE_CHECKING:
@@ -26,10 +30,6 @@ if TYPE_CHECKING:
 
 CHARS_PER_TOKEN = 8
 """Characters encoded per token when checking a length limit. Usual text has fewer per token."""
-CHARS_AT_ONCE = 2**20
-"""Characters per tokenizer call. The library needs some hundred bytes per token."""
-Encoded = tuple[list[int], list[bool]]
-"""Token ids of a piece, and the mask of trained tokens."""
 
 
 class ChatTokenizer:
@@ -50,8 +50,10 @@ class ChatTokenizer:
         key: str = "model.path",
         trust_remote_code: bool = False,
         template_args: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        end_of_turn: str | None = None,
     ):
-        """template_args: extra variables of the chat template; see template_args.py."""
+        """template_args: extra variables of the chat template; see template_args.py. chat_template: path or text."""
         from transformers import AutoTokenizer
 
         is_folder = os.path.isdir(path)
@@ -67,24 +69,28 @@ class ChatTokenizer:
         self.who, self.template, self.template_args = f"{key}={path}", template, dict(template_args or {})
         self.images: ImageProcessor | None = None
         """Processor of a vision model, or None for a language model."""
-        if _sees_images(path, key, trust_remote_code):
+        if sees_images(path, key, trust_remote_code):
             self._load_images(path, key, trust_remote_code)
+        if chat_template is not None:
+            self.hf.chat_template = read_template(chat_template)
         if template == "chat" and not self.hf.chat_template:
             if self.images is not None:
                 raise UserError(f"{key}={path} has no chat template: add one to its processor")
-            raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
+            raise UserError(f"{key}={path} has no chat template: set data.template=plain, or {TEMPLATE_KEY}")
         if self.hf.eos_token_id is None:
             raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
         # chat models often end a turn with another token than the tokenizer's eos
-        more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)
-        self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
+        more_ends = read_stop_ids(path, key, trust_remote_code=trust_remote_code)
+        self._stops_of_files: list[int] = list(dict.fromkeys([self.hf.eos_token_id, *more_ends]))
+        self._named_end, self._has_own_template = end_of_turn, chat_template is not None
+        self._end: tuple[Any, TurnEnd] | None = None
 
     def _load_images(self, path: str, key: str, trust_remote_code: bool) -> None:
-        """Load the image processor. Its chat template replaces the tokenizer's."""
         with needs_part(f"{key}={path}", otherwise="take a text model"):
             from modeling.images.processor import ImageProcessor
 
         self.images = ImageProcessor(path, key=key, trust_remote_code=trust_remote_code, tokenizer=self.hf)
+        # a processor's chat template replaces the tokenizer's
         self.hf.chat_template = self.images.chat_template or self.hf.chat_template
 
     @property
@@ -100,15 +106,38 @@ class ChatTokenizer:
         return max(self.hf.get_vocab().values()) + 1
 
     @property
+    def end(self) -> TurnEnd:
+        """End of an assistant turn."""
+        asked = (self.hf.chat_template, self.template_args)
+        # found again if the template is another: tests and callers may set one
+        if self._end is None or self._end[0] != asked:
+            self._end = (asked, self._find_end())
+        return self._end[1]
+
+    def _find_end(self) -> TurnEnd:
+        return find_turn_end(
+            self._writer(),
+            tokens=[token.content for token in self.hf.added_tokens_decoder.values()],
+            stops=[text for i in self._stops_of_files if (text := decode_exactly(self.hf, [i], special=True))],
+            named=self._named_end,
+        )
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a reply: the model's, and the one that its template writes."""
+        end = [self.hf.convert_tokens_to_ids(self.end.text)] if self.end.is_token else []
+        return sorted({*self._stops_of_files, *end})
+
+    @property
     def turn_end(self) -> list[int]:
         """Tokens that end an assistant turn, for replies that stopped without sampling them."""
-        if self.template == "plain":
-            return [self.hf.eos_token_id]
-        reply: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
-        text = self.render_text(reply, reply_next=False)
-        # some templates end turns with other text, or with none
-        rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
-        return [self.hf.eos_token_id] if rest.startswith(self.hf.eos_token) else []
+        # letters are sampled, or completed by a stop string
+        return encode_after(self.hf, STAND_IN, self.end.closing) if self.end.is_token else []
+
+    @property
+    def end_in_letters(self) -> str:
+        """End of an assistant turn if it is not a token, else ""."""
+        return "" if self.end.is_token else self.end.text
 
     @cached_property
     def reply_header(self) -> str:
@@ -122,8 +151,20 @@ class ChatTokenizer:
         return ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """Encode a conversation with the header of the next reply."""
-        return self.encode(self.render_text(messages, reply_next=True, tools=tools))
+        """Encode a conversation with the header of the next reply, or up to the end of a begun one."""
+        return join_encoded(self.encode_pieces([(self.render_prompt(messages, tools), False)]))[0]
+
+    def render_prompt(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> str:
+        """Render the text that the policy continues."""
+        if messages[-1]["role"] != "assistant":
+            return self.render_text(messages, reply_next=True, tools=tools)
+        return write_begun_reply(self._writer(tools), messages)
+
+    def _writer(self, tools: Sequence[ToolSpec] = ()) -> Write:
+        def write(messages: list[Message], reply_next: bool) -> str:
+            return self.render_text(messages, reply_next=reply_next, tools=tools)
+
+        return write
 
     @cached_property
     def _longest_token(self) -> int:
@@ -159,49 +200,47 @@ class ChatTokenizer:
         All answers are rendered together, since templates join the results of several calls. Raises TemplateRewrites if
         the template changes the text of the reply once answers follow.
         """
-        if self.template == "plain":
-            self._check_images(answers, ())
-            return self.encode("".join(m["content"] for m in answers))
 
-        def write(messages: list[Message], reply_next: bool) -> str:
-            return self.render_text(messages, reply_next=reply_next, tools=tools)
-
-        return self.encode(write_answers(write, self.hf.eos_token, reply, answers))
+        follows = write_answers(self._writer(tools), self.end, reply, answers)
+        # after the end of the reply: a tokenizer may write the first words of a text in another way
+        return encode_after(
+            self.hf, self.end.text if self.end.written == "after" and self.end.is_token else "", follows
+        )
 
     def mask_turns(
         self, messages: list[Message], train_on: TrainOn = ("assistant",), tools: Sequence[ToolSpec] = ()
     ) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation and the mask of trained tokens, up to the last trained turn.
 
-        Assistant turns are encoded one by one, and the text between them in one piece, as in sampling. So the ids equal
-        those of sampling, for every `train_on`. The mask of a reply includes tool calls and the end-of-turn token, but
-        not the header. Other roles are masked likewise if the template ends their turns with that token.
+        The ids are those of the whole text, for every `train_on`. The mask of a reply includes tool calls and the
+        end-of-turn token, but not the header. Other roles are masked likewise if the template ends their turns with
+        that token.
         """
         return join_encoded(self.encode_pieces(self.split_turns(messages, train_on, tools)))
 
     def split_turns(self, messages: list[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()) -> list[Piece]:
-        """Return the pieces that `mask_turns` encodes, in order."""
-
-        def write(written: list[Message], reply_next: bool) -> str:
-            return self.render_text(written, reply_next=reply_next, tools=tools)
-
-        return split_turns(write, self.hf.eos_token, messages, train_on)
+        """Return the text that `mask_turns` encodes, as one piece."""
+        return [split_turns(self._writer(tools), self.end, messages, train_on)]
 
     def encode_pieces(self, pieces: list[Piece]) -> list[Encoded]:
-        """Encode pieces separately, in few tokenizer calls. The library parallelizes a call over the cores."""
-        encoded: list[Encoded] = []
-        for batch in _split_by_size(pieces):
-            texts = [text for text, _ in batch]
-            # offsets of every token take time and memory, and only spans need them
-            has_spans = any(isinstance(learnt, list) and learnt for _, learnt in batch)
-            found = self.hf(texts, add_special_tokens=False, return_offsets_mapping=has_spans)
-            offsets = found["offset_mapping"] if has_spans else [[]] * len(batch)
-            for ids, places, (_, learnt) in zip(found["input_ids"], offsets, batch, strict=True):
-                if isinstance(learnt, list) and learnt:
-                    encoded.append((ids, [any(at in span for span in learnt) for at, _ in places]))
-                else:
-                    encoded.append((ids, [bool(learnt)] * len(ids)))
-        return encoded
+        """Encode whole texts, in few tokenizer calls."""
+        encoded = encode_pieces(self.hf, pieces)
+        before, after = self.added_ids
+        if not before and not after:
+            return encoded
+        whole: list[Encoded] = []
+        for (ids, mask), (_, learnt) in zip(encoded, pieces, strict=True):
+            everything = learnt is True
+            start = before if ids[: len(before)] != before else []
+            # a text that is trained as a whole is a document, which also ends
+            end = after if everything and ids[len(ids) - len(after) :] != after else []
+            whole.append(([*start, *ids, *end], [everything] * len(start) + mask + [True] * len(end)))
+        return whole
+
+    @cached_property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """Ids that the tokenizer itself puts around a text. A chat template writes its own."""
+        return find_added_ids(self.hf) if self.template == "plain" else ([], [])
 
     def decode(self, ids: list[int]) -> str:
         # rewards and environments read what the policy said, without the marks of turns
@@ -217,6 +256,8 @@ class ChatTokenizer:
         self.hf.save_pretrained(folder)
         if self.images is not None:
             self.images.save(folder)
+        if self._has_own_template:  # a processor's files bring the model's
+            (folder / "chat_template.jinja").write_text(self.hf.chat_template, encoding="utf-8")
 
     def place(self, ids: Sequence[int], images: Sequence[EncodedImage], begin: int = 0) -> tuple[PlacedImage, ...]:
         """Return the token range of each image, in order, from `begin` on.
@@ -305,44 +346,3 @@ def _refused_images() -> Generator[None]:
         yield
     except ImageRefused as refusal:
         raise ImagesDoNotFit(str(refusal)) from refusal
-
-
-def join_encoded(parts: list[Encoded]) -> Encoded:
-    """Concatenate the encoded pieces of one conversation."""
-    return [i for ids, _ in parts for i in ids], [learnt for _, mask in parts for learnt in mask]
-
-
-def _split_by_size(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Yield batches of pieces with about CHARS_AT_ONCE characters each. A long piece is a batch alone."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[0])
-        if size >= CHARS_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _sees_images(path: str, key: str, trust_remote_code: bool) -> bool:
-    if os.path.isdir(path) and not (Path(path) / "config.json").is_file():  # a tokenizer alone
-        return False
-    return needs_images(path, key=key, trust_remote_code=trust_remote_code)
-
-
-def _eos_of_generation_config(path: str, key: str, *, trust_remote_code: bool) -> list[int]:
-    """Return the stop tokens of the model's generation config. Chat models may have several."""
-    from transformers import GenerationConfig
-
-    if os.path.isdir(path) and not (Path(path) / "generation_config.json").is_file():
-        return []
-    try:
-        found = load_pretrained(GenerationConfig, path, trust_remote_code=trust_remote_code).eos_token_id
-    except Exception as error:  # a border, as above
-        raise UserError(
-            f"{key}={path}: its generation_config.json cannot be read, but it names the stop tokens: "
-            f"{name_error(error)}"
-        ) from error
-    return found if isinstance(found, list) else [] if found is None else [found]

@@ -41,6 +41,7 @@ def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[Too
             max_tokens=cfg.data.max_prompt_tokens,
             max_image_pixels=cfg.data.max_image_pixels,
             system_prompt=cfg.data.system_prompt,
+            continue_final_message=cfg.data.continue_final_message,
             env_tools=env_tools,
         )
         prompts, invalid = read_source(converter, max_invalid_fraction=cfg.data.max_invalid_fraction, limit=one.rows)

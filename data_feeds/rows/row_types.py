@@ -6,7 +6,7 @@ be encoded in one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -21,7 +21,7 @@ from core.types.samples import Group, Prompt, Rows, Sample
 from data_feeds.chat.template_append import ImagesDoNotFit, TemplateRefuses, TemplateRewrites
 from data_feeds.chat.template_coverage import TemplateCoverage
 from data_feeds.chat.tokenizer import ChatTokenizer, Encoded, join_encoded
-from data_feeds.chat.turns import Piece, TrainOn, count_written
+from data_feeds.chat.turns import Piece, TrainOn, count_written, find_turns
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.sources import IMAGES, Record, find_folder
 
@@ -49,6 +49,8 @@ class RowConverter:
     train_on: TrainOn = ()
     system_prompt: str | None = None
     """System turn for rows that have none."""
+    continue_final_message: bool = False
+    """Accept prompts that end with the beginning of a reply."""
     env_tools: Sequence[ToolSpec] = ()
     """Tools of the environment, shown in prompts besides those of the row."""
 
@@ -79,10 +81,11 @@ class RowConverter:
     def make_prompt(self, record: Record) -> EncodeRequest[Prompt]:
         """Convert a row to a prompt for sampling."""
         messages = self._read_messages(record, "messages")
-        if messages[-1]["role"] == "assistant":
+        if messages[-1]["role"] == "assistant" and not self.continue_final_message:
             raise InvalidRow(
                 "ends_in_reply",
-                "it ends with an assistant turn, so its answer would be in the prompt: remove that turn",
+                "it ends with an assistant turn, so its answer would be in the prompt: remove that turn, or set "
+                "data.continue_final_message if the policy is to continue it",
             )
         # an image without text is a valid prompt
         if not any(m["content"].strip() or "parts" in m for m in messages):
@@ -91,10 +94,8 @@ class RowConverter:
         tools = [*prompt.tools, *self.env_tools]
         # before rendering all of it: a prompt of megabytes takes minutes
         self._check_size(record, prompt.messages, tools)
-        text = self._apply_template(
-            record, lambda: self.tokenizer.render_text(prompt.messages, reply_next=True, tools=tools)
-        )
-        self._check_written(record, prompt.messages, tools)
+        text = self._apply_template(record, lambda: self.tokenizer.render_prompt(prompt.messages, tools))
+        self._check_written(record, prompt.messages, tools, text)
         [(ids, _)] = yield [(text, False)]
         self._check_length(len(ids))
         self._apply_template(record, lambda: self.tokenizer.place(ids, find_images(prompt.messages)))
@@ -201,7 +202,10 @@ class RowConverter:
         # images after the last written message have no tokens
         seen = find_images(messages[: count_written(messages, train_on)])
         pieces = self._apply_template(record, lambda: self.tokenizer.split_turns(messages, train_on, tools))
-        self._check_written(record, messages, tools)
+        trained = find_turns(messages, train_on)
+        self._check_written(
+            record, messages, tools, pieces[0][0], n_written=count_written(messages, train_on), trained=trained
+        )
         ids, mask = join_encoded((yield pieces))
         self._check_length(len(ids))
         places = self._apply_template(record, lambda: self.tokenizer.place(ids, seen))
@@ -219,13 +223,27 @@ class RowConverter:
             reward=reward,
         )
 
-    def _check_written(self, record: Record, messages: list[Message], tools: list[ToolSpec]) -> None:
-        """Raise InvalidRow for a call of an unknown tool, and UserError if the template drops a field."""
+    def _check_written(
+        self,
+        record: Record,
+        messages: list[Message],
+        tools: list[ToolSpec],
+        text: str,
+        *,
+        n_written: int | None = None,
+        trained: Collection[int] = (),
+    ) -> None:
+        """Raise InvalidRow for a call of an unknown tool, and UserError if the template drops a field or some content.
+
+        text: what is encoded of the first `n_written` messages. trained: indices of the turns to train on.
+        """
         names = {name_of_tool(tool) for tool in tools}
         called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
         if unknown := [name for name in called if tools and name not in names]:
             raise InvalidRow("bad_messages", f"it calls {unknown[0]:.60}, which is none of its tools")
-        self._apply_template(record, lambda: self.template_coverage.check(messages, tools, record.where))
+        coverage, where = self.template_coverage, record.where
+        self._apply_template(record, lambda: coverage.check(messages, tools, where))
+        self._apply_template(record, lambda: coverage.check_content(messages[:n_written], tools, text, trained, where))
 
     def _apply_template(self, record: Record, write: Callable[[], Written]) -> Written:
         try:

@@ -13,6 +13,7 @@ from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
 from driver.checks.explain_devices import describe_gpus, describe_processes
+from driver.checks.explain_texts import describe_texts
 from driver.checks.memory_estimate import (
     CUDA_GIB,
     GIB,
@@ -32,7 +33,8 @@ ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 def explain(loaded: Loaded[Any]) -> str:
     """Return the resolved configuration of a training run and derived facts."""
     cfg: RunConfig = loaded.cfg
-    facts = [*describe_arithmetic(loaded), *describe_placement(cfg), *describe_memory(loaded)]
+    texts = describe_texts(cfg.model, cfg.data)
+    facts = [*describe_arithmetic(loaded), *texts, *describe_placement(cfg), *describe_memory(loaded)]
     return format_explanation(cfg, facts, check_devices(cfg))
 
 

@@ -18,6 +18,7 @@ from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Local, RankInfo, Resources, Workers
 from core.loading import FileSpec
 from core.types.messages import ToolSpec
+from data_feeds.chat.model_files import read_template
 from data_feeds.chat.template_args import make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import locate_parser, make_parser
@@ -131,7 +132,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
     moved = {} if parser_file is None else {"tool_parser": parser_file.path}
     return RolloutPlan(
         model=model,
-        data=cfg.data,
+        data=carry_template(cfg.data),
         rollout=cfg.rollout.model_copy(update=moved),
         reward=cfg.reward,
         reward_functions=plan_rewards(cfg.reward),
@@ -143,6 +144,13 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         max_prompt_tokens=cfg.data.max_prompt_tokens,
         seed=cfg.seed,
     )
+
+
+def carry_template(data: TemplateConfig) -> TemplateConfig:
+    """Return the settings with the text of a chat template in place of its path: another machine may not have it."""
+    if data.chat_template is None:
+        return data
+    return data.model_copy(update={"chat_template": read_template(data.chat_template)})
 
 
 def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:

@@ -22,6 +22,7 @@ from core.types.messages import Message, ToolSpec
 from core.types.samples import Stop
 from data_feeds.chat.template_append import TemplateRefuses, TemplateRewrites
 from rollouts.engines.base import Completion
+from rollouts.stops import join_turn
 from rollouts.transcript import Conversation, Tokenizer, find_places
 
 
@@ -219,7 +220,8 @@ class Trace:
         before = [i for node in path for i in (*node.prompt_ids, *node.completion.token_ids)]
         try:
             answers = self.tokenizer.render_turns(parent.reply, messages[at:], parent.tools)
-            given = self.close_turn(parent.completion.token_ids) + answers
+            reply = parent.completion.token_ids
+            given = join_turn(reply, self.close_turn(reply), answers)
             images = find_places(self.tokenizer, before + given, messages[at:], len(before))
         except (TemplateRewrites, TemplateRefuses):  # a full render follows; it raises if the template refuses that too
             self.n_not_appended += 1

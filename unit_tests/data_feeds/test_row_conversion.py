@@ -7,7 +7,7 @@ import pytest
 from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from data_feeds import feed
-from data_feeds.chat import tokenizer
+from data_feeds.chat import encoding
 from data_feeds.chat.tokenizer import ChatTokenizer
 
 ASKS = [{"role": "user", "content": "1+1="}]
@@ -52,10 +52,10 @@ def load(file: str, kind, chat, **settings):
 def test_rows_side_by_side_are_those_of_rows_one_by_one(kind, settings, chat, tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", kind, ROWS[kind] * 3)
     together = load(file, kind, chat, **settings)
-    monkeypatch.setattr(tokenizer, "CHARS_AT_ONCE", 40)
+    monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 40)
     in_small_calls = load(file, kind, chat, **settings)
     monkeypatch.setattr(feed, "ROWS_AT_ONCE", 1)
-    monkeypatch.setattr(tokenizer, "CHARS_AT_ONCE", 1)
+    monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 1)
     one_by_one = load(file, kind, chat, **settings)
     assert together == in_small_calls == one_by_one
     assert together.all() and together.sources[0].invalid.rows
