@@ -113,7 +113,9 @@ class MembershipMachine(RuleBasedStateMachine):
                 self.come()
         self.do(asyncio.wait_for(syncing, LONG))
         serving = self.engines.serving()
-        assert (serving or during == "drain") and all(self.machines.versions.get(rank) == self.version for rank in serving), self.said
+        assert (serving or during == "drain") and all(
+            self.machines.versions.get(rank) == self.version for rank in serving
+        ), self.said
 
     @rule()
     def settle(self) -> None:
