@@ -131,6 +131,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         *("trackers", "tracking.samples_every", "tracking.samples", "tracking.mlflow_uri"),
         *("tracking.group", "tracking.tags", "tracking.notes"),
         *("tracking.mlflow_experiment", "tracking.wandb_project", "tracking.wandb_entity", "tracking.wandb_mode"),
+        *("tracking.group", "tracking.tags", "tracking.notes"),
     ),
     "driver/test_console.py": ("display", "show_samples"),
     "analysis/test_capture.py": (
