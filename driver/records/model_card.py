@@ -96,10 +96,12 @@ def _name_rewards(cfg: RLConfig) -> str:
 def _write_curve(file: Path, cfg: RunConfig) -> str:
     """Return the curve as a table of up to MOST_ROWS steps; "" without metrics.jsonl."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    rows: list[dict[str, float]] = [json.loads(line) for line in lines]
+    by_step: dict[float, dict[str, float]] = {}
+    for line in map(json.loads, lines):  # a step and an evaluation of the weights that it starts with have one number
+        by_step.setdefault(line[names.STEP_NUMBER], {}).update(line)
     main = names.REWARD_MEAN if isinstance(cfg, RLConfig) else names.TRAIN_LOSS
     held_out = names.EVAL.format(names.REWARD_MEAN) if isinstance(cfg, RLConfig) else names.EVAL_LOSS
-    rows = [row for row in rows if main in row]
+    rows = [row for _, row in sorted(by_step.items()) if main in row or held_out in row]
     if not rows:
         return ""
     columns = [main, *([held_out] if any(held_out in row for row in rows) else [])]

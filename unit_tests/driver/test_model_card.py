@@ -63,11 +63,12 @@ def test_the_licence_of_the_base_is_that_of_the_model(case, recipe, tiny_path, t
 def test_a_base_and_data_of_the_hub_are_linked_and_a_long_curve_is_cut(recipe, tmp_path):
     path = recipe({"model.path": "owner/base", "data.train": "hub:owner/rows/main"}, kind="sl")
     shutil.copyfile(path, tmp_path / "config.yaml")
-    losses = [{"step": i, "train/loss": i / 8} | ({"eval/loss": 1.5} if i == 77 else {}) for i in range(1000)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in losses))
+    losses = [{"step": i, "train/loss": i / 8} for i in range(1000)]
+    held_out = [{"step": 77, "eval/loss": 1.5}, {"step": 1000, "eval/loss": 1.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*losses, *held_out)))
     write_card(tmp_path / "out", load_recipe(SLConfig, path, []).cfg, run=tmp_path, steps=1000)
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model == "owner/base" and card.data.datasets == ["owner/rows"]
     steps = [int(step) for step in re.findall(r"^\| (\d+) \|", card.text, re.MULTILINE)]
-    assert len(steps) == 21 and steps[0] == 0 and steps[-1] == 999
-    assert "| 77 | 9.625 | 1.5 |" in card.text
+    assert len(steps) == 21 and steps[0] == 0 and steps[-1] == 1000
+    assert "| 77 | 9.625 | 1.5 |" in card.text and "| 1000 |  | 1.25 |" in card.text
