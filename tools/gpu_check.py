@@ -1,4 +1,4 @@
-"""Run on one GPU everything that needs one, and print a table of what it measured: python -m tools.gpu_check
+"""Run on one GPU everything that needs one, and print a table of the measurements: python -m tools.gpu_check
 
     python -m tools.gpu_check                    a GPU day: at most ten minutes on one GPU
     python -m tools.gpu_check --rehearse         the same rows on this CPU, in tiny sizes
@@ -10,7 +10,7 @@ gpu_day.md for docs/results.md. Exit code 1 where a row failed, or where the tim
 
 The clone is all that travels (5 MB). Python 3.11 or newer with torch, transformers, numpy and pydantic is enough; an
 image of torch lacks pydantic, and a sentence names the wheels to bring. Rows that need more read "not run: no vLLM".
-For the rows of ZeRO bring DeepSpeed's sources (2 MB), which need no build, and what they import:
+For the rows of ZeRO bring DeepSpeed's sources (2 MB), which need no build, and the packages that they import:
 
     python -m pip download --no-deps --no-binary deepspeed --dest wheels deepspeed==0.19.8 hjson einops
     python -m pip install --no-index wheels/*.whl                        # there: whatever "not run: no hjson" names

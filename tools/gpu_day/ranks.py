@@ -124,7 +124,7 @@ def compare_losses(what: str, want: float, got: float) -> float:
 
 
 def copy_state(trainer: Trainer) -> dict[str, Tensor]:
-    """Return a copy of what training goes on from: weights as exported, and what the optimizer holds, on the CPU."""
+    """Return a copy of the training state on the CPU: exported weights, master weights and moments."""
     learner: Any = trainer.policy
     # DeepSpeed wraps torch's optimizer
     optimizer = getattr(learner.optimizer, "optimizer", learner.optimizer)

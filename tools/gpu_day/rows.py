@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent.parent
 State = Literal["ok", "failed", "not run"]
 Numbers = dict[str, float | str]
-"""What a row measured, by name and unit."""
+"""Measurements of a row, by name and unit."""
 LOG_LINES = 25
 TIME_OVER = "the time was over: give more with --minutes"
 TITLES = {"deepspeed": "DeepSpeed", "ray": "Ray", "vllm": "vLLM"}
 """Names of packages in reasons."""
 DEEPSPEED = ("deepspeed", "hjson", "einops", "msgpack", "psutil")
-"""DeepSpeed, and what it imports besides; its sources alone may have been brought."""
+"""DeepSpeed and the packages that it imports; its sources alone may have been brought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class Outcome:
     peak_mib: float | None = None
     """Largest memory that torch had allocated on the GPU, in the row's own process."""
     log: str = ""
-    """End of what a failed row wrote."""
+    """End of a failed row's output."""
 
 
 def run_alone(row: Row, folder: Path, *, rehearse: bool, limit_s: float) -> Outcome:

@@ -173,7 +173,7 @@ def check_throughput(bench: Bench) -> Numbers:
 
 
 def compare_with_explain(path: str, *, held_gib: float) -> Numbers:
-    """Return the memory without activations beside what --explain says of this model and trainer."""
+    """Return the memory without activations beside the estimate of --explain for this model and trainer."""
     recipe = {"name": "gpu_check", "backend": "local", "steps": 1, "rows_per_step": 1, "alg": {"name": "sft"}}
     recipe |= {"model": {"path": path, "dtype": "bfloat16"}, "data": {"train": "none.jsonl", "max_tokens": 1024}}
     said = estimate_memory(load_recipe(SLConfig, recipe, [])).per_rank
@@ -186,7 +186,7 @@ def compare_with_explain(path: str, *, held_gib: float) -> Numbers:
 
 
 def beside_explain(name: str, measured: float, said: float) -> Numbers:
-    """Return a measured size, what --explain says of it, and whether they agree."""
+    """Return a measured size, the estimate of --explain, and whether they agree."""
     off = 100 * (measured / said - 1)
     verdict = f"within {EXPLAIN_BOUND:.0f} %" if abs(off) <= EXPLAIN_BOUND else f"off by {off:+.0f} %"
     return {name: measured, f"--explain says, of {name}": said, "--explain is": verdict}

@@ -68,7 +68,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class Result:
-    """Numbers that a step computed, and what it waited for."""
+    """Numbers that a step computed, and its waits."""
 
     gradient: Tensor
     """Change of the float32 weights, flat."""
@@ -234,20 +234,22 @@ def main() -> None:
             found[name] = replace(got, seconds=want.seconds + got.seconds)
             if not (torch.equal(got.gradient, want.gradient) and got.metrics == want.metrics):
                 others.append(name)
-    print("| algorithm | padded | packed | shared prefixes |", "|---|---|---|---|", sep="\n")
+    print("| algorithm | padded | packed | shared prefixes | seconds |", "|---|---|---|---|---|", sep="\n")
     for alg in list_algorithms():
-        print(f"| {alg} | {' | '.join(write_cell(found[f'{alg}, {how}']) for how in LAYOUTS)} |")
-    print("", "| kind of step | waits / copies, seconds | waits besides |", "|---|---|---|", sep="\n")
+        results = [found[f"{alg}, {how}"] for how in LAYOUTS]
+        cells = [*map(write_counts, results), f"{sum(result.seconds for result in results):.1f}"]
+        print(f"| {alg} | {' | '.join(cells)} |")
+    print("", "| kind of step | waits/copies | waits besides | seconds |", "|---|---|---|---|", sep="\n")
     for kind in KINDS:
-        files = ", ".join(f"`{line.partition(':')[0]}` x {n}" for line, n in found[kind].other_syncs.items())
-        print(f"| {kind} | {write_cell(found[kind])} | {files} |")
+        files = ", ".join(f"`{line.partition(':')[0]}` x{n}" for line, n in found[kind].other_syncs.items())
+        print(f"| {kind} | {write_counts(found[kind])} | {files} | {found[kind].seconds:.1f} |")
     seconds = sum(result.seconds for result in found.values())
     print(f"\n{len(found)} steps, {seconds:.0f} s; other numbers than the CPU's: {', '.join(others) or 'none'}")
     sys.exit(bool(others))
 
 
-def write_cell(result: Result) -> str:
-    return f"{result.syncs.total()} / {result.uploads}, {result.seconds:.1f} s"
+def write_counts(result: Result) -> str:
+    return f"{result.syncs.total()}/{result.uploads}"
 
 
 if __name__ == "__main__":
