@@ -20,7 +20,7 @@ PROMPT = Prompt(id="p", messages=[])
 def draw_episode(draw: random.Random, fresh: Iterator[int], episode: int, player: int) -> tuple[Group, list[list[int]]]:
     """Return the branches of an episode, and the tokens of its turns in order of time.
 
-    Turns go to branches by chance, each after tokens that the policy did not choose. No two tokens of a group are equal.
+    Turns go to branches by chance, each after tokens that the policy did not choose. All tokens of a group differ.
     """
     branches: list[tuple[list[int], list[bool], list[tuple[int, int]], list[int]]] = [
         ([], [], [], []) for _ in range(draw.randint(1, 3))
