@@ -51,7 +51,7 @@ class _Search:
     chosen: set[int]
     """Indices of the trained turns."""
 
-    def find_ranges(self) -> Piece:
+    def find_ranges(self) -> tuple[str, list[range]]:
         text, ranges = self.text, list[range]()
         for i in sorted(self.chosen):
             if self.messages[i]["role"] != "assistant":
