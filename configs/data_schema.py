@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date, datetime
+from datetime import datetime
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -63,8 +63,8 @@ class TemplateConfig(StrictModel):
     """Arguments of the chat template, such as {enable_thinking: false}, for all rows: prompts, held-out and supervised
     rows. Arguments that the template does not read are refused."""
     template_date: str | None = None
-    """Date, or date and time, that the chat template writes, such as 2026-11-25. Unset: the start of the run; a resumed
-    run takes that of its checkpoint. Refused if the template writes no date."""
+    """Date, or date and time, that the chat template writes, such as '2026-11-25'. Unset: the start of the run; a
+    resumed run takes that of its checkpoint. Refused if the template writes no date."""
     chat_template: str | None = Field(None, min_length=1)
     """Chat template in place of the model's: the path of a Jinja file, or the text of one. Saved with the model."""
     end_of_turn: str | None = Field(None, min_length=1)
@@ -80,11 +80,10 @@ class TemplateConfig(StrictModel):
     @field_validator("template_date", mode="before")
     @classmethod
     def is_a_date(cls, given: Any) -> Any:
-        given = given.isoformat() if isinstance(given, date) else given  # YAML reads 2026-11-25 as a date
         try:
             return given if given is None else datetime.fromisoformat(given).isoformat()
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{given!r:.60} is no date: write one such as 2026-11-25") from error
+            raise ValueError(f"{given!r:.60} is no date: write one such as '2026-11-25'") from error
 
     @model_validator(mode="after")
     def plain_text_has_no_template(self) -> TemplateConfig:

@@ -80,8 +80,7 @@ def test_a_date_that_no_template_writes_is_neither_pinned_nor_taken(tiny_path, d
             PromptDataConfig(train="x.jsonl", template_date=wrong)
     with pytest.raises(ValueError, match="template is plain, and template_date"):
         PromptDataConfig(train="x.jsonl", template="plain", template_date="2020-02-03")
-    named = yaml.safe_load("{train: x.jsonl, template_date: 2020-02-03}")
-    assert RowDataConfig(**named).template_date == "2020-02-03T00:00:00"
+    assert RowDataConfig(train="x.jsonl", template_date="2020-02-03").template_date == "2020-02-03T00:00:00"
 
 
 def test_an_engine_writes_the_date_of_its_run(dated, recipe):
@@ -128,7 +127,7 @@ def test_a_resume_notices_whatever_has_changed(dated, recipe, tmp_path, one_thre
             code, err = run_here(main_sl, "--config", path, resume, "steps=2", *overrides)
             assert code == 2 and words in err and len(err.splitlines()) == 1, err
 
-        refuse("data.template_date is '2021-02-03T00:00:00' and was '2020", "data.template_date=2021-02-03")
+        refuse("data.template_date is '2021-02-03T00:00:00' and was '2020", "data.template_date='2021-02-03'")
         (mine / "unlikely_name/parts.py").write_text("SCALE = 2.0\n")
         refuse("the file parts.py beside your code changed since")
         (mine / "unlikely_name/parts.py").write_text("SCALE = 1.0\n")
@@ -209,7 +208,7 @@ def test_an_evaluation_goes_on_with_the_date_that_it_began_with(dated, sums, tmp
         "reward": {"function": "arithmetic"},
         "rollout": {"engine": "hf", "max_new_tokens": 8},
     }
-    begun = prepare_eval(load_eval_recipe(raw, ["data.template_date=2020-02-03"]))
+    begun = prepare_eval(load_eval_recipe(raw, ["data.template_date='2020-02-03'"]))
     (tmp_path / SETTINGS).write_text(json.dumps(begun.settings))
     (tmp_path / "parts").mkdir()
     again = prepare_eval(load_eval_recipe(raw, [f"resume={tmp_path}"]))
