@@ -18,9 +18,12 @@ from unit_tests.helpers.small_trained import IDS, a_base, edit, logits, rewrite,
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 READ = """
-import sys, torch
+import os, sys, torch
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+folder = sys.argv[1]
+auto = AutoPeftModelForCausalLM if os.path.exists(folder + "/adapter_config.json") else AutoModelForCausalLM
+model = auto.from_pretrained(folder, dtype=torch.float32)
 scores = model(torch.arange(2, 40)[None]).logits[0, :-1].log_softmax(-1)
 print(*scores.gather(-1, torch.arange(3, 40)[:, None])[:, 0].tolist())
 """
@@ -180,10 +183,12 @@ def test_a_folder_that_another_machine_wrote_is_no_saved_model(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["whole", "tied", "own head", "merged", "merged tied"])
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"value model"}))
 def test_a_saved_model_gives_the_same_logp_in_a_fresh_process(kind, tmp_path):
     how = dict(KINDS[kind])
     base = a_base(tmp_path / "base", tied=how.pop("tied", False), own_head=how.pop("own_head", False))
     trainer = trained(base, how.pop("lora", None), steps=2, **how)
     trainer.save_model(tmp_path / "out")
-    torch.testing.assert_close(read_in_a_fresh_process(tmp_path / "out"), logp_of(trainer.model), atol=1e-4, rtol=0)
+    # computed in float32, here from weights that may be rounded to bfloat16
+    wanted = logp_of(trainer.model.float())
+    torch.testing.assert_close(read_in_a_fresh_process(tmp_path / "out"), wanted, atol=1e-4, rtol=0)
