@@ -101,7 +101,11 @@ def push(path: str, *, endpoint: str, token: str) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
 
 
-def test_a_run_without_a_network_is_refused(refused):
+def test_a_run_without_a_network_is_refused(refused, monkeypatch):
+    from huggingface_hub import constants
+
+    # the variable is read when the library is imported, which a helper may have done before conftest.py set it
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     refused({"push_to": "me/tiny"}, "push_to=me/tiny: HF_HUB_OFFLINE is set", kind="sl")
     refused({"push_to": "a/b/c"}, "push_to", kind="sl")
 
