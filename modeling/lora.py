@@ -78,7 +78,7 @@ def find_unmergeable(wrapped: PeftModel) -> str | None:
     return next((name for name, m in layers if not _is_plain(m)), None)
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: object) -> bool:
     """Tell whether a module is an adapted linear layer."""
     from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D

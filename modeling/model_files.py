@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ def _read_file(file: Path) -> Iterator[tuple[str, TensorHeader]]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _opened(file: Path) -> Generator[Any]:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:

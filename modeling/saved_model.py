@@ -159,7 +159,7 @@ def check_saved(folder: Path, *, dtype: str, trust_remote_code: bool = False) ->
 
 
 def _check_whole(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> int:
-    from transformers.utils import is_accelerate_available
+    from transformers.utils.import_utils import is_accelerate_available
 
     headers = read_headers(folder)
     if name := missing_in_index(folder):
