@@ -13,7 +13,8 @@ from core.types.images import MaySee
 class TokenEncoder(MaySee, Protocol):
     """Tokenizer methods to resolve allowed tokens; see data_feeds/chat/tokenizer.py."""
 
-    stop_token_ids: list[int]
+    @property
+    def stop_token_ids(self) -> list[int]: ...
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -21,8 +21,8 @@ UNFINISHED = "\ufffd"
 class StopTokenizer(Protocol):
     """Tokenizer methods for stops; see data_feeds/chat/tokenizer.py."""
 
-    stop_token_ids: list[int]
-
+    @property
+    def stop_token_ids(self) -> list[int]: ...
     @property
     def turn_end(self) -> list[int]: ...
     @property

@@ -36,9 +36,9 @@ def split_turns(write: Write, end: TurnEnd, messages: list[Message], train_on: T
     chosen = find_turns(messages, train_on)
     if train_on != "everything":
         return _Search(write, end, messages, chosen).find_ranges()
+    if len(chosen) == len(messages):
+        return write(messages, False), True
     text, left_out = _Search(write, end, messages, {*range(len(messages))} - chosen).find_ranges()
-    if not left_out:
-        return text, True
     bounds = [0, *(at for span in left_out for at in (span.start, span.stop)), len(text)]
     return text, [range(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
 
