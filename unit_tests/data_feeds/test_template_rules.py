@@ -84,6 +84,18 @@ def test_a_header_that_swallows_the_space_of_a_reply_is_not_trained(tokenizers):
     assert learnt[-1] == "<|end|>" and "<|assistant|>" not in learnt
 
 
+def test_a_token_that_holds_the_header_s_space_and_a_reply_s_first_word_is_trained(tmp_path):
+    """A header that ends in a space, of a tokenizer that joins spaces with words."""
+    template = (
+        FAMILIES["vicuna"].template.replace("'ASSISTANT:'", "'ASSISTANT: '").replace('"ASSISTANT:"', '"ASSISTANT: "')
+    )
+    chat = FAMILIES["vicuna"].load(tmp_path, chat_template=template)
+    assert chat.reply_header == "ASSISTANT: "
+    ids, mask = chat.mask_turns([ASKED, SAID])
+    assert ids == chat.encode(chat.render_text([ASKED, SAID], reply_next=False))
+    assert show(chat, ids)[mask.index(True)] == "\u2581The"
+
+
 def test_a_prompt_that_ends_in_a_begun_reply_is_the_beginning_of_the_whole(tokenizers, tmp_path):
     begun = [ASKED, assistant("The answer is")]
     for name, chat in tokenizers.items():
