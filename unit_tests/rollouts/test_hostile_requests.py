@@ -334,7 +334,7 @@ def test_no_large_request_stops_the_event_loop(qwen):
     async def run(address: Address) -> None:
         for name, make in LARGE.items():
             body, shortest = make(), float("inf")
-            for _ in range(4):
+            for _ in range(8):
                 address.gap_s = 0.0
                 # from a thread: what sends it must not count
                 status = await asyncio.to_thread(lambda body=body: asyncio.run(address.post(body, address.key)))
