@@ -233,7 +233,7 @@ FAILURES = {
     "floods": (
         "def run(task):\n    while True:\n        try:\n            ask(task, task.messages, n=2)\n"
         "        except OSError:\n            pass",
-        "100 requests that were refused, the last because: n is 2",
+        "200 requests that were refused, the last because: n is 2",
     ),
 }
 
