@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import main_rl
 from analysis.capture import tokens
@@ -292,3 +293,34 @@ def test_a_long_run_opens_in_a_small_page(browser, tmp_path):
     browser.open(tmp_path / "page.html", "#samples/r0/150")
     browser.wait_for("document.querySelectorAll('.sample').length == 8")
     assert numbers(browser, ".metrics .number") == {k: v for k, v in metrics_of(run)[150].items() if k != "step"}
+
+
+def test_hostile_names_of_a_run_are_text(browser, tmp_path):
+    """Everything that has a name, wherever the page shows it: the run, its folder, metrics, warnings, the reason."""
+    name = HOSTILE[0]
+    run = make_run(tmp_path / "made", steps=3, groups=2, size=4, words=5)
+    lines = [line | {f"eval/{one}": 0.5 * line["step"] for one in HOSTILE} for line in metrics_of(run)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = yaml.safe_load((run / "config.yaml").read_text()) if (run / "config.yaml").is_file() else {}
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"name": name, name: {name: name}}))
+    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").is_file() else {}
+    hostile = {"exit_reason": f"stopped: {name}", "bottleneck": name, "before": {name: 1.0}, "after": {name: 2.0}}
+    hostile |= {"warnings": [{"step": 1, "rule": name, "text": "".join(HOSTILE)}], "packages": {name: name}}
+    hostile["git"] = {"commit": name, "branch": name, "changed_files": 1}
+    (run / "summary.json").write_text(json.dumps(summary | hostile))
+    for number, text in enumerate(HOSTILE):
+        rewrite_sample(run, 1, number, id=text, failure=text, reward_parts={text: 1.0}, log=text)
+    other = tmp_path / "<img src=x onerror='document.title=1'>"
+    shutil.copytree(run, other)
+    write_page([run, other], page := tmp_path / "page.html", samples=16, everything=False)
+    browser.open(page)
+    title = browser.ask("document.title")
+    browser.ask("document.querySelectorAll('details').forEach((e) => (e.open = true))")
+    for tab in browser.ask("[...document.querySelectorAll('[data-tab]')].map((e) => e.dataset.tab)"):
+        browser.click(f'[data-tab="{tab}"]')
+        browser.wait_for(f"document.querySelector('.tab[data-name={tab}][data-done]')")
+    browser.open(page, "#samples/r1/1")
+    browser.wait_for("document.querySelector('.sample')")
+    assert browser.ask("document.querySelectorAll('img').length") == 0
+    assert browser.ask("document.title") == title and title != "hacked"
+    assert name in browser.ask("document.body.textContent")
