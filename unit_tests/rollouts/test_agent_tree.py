@@ -41,11 +41,11 @@ class Act:
 ACTS = st.builds(
     Act,
     how=st.sampled_from(
-        ["append", "append", "append", "rewrite", "insert", "compact", "again", "retry", "ask once more"]
+        ["append", "append", "append", "rewrite", "insert", "compact", "again", "again", "retry", "ask once more"]
     ),
     pick=st.integers(0, 50),
     told=TEXTS,
-    said=TEXTS,
+    said=st.sampled_from(["7", "7", "abc"]),  # few, so that two replies to one context are often equal
     is_cut=st.booleans(),
     uses_tools=st.integers(0, 3).map(lambda n: n == 0),
     arrives=st.integers(0, 3).map(bool),
