@@ -1,4 +1,4 @@
-"""Pass@k training: what a sample adds to a group of k of its siblings (https://arxiv.org/abs/2508.10751, Eq. 10-15).
+"""Pass@k training: the worth of a sample in a group of k of its siblings (https://arxiv.org/abs/2508.10751, Eq. 10-15).
 
 Of a group of N samples of which F fail, a group of k passes if one of its samples does:
 

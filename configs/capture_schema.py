@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from core.strict_model import StrictModel
 
@@ -33,14 +33,6 @@ class CaptureConfig(StrictModel):
     """Maximum number of step snapshots triggered by events in a run; those of `every` are not counted."""
     weights: bool = False
     """Store the weights before each update in the snapshot. false: store checksums and the location of the weights."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def on_is_a_word(cls, given: Any) -> Any:
-        """Restore the key `on`, which YAML 1.1 reads as true."""
-        if isinstance(given, dict) and True in given:
-            return {("on" if key is True else key): value for key, value in given.items()}
-        return given
 
     @property
     def is_on(self) -> bool:

@@ -19,7 +19,7 @@ class OtherNames:
     verl: tuple[str, ...] = ()
     openrlhf: tuple[str, ...] = ()
     note: str = ""
-    """What to compute, where ours is not their number."""
+    """The computation, where ours is not their number."""
 
     def list_names(self) -> list[tuple[str, str]]:
         """List the frameworks, each with a name."""

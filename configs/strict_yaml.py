@@ -39,6 +39,11 @@ class _Dumper(yaml.SafeDumper):
 for _tool in (StrictLoader, _Dumper):
     # YAML 1.1 reads 1e-5 as text, because the dot is missing, and +1e5 too.
     _tool.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^{_FLOAT}$"), list("-+.0123456789"))
+# YAML 1.1 reads on, off, yes and no as booleans; they are words here, as in YAML 1.2
+StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, known in StrictLoader.yaml_implicit_resolvers.items()
+}
 
 
 def parse_yaml(text: str, where: str, *, key: str = "") -> Any:
@@ -101,15 +106,12 @@ def _list_children(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _name_misreading(tag: str, text: str) -> str:
-    """Say as what YAML reads a word without quotes, and the fix; "" if it is read as what it looks like."""
+    """Name the type as which YAML reads a word without quotes, and the fix; "" if it is the type that it looks like."""
     quotes = f"put it in quotes ('{text}') if text is meant"
     match tag.rpartition(":")[2]:
         case "int" | "float" as kind if set("_:") & {*text} or (kind == "int" and not _PLAIN_INT.fullmatch(text)):
             read = _read_number(tag, text)
             return f"is read by YAML as the number {read}: write {read}, or {quotes}"
-        case "bool" if text.lower() not in ("true", "false"):
-            read = "true" if text.lower() in ("yes", "on") else "false"
-            return f"is read by YAML as {read}: write {read}, or {quotes}"
         case "timestamp":
             return f"is read by YAML as a date: {quotes}"
         case _:

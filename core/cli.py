@@ -28,7 +28,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that quotes what was given."""
+    """Argument parser that escapes arguments in its errors."""
 
     def error(self, message: str) -> NoReturn:
         super().error(escape_controls(message, keep=""))

@@ -92,7 +92,7 @@ PARTS = (
             *("is_available", "device_count", "current_device", "set_device", "synchronize", "current_stream"),
             *("get_device_name", "get_device_capability", "get_device_properties", "mem_get_info"),
             *("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "empty_cache", "ipc_collect"),
-            *("get_rng_state", "set_rng_state", "is_initialized", "init", "memory_reserved"),
+            *("get_rng_state", "set_rng_state", "is_initialized", "init", "memory_reserved", "set_sync_debug_mode"),
         ),
     ),
     Part(

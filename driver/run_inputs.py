@@ -63,7 +63,7 @@ PROBES: list[tuple[list[Message], list[ToolSpec]]] = [
 def hash_inputs(
     loaded: Loaded[Any], code: Mapping[str, FileSpec | None], tokenizer: ChatTokenizer, train: Feed[Any]
 ) -> dict[str, str]:
-    """Return hashes of the run's inputs, by what they are. code: files of plug-ins, which are loaded already."""
+    """Return hashes of the run's inputs, by name. code: files of plug-ins, which are loaded already."""
     template = json.dumps(tokenizer.hf.chat_template) if tokenizer.template == "chat" else ""
     hashes = {
         "the chat template of model.path": _hash(template.encode()),

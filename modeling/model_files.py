@@ -1,4 +1,4 @@
-"""Model folders on disk: headers of their safetensors files, and what these say about ties."""
+"""Model folders on disk: headers of their safetensors files, and the ties that these show."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def find_own_head(path: str, *, trust_remote_code: bool = False) -> str | None:
 
 
 def explain_gap(path: str, *, trust_remote_code: bool = False) -> str:
-    """Return what in a model may make an engine disagree with the trainer, as clauses; "" if nothing is known."""
+    """Return parts of a model that may make an engine disagree with the trainer, as clauses; "" if none is known."""
     causes: list[str] = []
     config = read_config(path, trust_remote_code=trust_remote_code)
     text = config.get_text_config()

@@ -57,7 +57,7 @@ def save_exported(model: nn.Module, folder: Path, parts: dict[ExportScope, dict[
 
 
 def save_whole(model: Any, folder: Path, tensors: dict[str, Tensor] | None = None) -> list[str]:
-    """Save config, generation config and weights; return sentences about what was corrected.
+    """Save config, generation config and weights; return sentences about corrections.
 
     tensors: weights to save; None are the model's own.
     """

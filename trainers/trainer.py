@@ -112,7 +112,7 @@ class Trainer:
         raise NotImplementedError
 
     def save_model(self, folder: Path) -> list[str]:
-        """Write the trained model in Hugging Face format; return sentences about what was corrected."""
+        """Write the trained model in Hugging Face format; return sentences about corrections."""
         needs = partial(estimate_bytes, [self.policy])
         with self.timer.measure(Activity.SAVE), writing(folder, needs=needs):
             return self.write_model(self.policy, folder, saved_scopes(self.lora))

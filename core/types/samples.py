@@ -108,7 +108,7 @@ class Sample:
     """Numbers of the episode for the log, hidden from rewards: turns, tool calls. Stored in an episode's first sample.
     """
     log: str = ""
-    """End of what an agent printed, for the sample files. Stored in an episode's first sample."""
+    """End of an agent's output, for the sample files. Stored in an episode's first sample."""
     advantage: Floats | None = None
     """[L] float32, advantage of each token, computed by the algorithm once per step."""
     columns: dict[Column, Floats] = field(default_factory=dict)

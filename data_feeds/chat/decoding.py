@@ -1,4 +1,4 @@
-"""Text of token ids. Every decoding of the product goes through here, so none changes what was sampled."""
+"""Text of token ids. Every decoding of the product goes through here, so that it is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's folder says about conversations: its chat template, its stop tokens, and whether it sees images."""
+"""Facts of a model's folder about conversations: its chat template, its stop tokens, and whether it sees images."""
 
 from __future__ import annotations
 

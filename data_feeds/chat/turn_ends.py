@@ -73,7 +73,7 @@ class TurnEnd:
 
 
 def find_turn_end(write: Write, *, tokens: Collection[str], stops: Sequence[str], named: str | None) -> TurnEnd:
-    """Return the end of a turn, from what the template writes after a reply.
+    """Return the end of a turn, from the template's text after a reply.
 
     tokens: texts of the tokenizer's added tokens. stops: tokens at which the model's files say to stop, the end of
     sequence first. named: value of data.end_of_turn.

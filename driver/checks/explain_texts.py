@@ -18,7 +18,7 @@ WRITTEN = {
 
 
 def describe_texts(model: ModelConfig, data: TemplateConfig) -> list[tuple[str, str]]:
-    """Describe where a reply ends, and what stands around a text."""
+    """Describe the end of a reply, and the tokens around a text."""
     try:
         check_model_folder(model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = make_tokenizer(model, data)

@@ -45,8 +45,9 @@ def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int) -> None:
         library_name="peft" if is_adapter else "transformers",
         tags=["feynrl", alg, *(["lora"] if cfg.model.lora is not None else [])],
         ignore_metadata_errors=True,
-        **read_licence(cfg.model.path, folder),
     )
+    for key, value in read_licence(cfg.model.path, folder).items():
+        setattr(data, key, value)
     facts = {
         "base model": f"`{cfg.model.path}`" + (", of which this is a LoRA adapter" if is_adapter else ""),
         "algorithm": f"`{alg}`",

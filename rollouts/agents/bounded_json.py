@@ -30,7 +30,7 @@ def count_marks(body: bytes) -> None:
 
 
 def read_json(text: bytes | str) -> Any:
-    """Parse JSON. Raises Unreadable for anything else, and for what is too deep or holds half of a character."""
+    """Parse JSON. Raises Unreadable for anything else, if it is too deep, or if it holds half of a character."""
     try:
         found = json.loads(text, parse_int=_read_int, parse_float=_read_float)
     except Unreadable:

@@ -127,7 +127,7 @@ def make_sample_of(
 
 
 def read_log(log: bytearray, key: str) -> str:
-    """Return what an agent has printed as text, without the key of its episode."""
+    """Return the output of an agent as text, without the key of its episode."""
     return escape_controls(log.decode(errors="backslashreplace").replace(key, HIDDEN), keep="\n\t").strip()
 
 

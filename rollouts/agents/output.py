@@ -1,4 +1,4 @@
-"""Pipes from an agent's process, read by a thread: the result, and the log of what it prints."""
+"""Pipes from an agent's process, read by a thread: the result, and the log of its output."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Probe:
     images: tuple[PlacedImage, ...] = ()
     """Images of the prompt, so that a vision part with old weights, or old features of it, is seen."""
     explain: Callable[[], str] = field(default=str, compare=False)
-    """Returns what in the model may make trainer and engine disagree, for the error; "" if nothing is known."""
+    """Returns parts of the model that may make trainer and engine disagree, for the error; "" if none is known."""
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 
 import main_rl
 from configs.data_schema import PromptDataConfig, RowDataConfig
+from configs.load import read_yaml
 from configs.strict_yaml import parse_yaml, write_yaml
 from core import hub
 from core.cluster.ray_address import check_reachable, parse_address
@@ -517,10 +518,6 @@ MISREAD = {
     "steps: 1_000": "steps: 1_000 is read by YAML as the number 1000",
     "steps: 0b11": "steps: 0b11 is read by YAML as the number 3",
     "trainer: {lr: 1_0.5}": "trainer.lr: 1_0.5 is read by YAML as the number 10.5",
-    "name: yes": "name: yes is read by YAML as true: write true, or put it in quotes ('yes') if text is meant",
-    "name: Off": "name: Off is read by YAML as false: write false",
-    "data: {sources: [a, NO]}": "data.sources.1: NO is read by YAML as false",
-    "reward: {weights: {on: 1}}": "reward.weights: on is read by YAML as true",
     "name: 2024-01-01": "name: 2024-01-01 is read by YAML as a date: put it in quotes",
     "a: &a [*a]": "a.0 is an alias (*) of what it stands in",
     "a: &a {b: {c: [*a]}}": "a.b.c.0 is an alias (*) of what it stands in",
@@ -544,7 +541,6 @@ def test_yaml_that_is_not_what_it_looks_like_is_refused_by_its_key(tmp_path, tex
     ("item", "words"),
     [
         ("steps=1:30", "steps: 1:30 is read by YAML as the number 90"),
-        ("name=no", "name: no is read by YAML as false"),
         ("trainer.lr=0_1", "trainer.lr: 0_1 is read by YAML as the number 1"),
         ("alg.x=&a [*a]", "alg.x.0 is an alias"),
         ('run_dir="a\\0b"', "run_dir: a NUL character is not allowed: leave it out"),
@@ -556,6 +552,12 @@ def test_yaml_that_is_not_what_it_looks_like_is_refused_by_its_key(tmp_path, tex
 def test_an_override_is_read_like_a_recipe(recipe, item, words):
     code, err = run_here(main_rl, "--config", recipe(), item)
     assert code == 2 and len(err.splitlines()) == 1 and words in err, err
+
+
+def test_words_that_old_yaml_takes_for_booleans_are_words(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("a: [yes, No, ON, off, true, False, y]\non: 1\n")
+    assert read_yaml(str(path)) == {"a": ["yes", "No", "ON", "off", True, False, "y"], "on": 1}
 
 
 @pytest.mark.parametrize("text", ["1e3", "+1e3", "1.e3", ".5e3", "1e-5", "12e4567", "yes", "010", "1:30", "2024-01-01"])
