@@ -33,10 +33,11 @@ def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int) -> None:
     recipe = (run / "config.yaml").read_bytes()
     (folder / RECIPE).write_bytes(recipe)
     for name in LICENCES:
-        if (licence := find_model_file(cfg.model.path, name)) is not None:
-            shutil.copyfile(licence, folder / name)
+        if (file := find_model_file(cfg.model.path, name)) is not None:
+            shutil.copyfile(file, folder / name)
     alg, is_adapter = str(cfg.alg.get("name") or Path(str(cfg.alg.get("file"))).stem), _is_adapter(cfg)
     sources = [source.path for source in cfg.data.list_sources("train")]
+    licence = read_licence(cfg.model.path, folder)
     data = ModelCardData(
         # the Hub takes names of its own only
         base_model=None if os.path.isdir(cfg.model.path) else cfg.model.path,
@@ -45,9 +46,10 @@ def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int) -> None:
         library_name="peft" if is_adapter else "transformers",
         tags=["feynrl", alg, *(["lora"] if cfg.model.lora is not None else [])],
         ignore_metadata_errors=True,
+        license=licence.get("license"),
+        license_name=licence.get("license_name"),
+        license_link=licence.get("license_link"),
     )
-    for key, value in read_licence(cfg.model.path, folder).items():
-        setattr(data, key, value)
     facts = {
         "base model": f"`{cfg.model.path}`" + (", of which this is a LoRA adapter" if is_adapter else ""),
         "algorithm": f"`{alg}`",
