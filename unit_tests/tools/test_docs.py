@@ -94,6 +94,13 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in DOCS)
 
 
+def test_the_tests_that_a_page_names_are_there():
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (ROOT / "docs" / "what_others_reported.md").read_text())
+    assert len(named) > 15
+    for file, test in named:
+        assert f"\ndef {test}(" in (ROOT / "unit_tests" / file).read_text(), f"{file}::{test}"
+
+
 def test_the_errors_of_troubleshooting_are_those_of_the_code():
     """A heading in backticks is part of an error; `...` stands for what varies. Strings that the code joins count."""
     folders = ("algs", "configs", "core", "data_feeds", "driver", "modeling", "rewards", "rollouts", "trainers")
