@@ -193,11 +193,8 @@ class PolicyGradient(Algorithm):
         metrics["mismatch/abs_logp"] = (prox - rollout).abs()
         metrics["mismatch/clamped"] = reaches_clamp(policy.logp, prox, rollout)
         metrics["mismatch/ratio"], metrics["mismatch/ratio_sq"] = rho, rho.square()  # their means give the ESS
-        if self.correction.level != "none":
-            seq_ids = tokens.seq_ids if self.correction.by_sequence else None
-            weight = self.correction.compute_weights(prox, rollout, seq_ids)
-            metrics["mismatch/weight"] = weight
-            loss = loss * weight
+        loss, told = self.correction.correct(loss, policy.logp, tokens)
+        metrics |= told
         if tokens.has("ref_logp"):
             # logged whatever the estimator in the loss, so that runs can be compared
             metrics["kl_ref"] = k3(policy.logp.detach(), tokens.ref_logp)

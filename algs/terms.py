@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from algs.credit import overlong_penalty
-from algs.ops import importance_ratio, k2, k3, sequence_ratio
+from algs.ops import importance_ratio, k2, k3, sequence_mean, sequence_ratio
 from core.strict_model import StrictModel
 from core.types.samples import Sample, Tokens
 
@@ -26,6 +26,10 @@ class Correction(StrictModel):
     """Upper bound of rho; .inf: none."""
     token_high: float = Field(default=2.0, gt=0)
     """Cap of a token's weight in a kept sequence: min(token's rho, token_high). For level geometric with mask."""
+    max_drift: float | None = Field(default=None, gt=0)
+    """Tokens with A < 0 have no gradient in a sequence whose mean of log(pi_rollout / pi) is above this, in nats
+    (DeepSeek-V3.2's off-policy sequence masking, https://arxiv.org/abs/2512.02556, Eq. 9); unset: no limit. With any
+    level, none too. They stay in the mean."""
 
     @model_validator(mode="after")
     def bounds_are_in_order(self) -> Correction:
@@ -35,14 +39,35 @@ class Correction(StrictModel):
 
     @property
     def by_sequence(self) -> bool:
-        """True if the ratio is per sequence: `compute_weights` needs seq_ids."""
-        return self.level in ("sequence", "geometric")
+        """True if sequences are compared as a whole, so that the methods need seq_ids."""
+        return self.level in ("sequence", "geometric") or self.max_drift is not None
+
+    def correct(self, loss: Tensor, logp: Tensor, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the corrected policy loss of each token, [M] -> [M], and metrics. logp: the current policy's, [M]."""
+        metrics: dict[str, Tensor] = {}
+        if self.level != "none":
+            seq_ids = tokens.seq_ids if self.by_sequence else None
+            weight = self.compute_weights(tokens.prox_logp, tokens.rollout_logp, seq_ids)
+            metrics["mismatch/weight"] = weight
+            loss = loss * weight
+        if self.max_drift is not None:
+            drifted = self.find_drifted(logp, tokens)
+            metrics["mismatch/drifted"] = drifted.to(loss.dtype)
+            # not a product: 0 x inf is nan
+            loss = loss.masked_fill(drifted, 0.0)
+        return loss, metrics
+
+    def find_drifted(self, logp: Tensor, tokens: Tokens) -> Tensor:
+        """Return True for the tokens that `max_drift` leaves without a gradient, [M]."""
+        assert self.max_drift is not None
+        drift = sequence_mean(tokens.rollout_logp - logp.detach(), tokens.seq_ids)
+        return (tokens.advantage < 0) & (drift > self.max_drift)
 
     def compute_weights(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor | None) -> Tensor:
         """Compute the factor of each token's policy term, [M] -> [M], detached, for any level but none."""
         token = importance_ratio(prox_logp, rollout_logp)
         rho = token
-        if self.by_sequence:
+        if self.level in ("sequence", "geometric"):
             assert seq_ids is not None
             rho = sequence_ratio(prox_logp, rollout_logp, seq_ids, product=self.level == "sequence")
         match self.mode:

@@ -198,6 +198,7 @@ MISMATCH_ESS = _declare(
     RL,
 )
 _declare("train/mismatch/weight", "", "mean importance weight after the correction", RL)
+_declare("train/mismatch/drifted", "fraction", "tokens without a gradient by alg.correction.max_drift", RL)
 TRAIN_ENTROPY = _declare("train/entropy", "nats", "entropy of the policy, with alg.entropy_coef above 0", RL)
 TRAIN_KL_REF = _declare(
     "train/kl_ref", "nats", "k3 estimate of KL(pi || reference) on the trained tokens, with a reference model", RL

@@ -47,6 +47,7 @@ MORE: list[Variant] = [
     ("dro", {"anchor": "ref", "level": "sequence", "loss_norm": "sequence_sum"}),
     ("dro", {"anchor": "rollout", **OFF}),
     ("vespo", {"anchor": "rollout", **OFF}),
+    ("grpo", {"correction": {"level": "none", "max_drift": 0.1}}),
     ("ipo_rl", {"delta": 0.1, "kl_tau": 0.001}),
     ("raft", {"keep": "best", "clip": 0.2}),
     ("dpo", {"form": "exo", "label_smoothing": 0.1}),

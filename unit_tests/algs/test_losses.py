@@ -91,7 +91,7 @@ ELSEWHERE = {
 }
 LEFT_OUT = {
     "ppo/clip_kl_in_loss_k1": "refused: its expected gradient is zero",
-    "grpo/opsm_v32": "sequence masking by the current policy is not offered; correction.level sequence masks are",
+    "grpo/opsm_v32": "test_losses2.py has the engine as the anchor, as the paper does; here it is the old policy",
     "dppo/prime_rl_default": "another loss than the paper's, not in the library",
     "opd/prime_rl_ref_kl": "another loss than the published one, not in the library",
     "dro/quadratic": "not in the library; test_runs.py adds it from a file outside",

@@ -19,9 +19,12 @@ from unit_tests.helpers.golden import TOLERANCES
 from unit_tests.helpers.golden2 import CASES2, GOLDEN2, PREF2, RL2, batch_of_groups, pref_groups, rl_groups
 
 OFF = Correction(level="none")
+OPSM = {"loss_norm": "sequence", "clip_high": 0.2, "correction": Correction(level="none", max_drift=0.15)}
 CASES: dict[str, Algorithm] = {
     "ipo_rl/prime_rl": IPORL(delta=0.1, kl_tau=1e-3),
     "ipo_rl/prime_rl_default": IPORL(),
+    "opsm/rollout_anchor": GRPO(**OPSM),
+    "opsm/token_level_adv": GRPO(**OPSM),
     "vespo/no_is": VESPO(correction=OFF),
     "vespo/rollout_anchor": VESPO(anchor="rollout", correction=OFF),
     "dro/verl": DRO(correction=OFF),
