@@ -17,7 +17,7 @@ from driver.load_recipe import load_recipe
 from driver.rl.setup import prepare as prepare_rl
 from driver.rl.setup import start as start_rl
 from driver.sl.run import Run, prepare, start
-from unit_tests.helpers.runs import metrics_of
+from unit_tests.helpers.runs import evaluations_of, metrics_of
 
 pytestmark = pytest.mark.timeout(400)
 HH = Path(__file__).parents[1] / "data" / "hh_rlhf_rows.jsonl"
@@ -90,8 +90,8 @@ def test_a_run_on_real_pairs_learns_them(tmp_path, tiny_path, hh, alg):
     assert summary["after"]["eval/loss"] < summary["before"]["eval/loss"]
     if alg["name"] == "dpo":  # ORPO's likelihood of the chosen answers comes first
         assert summary["after"]["eval/pair/margin"] > summary["before"]["eval/pair/margin"]
-    lines = map(json.loads, (summary["run"] / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines if "eval/pair/accuracy" in line] == [0, 3, 6]
+    evaluations = evaluations_of(summary["run"])
+    assert [*evaluations] == [0, 3, 6] and "eval/pair/accuracy" in evaluations[3]
 
 
 @pytest.mark.slow
