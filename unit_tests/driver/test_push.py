@@ -60,6 +60,9 @@ class _Answers(BaseHTTPRequestHandler):
             return self._send(200, {"url": f"{self.server.url}/me/tiny", "id": "me/tiny", "name": "me/tiny"})
         if self.server.breaks:
             return self._send(400, {"error": "the disk is full"})
+        if self.path == "/api/validate-yaml":  # of the model card
+            card = json.loads(body)["content"]
+            return self._send(200 if card.startswith("---\n") else 400, {"errors": [], "warnings": []})
         if self.path.endswith("/preupload/main"):
             files = [{"path": f["path"], "uploadMode": "regular"} for f in json.loads(body)["files"]]
             return self._send(200, {"files": [f | {"shouldIgnore": False, "oid": None} for f in files]})
