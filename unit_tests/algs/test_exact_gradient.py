@@ -56,7 +56,7 @@ def test_rloo_is_the_gradient_of_the_expected_reward(ends: bool):
 
 
 @pytest.mark.parametrize(("toy", "group"), [(TOY, 2), (SHORT, 2), (SHORT, 3), (SHORT, 4)])
-def test_one_in_g_of_the_gradient_is_lost_where_a_sample_is_in_its_own_baseline(toy, group: int):
+def test_a_sample_in_its_own_baseline_loses_one_in_g_of_the_gradient(toy, group: int):
     at = Setting(toy=toy, group=group)
     whole, centred = mean_of(RLOO(), at), mean_of(GRPO(loss_norm="sequence_sum"), at)
     torch.testing.assert_close(centred, whole * (group - 1) / group, rtol=1e-12, atol=1e-15)
@@ -83,7 +83,7 @@ def test_the_kl_in_the_loss_is_that_of_each_token(estimator, source):
         assert measure(RLOO(kl=KL(coef=1, estimator="k3")), replace(at, target=forward_kl_gradient)).bias < EXACT
 
 
-def test_the_kl_in_the_reward_is_that_of_completions_and_in_the_loss_it_is_not():
+def test_the_kl_in_the_reward_is_that_of_completions_but_not_in_the_loss():
     at = Setting(toy=IDLE, target=sequence_kl_gradient)
     assert measure(RLOO(kl=KL(coef=1, place="reward")), at).bias < EXACT
     assert measure(RLOO(kl=KL(coef=1)), replace(at, group=1)).aside > BITES

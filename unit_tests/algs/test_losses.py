@@ -460,7 +460,7 @@ def test_what_bounds_did_is_told():
     assert told["SAPO"]["gate"][1] == 1.0, "on policy"
 
 
-def test_distillation_tells_the_kl_without_its_coefficient_and_grades_no_failure():
+def test_distillation_tells_kl_without_coefficient_and_grades_no_failure():
     alg = OPD(teacher="somewhere", coef=4.0)
     tokens = some_tokens(rollout=[-1.0, -1.0], advantage=[-2.0, 4.0])
     assert alg.loss(Policy(logp=tokens.rollout_logp), tokens)[1]["teacher_kl"].tolist() == [0.5, -1.0]

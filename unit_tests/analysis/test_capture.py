@@ -441,7 +441,7 @@ def test_weights_are_found_in_a_checkpoint_and_in_a_folder_by_name(step, tmp_pat
     assert named.recomputed == found.recomputed and named.weights == str(tmp_path / "by_name")
 
 
-def test_the_command_prints_a_table_or_json_and_its_exit_code_says_whether_it_is_reproduced(folder, capsys):
+def test_the_command_prints_a_table_or_json_and_exits_with_the_verdict(folder, capsys):
     assert replay_main([str(folder), "--alg", "grpo", "--alg", "{as: dr_grpo, name: grpo, loss_norm: constant}"]) == 0
     said = capsys.readouterr().out
     assert "\nreproduced: loss" in said and "\ndr_grpo: lowest cosine in " in said

@@ -180,7 +180,7 @@ def test_text_that_is_tokenised_again_is_named(ask, pairs_path, engine, said):
 
 
 @pytest.mark.slow
-def test_tokens_that_are_drawn_at_another_temperature_than_their_log_probabilities_say_are_found(ask):
+def test_tokens_drawn_at_another_temperature_than_they_claim_are_found(ask):
     found = ask(str(PLANTED / "colder_in_secret.py"))
     assert found.facts.second.mean < 1e-4 and found.facts.sigmas < -6
     assert found.verdict.cause is Toggle.TEMPERATURE
@@ -395,7 +395,7 @@ def test_shared_memory_is_looked_at_where_there_are_processes(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_weights_of_the_trainer_are_moved_until_old_ones_can_be_told_apart(ask):
+def test_the_trainers_weights_are_moved_until_old_ones_can_be_told_apart(ask):
     """And the move is as large as the bound asks for, no smaller."""
     close, far = ask(bound=1e-3), ask(bound=1e-2)
     assert 0.025 <= close.facts.moved < far.facts.moved and far.facts.moved >= 0.25

@@ -63,7 +63,7 @@ def test_held_out_curves_begin_before_training_and_end_after_it(run, tmp_path):
     assert got["values"]["eval/reward/mean"] == want and got["values"]["train/loss"][-1] is None
 
 
-def test_a_step_has_all_rewards_and_a_selection_in_full_and_with_all_the_rest_lies_beside(run, tmp_path):
+def test_a_step_has_all_rewards_and_a_selection_and_on_request_the_rest(run, tmp_path):
     page = page_of([run], tmp_path, samples=10, everything=True)
     rows = [json.loads(line) for line in (run / "samples" / "step_00001.jsonl").read_text().splitlines()]
     step = unpack(page.scripts["step-r0-1"])
@@ -161,7 +161,7 @@ def test_the_page_of_one_run_lies_in_its_folder(run, capsys):
     assert (run / "report.html").is_file() and f"page: {run}/report.html (" in capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_is_shown_without_the_samples_that_are_being_written(run, tmp_path):
+def test_a_run_that_goes_on_is_shown_without_the_samples_being_written(run, tmp_path):
     (run / "summary.json").unlink()
     cut(run / "samples" / "step_00002.jsonl")
     notes = write_page([run], tmp_path / "page.html", samples=4, everything=False)
@@ -190,7 +190,7 @@ def test_warnings_come_from_the_summary_and_the_log(run, tmp_path):
     assert "2 updates were skipped" in texts[1] and "1 samples have no reward" in texts[2]
 
 
-def test_the_code_and_the_warnings_of_a_real_run_are_in_its_summary_and_on_the_page(recipe, tmp_path):
+def test_a_real_runs_code_and_warnings_are_in_its_summary_and_on_the_page(recipe, tmp_path):
     result = main_sl.run(recipe({"steps": 3, "trainer.warmup_updates": 3}, kind="sl"))
     summary = json.loads((result.folder / "summary.json").read_text())
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
@@ -240,7 +240,7 @@ def test_siblings_stay_together():
     assert chosen != choose_samples(samples, 32, step=1), "another step shows others of equal groups"
 
 
-def test_the_best_the_worst_the_most_divided_and_the_failed_group_come_first():
+def test_the_best_worst_most_divided_and_failed_groups_come_first():
     rewards = [[3.0, 3.5], [9.0, 8.0], [4.0, 4.0], [1.0, 2.0], [2.0, 8.5], [4.0, None], [5.0, 5.0], [6.0, 6.5]]
     samples = [Entry(g, reward) for g, own in enumerate(rewards) for reward in own]
     chosen = choose_samples(samples, 10, step=0)

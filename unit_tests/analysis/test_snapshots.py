@@ -22,7 +22,7 @@ from unit_tests.helpers.runs import ROOT, SEVENS, file_of, metrics_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shadow_equals_it(trained, tmp_path):
+def test_one_process_reproduces_two_deepspeed_ranks_and_the_shadow_agrees(trained, tmp_path):
     changes = {
         "backend": "ray",
         "rollout.engine": "vllm",

@@ -355,7 +355,7 @@ def test_two_runs_of_one_name_with_dots_get_folders_of_that_name(tmp_path, monke
     assert names == [f"qwen2.5-grpo-20260101-000000{n}" for n in ("", ".2", ".3")]
 
 
-def test_a_saved_model_may_be_replaced_by_a_later_run_and_is_for_everybody_to_read(recipe, tmp_path):
+def test_a_later_run_may_replace_a_saved_model_and_everybody_may_read_it(recipe, tmp_path):
     out = tmp_path / "out"
     path = recipe({"save_to": str(out)}, kind="sl")
     old = os.umask(0o022)
@@ -415,9 +415,7 @@ def checkpointed(tmp_path_factory, tiny_path, sums) -> Path:
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_known_before_it_is_read_and_the_one_before_it_is_used(
-    name, checkpointed, tmp_path, capsys
-):
+def test_damage_is_known_before_reading_and_the_checkpoint_before_is_used(name, checkpointed, tmp_path, capsys):
     file, damage, words = DAMAGE[name]
     run = tmp_path / "run"
     shutil.copytree(checkpointed, run, symlinks=True)

@@ -28,7 +28,7 @@ def test_a_bin_comes_back_and_a_value_moves_by_half_a_bin_at_most(n):
         assert (moved <= (HIGH - LOW) / n / 2 + 1e-12).all()
 
 
-def test_borders_belong_to_the_bin_above_and_what_is_outside_to_the_nearest():
+def test_borders_belong_to_the_bin_above_and_outside_values_to_the_nearest():
     assert find_bins([0.0, 0.25, 0.5, 0.75, 1.0], 0.0, 1.0, 4) == [0, 1, 2, 3, 3]
     assert find_bins([-9.0, 9.0, np.inf, -np.inf], 0.0, 1.0, 4) == [0, 3, 3, 0]
     assert find_centres([0, 1, 2, 3], 0.0, 1.0, 4).tolist() == [0.125, 0.375, 0.625, 0.875]

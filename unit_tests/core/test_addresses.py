@@ -52,7 +52,7 @@ def test_on_loopback_every_library_stays_there(no_settings):
     assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
 
 
-def test_between_machines_it_follows_the_address_and_what_the_user_has_set_stays(no_settings):
+def test_between_machines_it_follows_the_address_and_user_settings_stay(no_settings):
     no_settings.setattr(addresses, "list_interfaces", lambda: DEBIAN)
     no_settings.setenv("NCCL_SOCKET_IFNAME", "ib0")
     use_interface_of("10.0.0.7")
@@ -85,7 +85,7 @@ def test_the_sender_of_weights_does_so_too():
     assert addresses_of(sender.open("127.0.0.1")) == {"127.0.0.1"}
 
 
-def test_an_address_that_is_not_this_machines_own_is_listened_for_everywhere():
+def test_an_address_of_another_machine_is_listened_for_everywhere():
     with listen_at("203.0.113.9") as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
 

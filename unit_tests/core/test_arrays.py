@@ -62,7 +62,7 @@ def test_the_arrays_of_a_sample_are_read_only():
             array[0] = 0
 
 
-def test_lists_are_converted_where_somebody_asks_for_it_and_nothing_is_rounded_away():
+def test_lists_are_converted_where_asked_and_nothing_is_rounded_away():
     plain = {"prompt": a_sample(random.Random(0)).prompt, "action_mask": [False, True], "versions": [-1, 0]}
     sample = make_sample(**plain, token_ids=[1, 2], rollout_logp=[0, -0.1], excluded=[False, False], advantage=[0, 1])
     dtypes = [getattr(sample, name).dtype for name in (*COLUMNS, "excluded")]
@@ -200,7 +200,7 @@ def test_a_sample_file_says_the_advantage_in_as_few_digits_as_it_has():
     json.dumps(record)
 
 
-def test_samples_are_written_beside_the_loop_and_all_of_them_before_the_end(tmp_path, monkeypatch):
+def test_samples_are_written_beside_the_loop_and_all_before_the_end(tmp_path, monkeypatch):
     """The loop is as many steps ahead as may wait, and no more; then every file is whole."""
     may_write, write = threading.Event(), sample_files.write_samples
 

@@ -94,7 +94,7 @@ def test_turns_are_the_runs_of_sampled_tokens_unless_they_are_given():
     assert an_episode(3, failure="x").spans == ((2, 5),)
 
 
-def test_what_a_sample_says_of_its_episode_survives_a_checkpoint_and_a_snapshot(tmp_path):
+def test_the_episode_fields_of_a_sample_survive_checkpoints_and_snapshots(tmp_path):
     group = [replace(s, columns={}) for s in cut_in_alternation(a_group())]
     single = [
         make_sample(
@@ -223,7 +223,7 @@ def credit_of(s: Sample) -> list[tuple[tuple[int, float], float]]:
     return [((t, s.reward or 0.0), a) for t, a in tokens]
 
 
-def test_a_truncated_episode_is_left_out_as_a_whole_and_its_length_is_that_of_all_samples():
+def test_a_truncated_episode_is_left_out_whole_and_as_long_as_its_samples():
     long, short = an_episode(2, 2, stop="length"), an_episode(2, reward=0.0)
     cut = cut_after_every_turn([long, short])
     for given in (cut, cut_in_alternation([long, short]), cut_in_alternation([long, short])[::-1]):
@@ -272,7 +272,7 @@ def test_metrics_count_episodes():
         check_failures([failing], max_failed_fraction=0.2)
 
 
-def test_equal_rewards_with_different_turns_are_a_signal_for_credit_by_turn_alone():
+def test_equal_rewards_of_unlike_turns_are_a_signal_for_turn_credit_alone():
     group = [an_episode(1, 1, reward=1.0, earned=(1.0, 0.0)), an_episode(1, 1, reward=1.0, earned=(0.0, 1.0))]
     assert [measure_groups([group], by_turn=by)["rollout/zero_std_groups"] for by in (False, True)] == [1.0, 0.0]
     assert not accepts_group(GRPO(dynamic_sampling=True), group)
@@ -387,7 +387,7 @@ def test_one_deviation_scales_all_turns_of_a_group():
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "scaled", "batch", "mean", "rpp", "rpp_baseline"])
-def test_with_one_reward_at_the_end_and_no_discount_each_turn_has_the_episodes_credit(name):
+def test_one_undiscounted_final_reward_gives_each_turn_the_episodes_credit(name):
     make: dict[str, Any] = {
         "grpo": (GRPO, {}),
         "rloo": (RLOO, {}),

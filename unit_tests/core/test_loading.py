@@ -76,7 +76,7 @@ class Mine(Algorithm):
 """
 
 
-def test_an_algorithm_of_a_file_arrives_in_another_process_with_its_sections(tmp_path: Path) -> None:
+def test_an_algorithm_of_a_file_reaches_another_process_with_its_sections(tmp_path: Path) -> None:
     """Its classes are known nowhere but in the file, which is compared before it is imported there."""
     file = tmp_path / "mine.py"
     file.write_text(ALGORITHM)

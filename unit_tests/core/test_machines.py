@@ -153,7 +153,7 @@ class Here:
 
 
 @pytest.mark.slow
-def test_in_a_cluster_trainers_are_packed_engines_are_whole_and_what_is_missing_is_refused(tmp_path, monkeypatch):
+def test_a_cluster_packs_trainers_keeps_engines_whole_and_refuses_a_lack(tmp_path, monkeypatch):
     """Two machines with 2 and 4 slots. Only the second has room for an engine of 4 ranks: trainers leave it free.
 
     Without that machine the engine has no place where it could be started again.

@@ -63,7 +63,7 @@ async def ask(generation: Generation, n: int) -> list[Group]:
     return await asyncio.gather(*calls)
 
 
-def test_only_the_groups_of_the_engine_that_died_are_asked_again_and_of_the_other() -> None:
+def test_only_groups_of_the_engine_that_died_are_asked_again_of_the_other() -> None:
     workers, said = Mortal(times=TIMES, engines=2, concurrent=9), list[str]()
     generation = generation_on(workers, said)
 
@@ -90,7 +90,7 @@ def test_only_the_groups_of_the_engine_that_died_are_asked_again_and_of_the_othe
     ]
 
 
-def test_the_groups_of_an_only_engine_wait_until_it_is_back_and_has_weights() -> None:
+def test_the_groups_of_an_only_engine_wait_until_it_is_back_with_weights() -> None:
     workers = Mortal(times=TIMES, engines=1, concurrent=9)
     generation = generation_on(workers, [])
 
@@ -143,7 +143,7 @@ def test_a_restart_that_fails_ends_the_run_with_its_reason(error: Exception) -> 
         run_in_virtual_time(body())
 
 
-def test_a_trainer_that_waits_for_the_same_engine_prints_no_traceback_below_the_sentence() -> None:
+def test_a_trainer_that_waits_for_the_same_engine_adds_no_traceback() -> None:
     workers, printed = Mortal(times=TIMES, engines=1, concurrent=9), list[str]()
 
     async def fails(rank: int) -> None:

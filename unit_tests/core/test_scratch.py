@@ -98,7 +98,7 @@ def test_what_lost_its_guardian_too_is_removed_by_the_next_run(driver, base):
         assert not folder.exists() and not named.exists()
 
 
-def test_at_the_end_of_a_run_its_folder_is_gone_and_the_environment_is_as_before(base):
+def test_a_run_ends_with_its_folder_gone_and_the_environment_as_before(base):
     before = dict(os.environ)
     with Scratch() as home:
         assert find_scratch() == home.folder

@@ -57,7 +57,7 @@ def build_observed(place, plan):
     return trainer
 
 
-def test_the_rank_that_sleeps_or_is_stopped_is_named_and_not_the_one_that_noticed(tiny_path, tmp_path):
+def test_a_sleeping_or_stopped_rank_is_named_and_not_the_one_that_noticed(tiny_path, tmp_path):
     order = tmp_path / "order"
     order.write_text("")
     alg = {"file": file_of(tmp_path / "strikes.py", STRIKES)}
@@ -92,7 +92,7 @@ def test_the_rank_that_sleeps_or_is_stopped_is_named_and_not_the_one_that_notice
     assert not any(is_running(pid) for pid in pids), "not even the stopped one"
 
 
-def test_a_process_that_ray_ends_for_lack_of_memory_is_named_with_the_reason(monkeypatch):
+def test_a_process_ray_ends_for_lack_of_memory_is_named_with_the_reason(monkeypatch):
     """Ray's memory monitor ends what runs as long as more than the threshold is used."""
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
     cluster = Cluster(None)

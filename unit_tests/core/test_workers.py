@@ -40,7 +40,7 @@ def test_an_error_that_names_the_cause_is_told_and_not_its_symptom(cause):
         asyncio.run(gather_fail_fast(both))
 
 
-def test_a_symptom_alone_is_told_when_the_grace_is_over_and_the_rest_is_cancelled():
+def test_a_lone_symptom_is_told_after_the_grace_and_the_rest_is_cancelled():
     cancelled = []
 
     async def hangs() -> int:

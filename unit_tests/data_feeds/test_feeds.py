@@ -196,7 +196,7 @@ def test_what_a_recipe_says_is_learnt_is_learnt(chat, tmp_path, learn, said):
     assert sample.token_ids[: len(as_usual)].tolist() == as_usual, "the tokens do not depend on what is learnt of them"
 
 
-def test_another_role_is_learnt_with_its_end_of_turn_token_and_without_its_header(tiny_path):
+def test_another_role_is_learnt_with_its_end_of_turn_but_not_its_header(tiny_path):
     chat = ChatTokenizer(tiny_path, "chat")
     chat.hf.chat_template = (
         "{% for m in messages %}{{ m['role'] + ':' + (m['content'] | trim) + '<|end|>' + '\n' }}{% endfor %}"

@@ -133,7 +133,7 @@ def count_calls(monkeypatch, *processors: ImageProcessor) -> list[ImageProcessor
     return calls
 
 
-def test_a_image_is_processed_once_in_a_process_and_the_oldest_is_forgotten(idefics, splitting, monkeypatch):
+def test_an_image_is_processed_once_per_process_and_the_oldest_forgotten(idefics, splitting, monkeypatch):
     engine, trainer, other = ImageProcessor(idefics), ImageProcessor(idefics), ImageProcessor(splitting)
     calls = count_calls(monkeypatch, engine, trainer, other)
     seen = [draw(seed=i) for i in range(3)]

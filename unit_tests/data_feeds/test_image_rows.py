@@ -138,7 +138,7 @@ def test_equal_images_of_several_rows_are_one_object(chat, tmp_path):
     assert find_images(one.messages)[0] is find_images(two.messages)[0]
 
 
-def test_supervised_rows_carry_their_images_and_never_train_on_their_tokens(chat, tmp_path):
+def test_supervised_rows_carry_images_and_never_train_on_their_tokens(chat, tmp_path):
     reply = {"role": "assistant", "content": "3"}
     more = [{"role": "user", "content": [HOLE]}, {"role": "assistant", "content": "4"}]
     late = {"role": "user", "content": [TEXT, HOLE]}

@@ -73,7 +73,7 @@ def test_draws_of_a_source_are_numbered_without_a_gap_and_counted_right(ratios, 
 
 @calmly
 @given(SIZES, st.integers(0, 60), st.integers(1, 60))
-def test_every_row_comes_once_per_pass_though_the_run_was_stopped_and_went_on(sizes, stopped, more):
+def test_every_row_comes_once_per_pass_though_the_run_stopped_and_went_on(sizes, stopped, more):
     before, after = feed_of(sizes), feed_of(sizes)  # the second knows nothing of the first
     drawn = [before.draw(t) for t in range(stopped)] + [after.draw(t) for t in range(stopped, stopped + more)]
     for d, (_, rows) in enumerate(sizes):
@@ -122,7 +122,7 @@ def test_with_replacement_rows_come_back_before_all_were_drawn():
     assert drawn != [feed.draw(t) for t in range(50, 100)]
 
 
-def test_ratios_are_taken_as_they_are_written_and_refused_where_no_pattern_is_exact():
+def test_ratios_are_taken_as_written_and_refused_where_no_pattern_is_exact():
     assert whole_parts([0.7, 0.2, 0.1], where="") == (7, 2, 1)
     assert whole_parts([1e-3, 1], where="") == (1, 1000)
     with pytest.raises(UserError, match=rf"data.train: the ratios 0.333333, 1.0 .*at most {MOST_SLOTS}: round them"):

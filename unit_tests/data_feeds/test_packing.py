@@ -55,7 +55,7 @@ def test_some_with_credit_and_some_without_is_an_error():
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(50, 200), st.integers(1, 5), st.booleans())
-def test_a_cut_keeps_every_sequence_once_within_the_budget_and_evenly_for_ranks(sizes, max_tokens, ranks, padded):
+def test_a_cut_keeps_sequences_once_within_the_budget_and_even_for_ranks(sizes, max_tokens, ranks, padded):
     bins = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
     assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
     assert len(bins) % ranks == 0
@@ -80,14 +80,14 @@ def test_a_long_sequence_counts_for_more_than_its_tokens():
     assert sorted(map(len, (a, b))) == [1, 16]
 
 
-def test_micro_batches_that_run_at_the_same_time_are_alike_and_every_rank_has_as_many():
+def test_concurrent_micro_batches_are_alike_and_every_rank_has_as_many():
     sizes = [100, 90, 80, 70, 60, 50]
     bins = pack_into_bins(sizes, 100, ranks=2)  # padded: one sequence each
     assert [[sizes[i] for i in b] for b in bins] == [[100], [90], [70], [80], [50], [60]]
     # 100 + 70 = 90 + 80, but not their squares: rank 0 costs more so far, and gets the 50
 
 
-def test_packed_bins_keep_to_the_budget_even_where_fewer_would_hold_the_sum():
+def test_packed_bins_keep_to_the_budget_though_fewer_would_hold_the_sum():
     """18 tokens are two times ten, and no two of six fit into ten."""
     assert pack_into_bins([6, 6, 6], 10, padded=False) == [[0], [1], [2]]
     assert pack_into_bins([6, 6, 6], 10, padded=True) == [[0], [1], [2]]

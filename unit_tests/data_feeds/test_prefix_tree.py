@@ -125,7 +125,7 @@ def test_a_group_stays_together_where_it_fits():
     assert all({i // 4 for i in b} == {i // 4 for i in b if sum(j // 4 == i // 4 for j in b) == 4} for b in bins)
 
 
-def test_a_group_is_cut_where_it_does_not_fit_and_where_a_rank_would_have_nothing_to_do():
+def test_a_group_is_cut_where_it_does_not_fit_or_a_rank_would_be_idle():
     [group] = [siblings(random.Random(0), 20, [41] * 8, turns=False)]  # 20 + 8 x 40 different input tokens
     assert sorted(map(len, bins_of([group], 10_000))) == [8]
     assert sorted(map(len, bins_of([group], 200))) == [4, 4]
@@ -141,7 +141,7 @@ def test_copies_count_for_as_many_tokens_as_they_train():
     assert bins_of([[one] * 16], 1000) == [list(range(16))]
 
 
-def test_ranks_are_balanced_by_what_a_family_costs_and_not_by_the_square_of_its_size():
+def test_ranks_are_balanced_by_the_cost_of_a_family_not_its_squared_size():
     """Eight replies of 1500 tokens are as many tokens as one of 12000, and attend to much less."""
     rng = random.Random(0)
     groups = [siblings(rng, 2, [1510] * 8, turns=False), siblings(rng, 2, [11_999]), siblings(rng, 2, [7_999])]

@@ -59,7 +59,7 @@ def prompts_of(model: str, train: str, **settings) -> list[str]:
     return texts[0]
 
 
-def test_prompts_and_held_out_prompts_get_the_system_turn_and_the_arguments(thinking, tmp_path):
+def test_prompts_and_held_out_prompts_get_the_system_turn_and_arguments(thinking, tmp_path):
     file = jsonl(tmp_path / "rows.jsonl", ROWS)
     assert prompts_of(thinking, file)[0] == "<|user|>1+1=<|assistant|>"
     texts = prompts_of(thinking, file, system_prompt="be brief", template_args={"enable_thinking": False})

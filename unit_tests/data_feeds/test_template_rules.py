@@ -84,7 +84,7 @@ def test_a_header_that_swallows_the_space_of_a_reply_is_not_trained(tokenizers):
     assert learnt[-1] == "<|end|>" and "<|assistant|>" not in learnt
 
 
-def test_a_token_that_holds_the_header_s_space_and_a_reply_s_first_word_is_trained(tmp_path):
+def test_a_token_of_the_headers_space_and_a_replys_first_word_is_trained(tmp_path):
     """A header that ends in a space, of a tokenizer that joins spaces with words."""
     template = (
         FAMILIES["vicuna"].template.replace("'ASSISTANT:'", "'ASSISTANT: '").replace('"ASSISTANT:"', '"ASSISTANT: "')

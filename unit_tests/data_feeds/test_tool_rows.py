@@ -280,7 +280,7 @@ def test_what_loses_nothing_is_accepted(families, tmp_path):
     assert "old" not in families["qwen3"].render_text(prompt.messages, reply_next=True), "the template's own rule"
 
 
-def test_a_row_of_tools_as_long_as_a_book_is_refused_before_it_is_tokenized(families, tmp_path):
+def test_a_row_of_tools_as_long_as_a_book_is_refused_before_tokenization(families, tmp_path):
     long = changed(WEATHER, description="x" * 1_000_000)
     path = write(tmp_path / "x.jsonl", [{"messages": "Which?", "tools": [long]}])
     with pytest.raises(UserError, match=r"1 too_long .* 21 tokens and more"):

@@ -137,7 +137,7 @@ def test_a_result_may_answer_a_reply_whose_call_could_not_be_read(families):
         chat.hf.chat_template = FAMILIES["qwen2.5"]
 
 
-def test_reasoning_that_the_template_leaves_out_of_history_does_not_stop_an_episode(families):
+def test_reasoning_left_out_of_history_by_a_template_stops_no_episode(families):
     chat = families["qwen3"]
     reply = assistant("It is cold.", reasoning="hm")
     follow = chat.hf.decode(chat.render_turns(reply, [user("And Rome?")], TOOLS))

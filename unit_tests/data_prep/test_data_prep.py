@@ -241,7 +241,7 @@ def test_chats_that_would_be_misread_are_counted() -> None:
     assert found == {"bad_messages": (3, "talk/1"), "missing_column": (2, "talk/4"), "empty": (1, "talk/6")}
 
 
-def test_a_file_that_is_not_of_the_original_form_ends_a_script_with_one_sentence(
+def test_a_file_not_of_the_original_form_ends_a_script_with_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = {
@@ -390,7 +390,7 @@ def test_a_problem_without_an_answer_is_counted_and_a_wrong_file_is_named(
     assert "cannot be loaded from the hub" in capsys.readouterr().err, "no test asks a model hub"
 
 
-def test_no_two_splits_share_a_tiny_function_and_no_wrong_one_passes_its_tests() -> None:
+def test_splits_share_no_tiny_function_and_no_wrong_one_passes_its_tests() -> None:
     splits = code_tasks.make(steps=2, train=300, held_out=100, sft=176, copies=2, wrong_share=0.6)
     words = {split: {row.messages[0]["content"] for row in rows} for split, rows in splits.items()}
     assert {split: len(found) for split, found in words.items()} == {"eval": 100, "train": 300, "sft": 176}

@@ -40,7 +40,7 @@ def play(arm: Arm, *replies: str) -> Reach:
 
 
 @pytest.mark.parametrize("arm", STARTS[:20])
-def test_a_move_turns_each_joint_towards_its_angle_and_no_farther_than_it_may(arm):
+def test_a_move_turns_each_joint_to_its_angle_and_no_farther_than_it_may(arm):
     for wanted in ((-3.0, 0.5), (3.0, 2.0), (0.1, 1.0)):
         moved = arm.turn_to(wanted)
         before = abs(wrap(wanted[0] - arm.angles[0])), abs(wanted[1] - arm.angles[1])

@@ -60,7 +60,7 @@ def test_a_rule_is_silent_where_it_should_be(why, rule, lines, settings):
     assert ask(rule, lines, settings) is None
 
 
-def test_every_rule_has_a_history_on_which_it_speaks_and_one_on_which_it_does_not():
+def test_every_rule_speaks_on_one_history_and_is_silent_on_another():
     rules = {*DURING, *AT_END}
     assert {rule for rule, _, _ in SPEAKS} == rules == {rule for _, rule, _, _ in SILENT}
 

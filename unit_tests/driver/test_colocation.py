@@ -154,7 +154,7 @@ def test_tensors_are_found_wherever_they_are_held_and_code_is_not_followed():
     assert len(find_storages(holder, device="cpu:0")) == 3, "the same device, as a tensor would not name it"
 
 
-def test_copies_on_the_host_fill_blocks_whose_size_pinned_memory_has_as_well():
+def test_copies_on_the_host_fill_blocks_of_a_size_that_pinned_memory_has():
     """A copy of 40 MiB of its own would pin 64 MiB."""
     sources = [torch.full((40 << 20,), i, dtype=torch.uint8) for i in range(3)]
     host = HostBlocks(120 << 20, pinned=False)
@@ -306,7 +306,7 @@ def test_whose_turn_it_is_not_gets_nothing():
 
 @pytest.mark.parametrize("arrow", ARROWS)
 @pytest.mark.parametrize("error", [ProcessDied("engine 0: its process died", worker=("engine", 0)), CallFailed("late")])
-def test_a_failure_on_any_arrow_says_between_which_turns_and_leaves_the_turn(arrow, error):
+def test_a_failure_on_any_arrow_names_both_turns_and_leaves_the_turn(arrow, error):
     turns = turns_of(Everyone(fails={arrow: error}))
     before = ColocationState([*ColocationState][ARROWS.index(arrow)])
 
@@ -657,7 +657,7 @@ def test_whatever_fails_in_whichever_turn_ends_the_run_with_one_sentence(recipe,
 
 @pytest.mark.verify
 @pytest.mark.timeout(900)
-def test_on_ray_with_two_ranks_one_device_each_is_the_run_on_two_to_the_bit(recipe, tmp_path):
+def test_two_ray_ranks_on_one_device_each_equal_the_run_on_two_to_the_bit(recipe, tmp_path):
     """One group in a step: with more, their timing decides which of them an engine samples in one batch."""
     changes = {"backend": "ray", "steps": 6, "groups_per_step": 1, "group_size": 8, "trainer.lr": 1e-2}
     path = recipe(changes | {"reward.function": file_of(tmp_path / "sevens.py", SEVENS), "checkpoint.every": 3})

@@ -116,7 +116,7 @@ def test_a_newcomer_serves_when_it_has_weights_and_not_before():
     run_in_virtual_time(body())
 
 
-def test_an_engine_that_leaves_gets_no_more_groups_and_keeps_those_that_it_has():
+def test_an_engine_that_leaves_gets_no_more_groups_and_keeps_its_own():
     async def body() -> None:
         said: list[str] = []
         machines = Machines(replace(TIMES, group=50.0), least=2, most=3)
@@ -224,7 +224,7 @@ def test_an_engine_that_dies_on_a_machine_that_lives_counts(budget):
         run_in_virtual_time(body())
 
 
-def test_too_few_engines_for_too_long_end_the_run_and_a_refused_machine_does_not():
+def test_a_long_lack_of_engines_ends_a_run_and_a_refused_machine_does_not():
     said: list[str] = []
 
     class Refused(Machines):

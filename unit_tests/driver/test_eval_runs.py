@@ -112,9 +112,7 @@ def test_an_evaluation_says_what_the_training_run_said(recipe, eval_recipe, tmp_
         check_by_hand(row["metrics"], samples_of(folder_of(tmp_path, model)))
 
 
-def test_in_overlap_evaluations_run_beside_training_and_say_what_their_checkpoints_say(
-    recipe, eval_recipe, tmp_path, sums, one_thread
-):
+def test_evaluations_beside_training_say_what_their_checkpoints_say(recipe, eval_recipe, tmp_path, sums, one_thread):
     """Each number is of one version, and is logged at the number of steps that it has behind it."""
     (tmp_path / "digits.py").write_text(DIGITS)
     held_out = {"data.eval": str(sums / "eval.parquet"), "eval_every": 2, "eval_samples": 4, "eval_pass_reward": 0.5}
@@ -211,7 +209,7 @@ def test_a_column_that_no_row_has_is_named_with_those_that_are_there(eval_recipe
     assert code == 2 and "data.by names the column subject" in err and "level" in err, err
 
 
-def test_stop_strings_are_refused_with_an_engine_that_does_not_look_for_them(eval_recipe, tmp_path):
+def test_stop_strings_are_refused_with_an_engine_that_ignores_them(eval_recipe, tmp_path):
     (tmp_path / "mine.py").write_text(OWN_ENGINE)
     rollout = {"engine": str(tmp_path / "mine.py"), "stop": ["a"]}
     code, err = run_here(main_eval, "--config", eval_recipe(rollout=rollout))
@@ -271,9 +269,7 @@ def test_an_evaluation_killed_in_the_middle_and_resumed_has_the_same_table(eval_
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_adapter_is_its_merged_model_and_greedy_is_the_same_in_vllm_on_two_ranks(
-    recipe, eval_recipe, tmp_path, one_thread
-):
+def test_an_adapter_is_its_merged_model_and_vllm_on_two_ranks_agrees(recipe, eval_recipe, tmp_path, one_thread):
     """And the last checkpoint is the model of the end."""
     lora = {"r": 4, "merge_on_save": True}
     path = recipe({"model.lora": lora, "trainer.lr": 3e-2, "steps": 3, "checkpoint.every": 3}, kind="sl")

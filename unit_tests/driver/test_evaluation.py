@@ -78,7 +78,7 @@ def test_majority_at_k_is_unbiased(answers):
         assert mean(found) == pytest.approx(mean([vote(one, "a") for one in combinations(answers, k)]))
 
 
-def test_majority_counts_an_answer_that_passes_now_and_then_by_its_fraction():
+def test_majority_counts_an_answer_that_passes_sometimes_by_its_fraction():
     assert majority_at_k(["a", "a", "b"], [True, False, True], 3) == 0.5
     assert majority_at_k(["b", "a"], [False, True], 2) == 0.5, "a tie is shared, whoever comes first"
     assert majority_at_k(["a"] * 5, [True, True, False, False, True], 2) == 0.5, "the fifth fills no block"
@@ -211,7 +211,7 @@ def test_a_part_that_cannot_be_read_is_named(tmp_path: Path):
         read_generations([part])
 
 
-def test_samples_serve_again_where_the_row_is_the_same_whatever_its_environment_adds(tmp_path: Path):
+def test_samples_serve_again_for_equal_rows_whatever_an_environment_adds(tmp_path: Path):
     spec = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     row = Prompt(id="s/0", messages=[{"role": "user", "content": "go"}], answer="7", extra={"level": 1}, tools=[spec])
     shown = replace(row, messages=[*row.messages, {"role": "user", "content": "you see a door"}], tools=[spec, spec])

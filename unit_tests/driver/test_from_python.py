@@ -163,7 +163,7 @@ def run_script(script: str, *argv: str, home: Path) -> subprocess.CompletedProce
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_beside_a_ray_of_the_callers_is_refused_and_leaves_it_as_it_was(recipe, tmp_path):
+def test_a_run_on_ray_is_refused_beside_the_callers_ray_and_leaves_it_be(recipe, tmp_path):
     done = run_script(BESIDE_RAY, recipe({"backend": "ray"}, kind="sl"), home=tmp_path / "home")
     assert done.returncode == 0, done.stdout + done.stderr
     refusal, of_cluster, there = done.stdout.splitlines()

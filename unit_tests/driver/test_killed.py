@@ -154,9 +154,7 @@ CASES = {
     "engine",
     [pytest.param("hf", marks=[pytest.mark.slow, pytest.mark.usual]), pytest.param("vllm", marks=pytest.mark.verify)],
 )
-def test_a_run_whose_processes_are_killed_at_every_moment_makes_the_numbers_of_one_that_was_not(
-    recipe, tmp_path, engine
-):
+def test_killing_processes_at_every_moment_changes_no_number_of_a_run(recipe, tmp_path, engine):
     parts, changes, orders = CASES[engine]
     own = {}
     for key, mine in (("alg", MY_TRAINER), ("rollout.engine", MY_ENGINE)):

@@ -64,7 +64,7 @@ def test_a_run_is_the_same_to_the_bit_with_all_observers_and_with_none(recipe, t
         assert all(torch.equal(tensor, watched["weights"][model][name]) for name, tensor in weights.items()) and weights
 
 
-def test_a_step_is_the_same_to_the_bit_whether_its_sources_are_measured_or_not(tiny_path):
+def test_a_step_is_the_same_to_the_bit_with_its_sources_measured_or_not(tiny_path):
     groups = some_groups(6, 1)
     groups = [[replace(s, prompt=replace(s.prompt, source="ab"[i % 2]))] for i, [s] in enumerate(groups)]
     settings = {"temperature": 1.0, "total_updates": 2}
@@ -83,7 +83,7 @@ def test_a_step_is_the_same_to_the_bit_whether_its_sources_are_measured_or_not(t
     assert watched["loss/a"] != watched["loss/b"]
 
 
-def test_a_part_that_is_not_there_is_named_in_one_sentence_and_nothing_is_loaded_unasked(recipe):
+def test_a_missing_part_is_named_in_a_sentence_and_none_is_loaded_unasked(recipe):
     loaded = load_recipe(RLConfig, recipe({"capture.every": 1}), [])
     with pytest.raises(UserError, match=r"^capture needs analysis/taken_away, which this clone lacks: restore"):
         observers.load_plan("capture", "analysis.taken_away.observer", loaded)
@@ -91,7 +91,7 @@ def test_a_part_that_is_not_there_is_named_in_one_sentence_and_nothing_is_loaded
     assert observers.plan_observers(load_recipe(RLConfig, recipe(), [])) == {}
 
 
-def test_a_compared_loss_of_whole_episodes_is_refused_where_those_may_be_split(recipe):
+def test_a_compared_loss_of_whole_episodes_is_refused_if_they_may_be_split(recipe):
     """To keep them together would change the micro-batches of the run."""
     agent = {"rollout.agent": {"file": "agent.py"}}
     for alg, loss in (("grpo", "gspo"), ("grpo", {"name": "grpo", "correction": {"level": "sequence"}})):

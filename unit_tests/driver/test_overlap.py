@@ -95,7 +95,7 @@ def prompts_of(folder: Path, step: int) -> list[str]:
     return [json.loads(row)["id"] for row in rows]
 
 
-def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts(recipe, tmp_path, sums):
+def test_a_run_stopped_with_groups_under_way_trains_on_the_same_prompts(recipe, tmp_path, sums):
     """With evaluation in between, and a publish every second step."""
     changes = {"steps": 8, "max_staleness": 2, "weight_sync.every": 2, "checkpoint": {"every": 3, "keep": 9}}
     held_out = {"data.eval": str(sums / "eval.parquet"), "data.eval_rows": 3, "eval_every": 2}
@@ -238,7 +238,7 @@ def test_a_group_that_never_comes_ends_the_run_with_its_ticket():
         run_in_virtual_time(main_rl.train(run))
 
 
-def test_an_error_of_an_engine_ends_the_run_and_one_of_the_trainer_the_generation():
+def test_an_engine_error_ends_the_run_and_a_trainer_error_the_generation():
     class Broken(SimulatedEngines):
         async def call_one(self, rank, method, *args, **kwargs):
             raise RunStopped("engine 1 died")

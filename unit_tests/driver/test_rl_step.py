@@ -64,7 +64,7 @@ def trained_tokens(groups: list[Group]) -> int:
 
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
-def test_the_groups_of_a_step_are_dealt_over_its_updates_and_none_is_trained_on_twice(recipe, updates):
+def test_the_groups_of_a_step_are_dealt_over_its_updates_without_repeats(recipe, updates):
     groups = some_groups(4, 3)
     done = step(recipe({"updates_per_step": updates}), groups)
     assert done.metrics["train/tokens"] == trained_tokens(groups)
@@ -86,7 +86,7 @@ def test_a_reference_is_scored_where_the_algorithm_asks_for_one(recipe):
     assert done.metrics["train/kl_ref"] == pytest.approx(0, abs=1e-6), "nothing was trained before"
 
 
-def test_the_constant_norm_is_the_budget_of_new_tokens_and_not_the_longest_sample(recipe):
+def test_the_constant_norm_is_the_new_token_budget_not_the_longest_sample(recipe):
     """Worked out by hand: each of six samples, each token of it 1 / 8 of rollout.max_new_tokens."""
     run = step(recipe({"alg.loss_norm": "constant", "rollout.max_new_tokens": 8}), some_groups(2, 3)).run
     assert run._plan(some_groups(2, 3)).weights == [1 / (6 * 8)] * 6

@@ -352,7 +352,7 @@ def port_of_gcs(pids: set[int]) -> int:
         pytest.param("vllm", signal.SIGTERM, marks=pytest.mark.verify),
     ],
 )
-def test_a_run_listens_on_loopback_only_and_however_it_ends_leaves_nothing_behind(recipe, tmp_path, engine, end):
+def test_a_run_listens_on_loopback_only_and_always_leaves_nothing_behind(recipe, tmp_path, engine, end):
     changes = {"backend": "ray", "steps": 100_000, "rollout.engine": engine, "rollout.kv_cache_gib": 0.25}
     if engine == "vllm":
         changes["rollout.tensor_parallel_size"] = 2  # one rank computes in the actor, without shared memory

@@ -544,7 +544,7 @@ sys.exit(run_guarded(main_rl.main))
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_server_of_weights_and_biases_that_cannot_be_reached_costs_one_warning(recipe, tmp_path):
+def test_an_unreachable_server_of_weights_and_biases_costs_one_warning(recipe, tmp_path):
     """Online, and nothing listens at its address: the run goes on, and ends in time."""
     with socket.socket() as bound:  # nobody else gets the port, and nobody listens at it
         bound.bind(("127.0.0.1", 0))

@@ -37,7 +37,7 @@ def smollm2(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_quickstart_goes_from_a_third_to_mastery_and_its_evaluation_says_so(seed, tmp_path):
+def test_the_quickstart_goes_from_a_third_to_mastery_and_evaluation_agrees(seed, tmp_path):
     subprocess.run(["make", "quickstart", f"SEED={seed}"], cwd=ROOT, check=True)
     folder = max((ROOT / "runs").glob("quickstart-2*"), key=os.path.getmtime)
     summary = json.loads((folder / "summary.json").read_text())

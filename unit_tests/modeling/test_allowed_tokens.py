@@ -115,7 +115,7 @@ def loving_model(path: Path, tiny_path: str, prompt: list[int]) -> tuple[torch.n
 
 
 @pytest.mark.parametrize("kind", ["allowed", "banned"])
-def test_the_engine_never_samples_what_the_policy_loves_and_agrees_with_the_trainer(kind, tmp_path, tiny_path):
+def test_a_forbidden_favourite_is_never_sampled_and_the_trainer_agrees(kind, tmp_path, tiny_path):
     prompt = [5, 6, 7, 8]
     model, loved = loving_model(tmp_path, tiny_path, prompt)
     size = model.config.vocab_size

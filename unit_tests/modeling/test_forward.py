@@ -182,7 +182,7 @@ def test_long_batches_are_scored_in_chunks(monkeypatch):
     torch.testing.assert_close(forward(model, model, batch, layout="padded", temperature=1.0).logp, whole)
 
 
-def test_a_sliding_window_shorter_than_a_sequence_is_refused_when_packed_without_flash():
+def test_packing_without_flash_refuses_windows_shorter_than_a_sequence():
     model = random_model("mistral")
     model.config.sliding_window = 4
     [[batch]] = micro_batches(some_groups(1, 1), "token", 10_000)

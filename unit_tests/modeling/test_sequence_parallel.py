@@ -39,7 +39,7 @@ SEVERAL = {"backend": "ray", "trainer.ranks": 4, "trainer.sequence_parallel": 2}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 50])
-def test_the_slices_of_a_row_hold_every_position_and_every_learnt_token_once(size):
+def test_slices_of_a_row_hold_every_position_and_every_learnt_token_once(size):
     [[batch]] = micro_batches(families(), "token", 1000, padded=False, share_prefixes=True)
     row = batch.input_ids
     slices = [RowSlice(place=place, size=size, total=len(row)) for place in range(size)]
@@ -83,7 +83,7 @@ def config_of(family: str = "llama", **more):
 
 @pytest.mark.parametrize("size", [2, 4, 12])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_heads_that_divide_are_shared_and_keys_are_copied_where_they_are_fewer(family, size):
+def test_heads_that_divide_are_shared_and_keys_that_are_fewer_are_copied(family, size):
     assert refuse_sequence_parallel(config_of(family), size) is None
 
 
@@ -288,7 +288,7 @@ def test_a_run_whose_ranks_share_rows_logs_what_one_with_a_rank_logs(recipe, tmp
 
 @pytest.mark.verify
 @pytest.mark.timeout(600)
-def test_a_supervised_run_whose_ranks_share_rows_logs_what_one_with_a_rank_logs(recipe, sums, tmp_path):
+def test_supervised_ranks_that_share_rows_log_what_a_single_rank_logs(recipe, sums, tmp_path):
     changes = {"backend": "ray", "trainer.zero_stage": 3, "alg": {"name": "sft"}, "eval_every": 1}
     changes |= {"data.eval": str(sums / "sft.parquet")}
     made = []

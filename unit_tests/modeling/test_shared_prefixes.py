@@ -117,7 +117,7 @@ def test_values_are_those_of_each_sample_alone(family):
 
 
 @torch.no_grad()
-def test_tokens_would_leak_between_replies_if_they_were_laid_in_one_segment():
+def test_tokens_would_leak_between_replies_laid_in_one_segment():
     """What the tests above guard against is real: the same row as one sequence gives other numbers."""
     model = in_double("llama")
     [batch] = laid_out(families(), "shared")

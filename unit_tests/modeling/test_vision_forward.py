@@ -177,7 +177,7 @@ def value_of(seeing: Seeing, model: nn.Module, batch: Batch, layout: Any) -> tor
     return compute_values(model, ready, layout=layout, model=model)
 
 
-def test_values_are_read_from_the_body_and_a_saved_reward_model_loads_again(seeing, tmp_path):
+def test_values_are_read_from_the_body_and_saved_reward_models_load_again(seeing, tmp_path):
     model: Any = load_scalar_model(seeing.path, dtype="float32", attention="auto")
     assert not model.score.weight.any() and layout_for("auto", model) == "packed"
     nn.init.normal_(model.score.weight)
@@ -196,7 +196,7 @@ def test_values_are_read_from_the_body_and_a_saved_reward_model_loads_again(seei
     torch.testing.assert_close(got.double(), torch.stack(want), atol=1e-5, rtol=1e-5)
 
 
-def test_a_blank_image_beside_text_changes_nothing_and_reaches_every_parameter(seeing):
+def test_a_blank_image_beside_text_changes_nothing_but_reaches_all_weights(seeing):
     model = seeing.in_double()
     batch = pack(seeing.groups[1], [1.0, 1.0])
     with_blank = add_blank(batch, seeing.processor)

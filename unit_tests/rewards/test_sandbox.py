@@ -235,7 +235,7 @@ def test_a_hundred_runs_leave_nothing():
     assert not [name for name in (state()[1] - files) | (state()[2] - shared) if "work" in name or "sandbox" in name]
 
 
-def test_a_bubblewrap_that_may_not_make_namespaces_is_told_from_code_that_fails(monkeypatch, tmp_path):
+def test_a_bubblewrap_without_namespaces_is_told_from_code_that_fails(monkeypatch, tmp_path):
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     program.chmod(0o755)

@@ -301,7 +301,7 @@ def test_an_agent_that_ends_leaves_nothing_it_has_started(qwen, tmp_path):
     assert not find_processes(f"sleep 3{MARK}") and not find_processes(f"sleep 4{MARK}")
 
 
-def test_an_import_that_starts_threads_gets_a_fresh_interpreter_per_episode(qwen, tmp_path):
+def test_imports_that_start_threads_get_a_fresh_interpreter_per_episode(qwen, tmp_path):
     plan = write_agent(
         tmp_path,
         """

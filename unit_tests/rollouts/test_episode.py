@@ -26,7 +26,7 @@ def test_only_what_the_policy_said_is_learnt():
     assert sample.completion == "3 4 9 9 5", "what follows the prompt, as text"
 
 
-def test_the_engine_continues_its_own_tokens_and_the_budget_is_for_the_episode():
+def test_the_engine_continues_its_own_tokens_and_episodes_have_one_budget():
     engine = Scripted([3, 4], [5])
     play(engine)
     # 10 new tokens in all: 2 spoken and 2 observed leave 6

@@ -242,7 +242,7 @@ def test_two_agents_that_take_turns_have_a_branch_each(qwen):
     assert sorted(n for branch in branches for n in branch.turn_numbers) == [*range(6)]
 
 
-def test_a_compacted_context_begins_a_branch_and_what_two_share_is_trained_on_once(qwen):
+def test_compaction_begins_a_branch_and_what_two_share_is_trained_on_once(qwen):
     policy = Policy(qwen, lambda context: f"step {len(context)}")
 
     async def harness(client):

@@ -108,7 +108,7 @@ def with_other_vision(path: str) -> PreTrainedModel:
     return model
 
 
-def test_a_batch_of_rows_with_and_without_images_is_scored_as_by_plain_transformers(path, tokenizer, model):
+def test_one_batch_with_and_without_images_scores_as_plain_transformers(path, tokenizer, model):
     prompts = [read(tokenizer, messages) for messages in (LOOKS, READS, COMPARES)]
     engine = engine_of(path, tokenizer)
 
@@ -129,7 +129,7 @@ def test_a_batch_of_rows_with_and_without_images_is_scored_as_by_plain_transform
             assert gap_of_sample(model, path, blind, TEMPERATURE, banned_of(tokenizer)) > 100 * BOUND
 
 
-def test_a_group_computes_its_image_once_and_another_group_with_the_same_tokens_its_own(path, tokenizer, model):
+def test_each_group_computes_its_own_image_once_even_with_the_same_tokens(path, tokenizer, model):
     (ids, one), (_, other) = (read(tokenizer, [say("user", "what is ", draw(n), "?")]) for n in (1, 2))
     engine = engine_of(path, tokenizer)
     seen: list[int] = []
@@ -220,7 +220,7 @@ def test_the_probe_sees_a_vision_tower_with_old_weights(path, tokenizer, model):
         publish(stale)
 
 
-def test_trainer_and_engine_agree_on_images_before_and_after_a_sync_of_the_vision_tower(path, tokenizer):
+def test_trainer_and_engine_agree_on_images_before_and_after_a_vision_sync(path, tokenizer):
     ids, places = read(tokenizer, COMPARES)
     banned = AllowedTokens(banned=tuple(banned_of(tokenizer)))
     trainer = LocalTrainer(

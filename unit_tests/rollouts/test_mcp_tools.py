@@ -178,7 +178,7 @@ BROKEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_server_that_cannot_be_used_fails_the_sample_and_is_no_tool_error(name):
+def test_an_unusable_server_fails_the_sample_and_is_no_tool_error(name):
     server, words = BROKEN[name]
 
     async def play() -> None:

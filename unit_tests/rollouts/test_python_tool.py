@@ -40,7 +40,7 @@ def test_the_tool_is_described_to_the_policy():
 
 @needs_sandbox
 @pytest.mark.slow
-def test_names_stay_through_turns_and_calls_and_the_process_ends_with_the_episode():
+def test_names_stay_through_calls_and_the_process_ends_with_the_episode():
     async def play() -> list[str]:
         one, other = Quick(PROMPT), Quick(PROMPT)
         try:

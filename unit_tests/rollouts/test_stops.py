@@ -30,7 +30,7 @@ def decode(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_end_is_the_first_token_with_which_a_stop_string_is_in_the_text(seed):
+def test_the_end_is_the_first_token_that_completes_a_stop_string(seed):
     rng = random.Random(seed)
     stops = [rng.choice(["abc", "b\n\n", "é", "€", "</t>", "aba", "c c"]) for _ in range(rng.randint(1, 3))]
     weights = [10] * len(PIECES) + [3] * len(BYTES) + [rng.choice([0, 40, 4000])]
@@ -113,7 +113,7 @@ class Closing(Words):
         return [int(w) for w in text.split()]
 
 
-def test_the_next_turn_stands_as_the_template_writes_it_after_a_stop_string():
+def test_the_next_turn_is_as_the_template_writes_it_after_a_stop_string():
     """The end of the turn is given, and not trained on, where the model did not write it itself."""
     tokenizer = Closing()
 

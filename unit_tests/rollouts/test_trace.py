@@ -84,7 +84,7 @@ class Player:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
-def test_every_reply_of_a_random_script_is_trained_on_once_after_what_the_engine_was_given(chat, actions):
+def test_every_reply_of_a_script_is_trained_on_once_after_its_own_context(chat, actions):
     player = Player(chat)
     for action in actions:
         player.act(*action)
@@ -108,14 +108,14 @@ def make_trace(chat: ChatTokenizer) -> Trace:
     return Trace(chat, Stops(chat, [], []).close_turn, [user("?")])
 
 
-def test_a_request_continues_the_conversation_that_it_repeats_and_not_one_with_the_same_reply(chat):
+def test_a_request_continues_what_it_repeats_not_one_with_the_same_reply(chat):
     trace = make_trace(chat)
     first = sample(trace, chat, [user("?")], "yes")
     other = [user("another question"), first.reply, user("!")]
     assert list(trace.plan_reply(other, []).context) == list(chat.render(other, []))
 
 
-def test_a_reply_that_nobody_got_is_in_no_sample_until_a_request_repeats_it(chat):
+def test_a_reply_nobody_got_is_in_no_sample_until_a_request_repeats_it(chat):
     trace = make_trace(chat)
     lost = sample(trace, chat, [user("?")], "lost")
     assert trace.list_branches() == []

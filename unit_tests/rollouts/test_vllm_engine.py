@@ -457,9 +457,7 @@ async def broken_broadcast(lab: Lab, version: int, stream: Iterator[Bucket]) -> 
     assert isinstance(receives, TransportFailed) and "did not get through over gloo" in str(receives)
 
 
-def test_chunks_bring_what_a_stream_brings_and_an_update_that_broke_off_is_no_obstacle(
-    lab: Lab, tmp_path: Path
-) -> None:
+def test_chunks_bring_what_a_stream_brings_even_after_a_broken_update(lab: Lab, tmp_path: Path) -> None:
     models = [random_model(lab.family, seed=seed) for seed in (1, 2, 3)]
 
     async def body() -> None:

@@ -120,7 +120,7 @@ class Seeing:
         )
 
 
-def test_vllm_sees_what_the_trainer_sees_before_and_after_new_vision_weights(tmp_path: Path) -> None:
+def test_vllm_sees_as_the_trainer_does_before_and_after_new_vision_weights(tmp_path: Path) -> None:
     """The engine itself compares its prompts with ours and refuses others; the probe sees a stale encoder cache."""
     lab = Seeing(tmp_path)
     engine = VllmEngine(lab.config())

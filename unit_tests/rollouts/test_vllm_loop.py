@@ -161,7 +161,7 @@ def test_a_pause_treats_requests_as_its_mode_says(mode: PauseMode) -> None:
     asyncio.run(body())
 
 
-def test_what_vllm_refuses_fails_alone_and_a_failed_iteration_ends_the_engine() -> None:
+def test_a_refused_request_fails_alone_and_a_failed_iteration_ends_vllm() -> None:
     async def body() -> None:
         loop, llm = loop_of()
         good, bad = await asyncio.gather(loop.request({}, 2), loop.request({}, 0), return_exceptions=True)

@@ -61,7 +61,7 @@ def test_every_turn_of_every_sibling_has_a_seed_of_its_own(tmp_path):
     assert {seed for _, _, seed in engine.asked} == seeds and len(engine.asked) == 4
 
 
-def test_siblings_share_the_rendered_prompt_until_an_environment_changes_it(tmp_path):
+def test_siblings_share_a_rendered_prompt_until_an_environment_changes_it(tmp_path):
     class Rendering(Words):
         def __init__(self):
             self.rendered: list[str] = []

@@ -121,7 +121,7 @@ def run_in(folder: Path, linked: Path, *command: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_link_brings_every_folder_the_command_and_vllms_plugin_without_a_list(linked, tmp_path):
+def test_the_link_brings_all_folders_the_command_and_vllms_plugin_unlisted(linked, tmp_path):
     """A folder that appears later is found as well."""
     (linked / "clone" / "added_later").mkdir()
     (linked / "clone" / "added_later" / "__init__.py").touch()

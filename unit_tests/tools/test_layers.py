@@ -89,6 +89,13 @@ def test_files_and_functions_are_short():
     assert [(f.place, f.name) for f in functions if f.lines > layers.LINES_OF_FUNCTION] == []
 
 
+def test_names_of_tests_are_short():
+    files = [file for file in layers.tracked(ROOT) if file.startswith("unit_tests/")]
+    tests = [f for file in files for f in layers.functions_of(ROOT, file) if f.name.startswith("test_")]
+    assert "test_names_of_tests_are_short" in {test.name for test in tests}
+    assert [(test.place, test.name) for test in tests if len(test.name) > 70] == []
+
+
 @pytest.mark.parametrize(
     ("edges", "circles"),
     [

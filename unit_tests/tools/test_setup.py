@@ -192,7 +192,7 @@ def test_a_change_of_any_input_means_another_install(repository: Path) -> None:
     assert len(set(seen)) == 7 and seen[-1] == digest()
 
 
-def test_a_failed_install_is_not_taken_for_a_finished_one_and_names_the_fix(repository: Path) -> None:
+def test_a_failed_install_is_not_taken_for_finished_and_names_the_fix(repository: Path) -> None:
     inputs = tool("install", repository).hash_inputs()
     stand_in(repository, '*"pip install"*) exit 7;;', stamp=f"cpu run {inputs}")
     done = install(repository, "test")
@@ -256,7 +256,7 @@ def test_an_environment_of_another_build_is_made_anew(
     assert (repository / ".venv" / "installed").read_text() == build
 
 
-def test_torch_for_the_cpu_comes_from_pytorchs_index_only_where_pip_finds_none(repository: Path) -> None:
+def test_torch_for_cpus_comes_from_pytorchs_index_only_if_pip_finds_none(repository: Path) -> None:
     torch = f"-qq --no-deps --no-compile torch=={tool('install').pinned('run')['torch']}+cpu"
     stand_in(repository, "*download.pytorch.org*) ;; *torch==*) exit 1;;", stamp="cpu")
     done = install(repository, "run")

@@ -96,7 +96,7 @@ class Mine(GRPO):
 
 @pytest.mark.verify
 @pytest.mark.timeout(600)
-def test_a_run_whose_rank_dies_in_a_save_makes_the_numbers_of_one_that_did_not(recipe, tmp_path):
+def test_a_rank_that_dies_in_a_save_does_not_change_the_numbers_of_a_run(recipe, tmp_path):
     (tmp_path / "mine.py").write_text(DIES_IN_A_SAVE)
     path = recipe(EXACT | FSDP | {"steps": 4, "alg": {"file": str(tmp_path / "mine.py")}})
     out = finish(start(path, tmp_path / "struck", "on_failure=resume", "max_resumes=1"))

@@ -21,7 +21,7 @@ def after_warmup(form) -> list[float]:
     return [LR * (u + 1) / WARMUP if u < WARMUP else LR * form(u) for u in range(TOTAL + 1)]
 
 
-def test_without_decay_the_rate_is_constant_and_without_warm_up_the_decay_starts_at_once():
+def test_rates_without_decay_are_constant_and_without_warm_up_fall_at_once():
     assert rates() == after_warmup(lambda u: 1.0)
     assert rates(lr_schedule="linear", warmup_updates=0) == pytest.approx([LR * (1 - u / TOTAL) for u in range(51)])
 

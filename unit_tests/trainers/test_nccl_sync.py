@@ -72,7 +72,7 @@ def test_a_member_that_dies_in_a_sync_ends_the_wait_of_all_others():
         group.sender.send(buckets())
 
 
-def test_a_member_that_does_not_come_is_an_error_in_time_and_what_comes_late_is_freed():
+def test_a_missing_member_is_an_error_in_time_and_what_comes_late_is_freed():
     network = Network()
     sender_class, receiver_class = members_of(network)
     sender = sender_class(timeout_s=SHORT_S)

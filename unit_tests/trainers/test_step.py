@@ -83,7 +83,7 @@ def test_norms_are_the_mean_over_the_updates_and_tokens_their_sum(tiny_path):
         assert together[name] == pytest.approx((apart[0][name] + apart[1][name]) / 2, rel=1e-6)
 
 
-def test_the_norm_is_the_one_before_clipping_and_the_update_has_the_largest_that_is_allowed(tiny_path):
+def test_the_norm_is_unclipped_and_the_update_has_the_largest_norm_allowed(tiny_path):
     free, clipped = (trainer_of(tiny_path, SFT(), max_grad_norm=most) for most in (0.0, 0.01))
     start = free.flatten_weights()
     norm = free.step([an_update(good=True)])["grad_norm"]
@@ -139,7 +139,7 @@ def test_columns_land_on_the_tokens_that_are_trained_on(tiny_path):
     assert [v != 0 for v in got_one.columns["prox_logp"]] == [False, False, False, True]
 
 
-def test_a_precomputed_reference_is_found_by_tokens_and_by_what_is_trained_on():
+def test_a_precomputed_reference_is_found_by_tokens_and_what_is_trained_on():
     ids, last, both = [5, 6, 7], [False, False, True], [False, True, True]
     samples = [sample_of(ids, last), sample_of(ids, both), sample_of([5, 6, 8], last)]
     assert len({hash_sample(s) for s in samples}) == 3

@@ -126,7 +126,7 @@ def test_no_number_of_groups_under_way_keeps_a_sync_waiting(cluster):
     asyncio.run(go())
 
 
-def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(cluster, recipe, tmp_path):
+def test_every_transport_brings_weights_and_a_failed_one_is_replaced_once(cluster, recipe, tmp_path):
     partitioned = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # small tensors, too
     common = {"backend": "ray", "trainer.ranks": 2, "trainer.zero_stage": 3, "trainer.deepspeed": partitioned}
     common |= {"rollout.num_engines": 2, "weight_sync.timeout_s": SHORT_S}
