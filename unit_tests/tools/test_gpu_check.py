@@ -206,7 +206,7 @@ def test_a_bare_image_is_told_which_wheels_to_bring(tmp_path):
     assert done.stdout.count("'pydantic>=2.12'") == 3
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(300)
 def test_the_rows_run_where_only_the_packages_that_they_ask_for_are(tmp_path):
     said = run_where_nothing_else_is(tmp_path, "--only", *(row.name for row in ROWS if row.name != "head"))

@@ -230,9 +230,15 @@ def test_an_install_that_was_stopped_goes_on_where_it_was(installer: ModuleType,
     assert (repository / ".venv" / "installed").read_text() == f"cpu test {inputs}"
 
 
+LATER = [("gpu test", None, "cpu"), ("", None, "cpu"), ("cpu test", "gpu", "cpu")]
+
+
 @pytest.mark.parametrize(
     ("stamp", "added", "build"),
-    [("gpu test", None, "cpu"), ("cpu test", None, "gpu"), ("", None, "cpu"), ("cpu test", "gpu", "cpu")],
+    [
+        ("cpu test", None, "gpu"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER),
+    ],
 )
 def test_an_environment_of_another_build_is_made_anew(
     repository: Path, stamp: str, added: str | None, build: str

@@ -34,7 +34,7 @@ def test_a_gpu_is_found_by_its_name(device, tflops):
     assert find_peak(device) == tflops * 1e12
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.skipif(torch.cuda.is_available(), reason="so small a model needs less than a GPU's allocator rounds to")
 def test_memory_is_measured_and_chunks_take_less():
     small = ["--tokens", "512", "2048", "--vocabulary", "20000", "--logits-mib", "32"]
