@@ -513,7 +513,9 @@ def test_a_server_that_dies_costs_one_warning(recipe, tmp_path, server, monkeypa
     assert f"mlflow: {6 - counted['delivered']} of 6 lines were not delivered" in out
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(store, tmp_path / "runs" / "mlflow.db")  # making a new one takes seconds
-    supervised = {"trackers": ["jsonl", "mlflow"], "name": "supervised"}
+    # an experiment of its own: files of the server's experiments can be had from the server only
+    own = {"tracking.mlflow_experiment": "own"}
+    supervised = {"trackers": ["jsonl", "mlflow"], "name": "supervised", **own}
     code, err = run_here(main_sl, "--config", recipe(supervised, kind="sl"))
     assert code == 0, err
     check_local_store(tmp_path, runs_of(tmp_path, "supervised")[0])
