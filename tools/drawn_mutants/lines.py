@@ -20,6 +20,9 @@ Tier = Literal["fast", "slow"]
 HERE = Path("tools/drawn_mutants")
 MARKS: dict[Tier, str] = {"fast": "not slow and not verify and not gpu", "slow": "slow and not verify and not gpu"}
 
+ENDLESS = "unit_tests/configs/test_hostile_inputs.py::test_an_endless_import_ends_with_file_and_line"
+"""Test that does not end under coverage. A line that only it runs counts as one that no test runs."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -91,7 +94,7 @@ def record(root: Path, kept: Path, tier: Tier) -> Record:
         workers = "auto" if tier == "fast" else "1"
         command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS[tier], "-n", workers, "--dist", "worksteal"]
         command += ["--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
-        command += [f"--junitxml={folder / 'running.xml'}", "--timeout", "900"]
+        command += [f"--junitxml={folder / 'running.xml'}", "--timeout", "300", f"--deselect={ENDLESS}"]
         subprocess.run(command, cwd=root, env=environment, check=False)
         children = sorted(map(str, folder.glob("lines.*")))
         whole = coverage.Coverage(data_file=str(folder / "lines"), config_file=str(config))
