@@ -19,7 +19,7 @@ from torch import Tensor
 
 from algs.base import Metrics, PolicyGradient, with_advantages
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
-from core.types.samples import Group, Policy, Sample, Tokens
+from core.types.samples import Group, Policy, Tokens
 
 
 class RAFT(PolicyGradient):
@@ -33,20 +33,19 @@ class RAFT(PolicyGradient):
         return "samples that are not kept are left out of the mean"
 
     def accept_group(self, group: Group) -> bool:
-        return any(self.keeps(sample, group) for sample in group)
+        return any(self.find_kept(group))
 
-    def keeps(self, sample: Sample, group: Group) -> bool:
-        """Tell whether a sample is trained on."""
+    def find_kept(self, group: Group) -> list[bool]:
+        """Tell for each sample of a group whether it is trained on."""
         rewards = [self.penalised_reward(s) for s in group]
-        own = self.penalised_reward(sample)
-        if own is None:
-            return False
         if self.keep == "positive":
-            return own >= self.threshold
-        return sample is group[rewards.index(max(r for r in rewards if r is not None))]
+            return [r is not None and r >= self.threshold for r in rewards]
+        best = max((r for r in rewards if r is not None), default=None)
+        first = None if best is None else rewards.index(best)
+        return [n == first for n in range(len(group))]
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        kept = [[self.keeps(s, g) for s in g] for g in groups]
+        kept = [self.find_kept(g) for g in groups]
         if not any(map(any, kept)):  # an update needs a token; at advantage 0 it teaches nothing
             return with_advantages(groups, [0.0 for g in groups for _ in g])
         chosen = [

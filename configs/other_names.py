@@ -212,7 +212,7 @@ NOT_HERE = {
 
 
 def describe_other_name(key: str, value: object = None, *, is_certain: bool = False) -> str:
-    """Return what another framework's key is called here, as a clause; "" for an unknown name.
+    """Return our name for another framework's key, as a clause; "" for an unknown name.
 
     key: dotted, as far as the recipe has it. value: what the recipe sets it to; the first key below a section counts.
     is_certain: without names that are only the last word of a longer one, which may be a word of ours misplaced.

@@ -66,7 +66,7 @@ class TurnEnd:
         return length if length < len(text) or self.written == "next" else len(text.rstrip())
 
     def find_end(self, text: str, at: int, *, in_history: bool = False) -> int | None:
-        """Return where the end that follows position `at` ends, or None. in_history: count `in_history` as an end."""
+        """Return the position after the end that follows `at`, or None. in_history: count `in_history` as an end."""
         ends = (*self.ends, *filter(None, [self.in_history if in_history else ""]))
         found = re.compile(rf"\s*({_any_of(ends)})").match(text, at)
         return None if found is None else found.end()

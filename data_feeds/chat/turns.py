@@ -87,7 +87,7 @@ class _Search:
         return _join_header(self.write(messages[:-1], True), content) + parts[1]
 
     def _find_reply(self, i: int) -> tuple[int, int]:
-        """Return where a reply begins and ends in the text, without the token that ends its turn."""
+        """Return the range of a reply in the text, without the token that ends its turn."""
         # rendered up to the reply twice, without and with it: the difference is the text that the policy samples
         asked, until = self.write(self.messages[:i], True), self._render(self.messages[: i + 1])
         said = until[len(asked) :]

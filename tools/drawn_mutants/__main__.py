@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -69,13 +70,17 @@ def describe(edit: Edit, source: str) -> str:
     return f"{edit.rule}: {' '.join(old.split())!r} -> {' '.join(edit.text.split())!r}"
 
 
+@cache
+def read_explained() -> dict[tuple[str, str, str], str]:
+    """Return the reasons of equivalent.yaml, by file, line and bug."""
+    listed: list[dict[str, str]] = yaml.safe_load(EXPLAINED.read_text()) or []
+    return {(one["file"], one["line"], one["bug"]): one["why"] for one in listed}
+
+
 def find_explained(file: str, edit: Edit, source: str) -> str:
-    """Return why nobody could notice a bug, or ""."""
+    """Return the reason why nobody could notice a bug, or ""."""
     line = source.splitlines()[edit.line - 1].strip()
-    for one in yaml.safe_load(EXPLAINED.read_text()) or []:
-        if one["file"] == file and one["line"] == line and one["bug"] == describe(edit, source):
-            return one["why"]
-    return ""
+    return read_explained().get((file, line, describe(edit, source)), "")
 
 
 def wilson(hits: int, total: int, z: float = 1.96) -> tuple[float, float]:
