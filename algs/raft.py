@@ -1,7 +1,7 @@
 """RAFT: learning from the best of the policy's own samples (https://arxiv.org/abs/2304.06767).
 
     keep: positive     every sample whose reward is at least `threshold`     (rejection sampling)
-    keep: best         the best sample of each group, the first of several   (best-of-n distillation)
+    keep: best         the best sample of each group   (best-of-n distillation)
     clip: null         L_t = -log pi(a_t)                                    RAFT
     clip: 0.2          L_t = PPO's clipped loss with A = 1                   RAFT++, https://arxiv.org/abs/2504.11343
 
@@ -40,9 +40,12 @@ class RAFT(PolicyGradient):
         rewards = [self.penalised_reward(s) for s in group]
         if self.keep == "positive":
             return [r is not None and r >= self.threshold for r in rewards]
-        best = max((r for r in rewards if r is not None), default=None)
-        first = None if best is None else rewards.index(best)
-        return [n == first for n in range(len(group))]
+        # of equal rewards the one whose tokens come first, so that the order of the group does not matter
+        ranked = [
+            (-r, s.token_ids.tolist(), n) for n, (r, s) in enumerate(zip(rewards, group, strict=True)) if r is not None
+        ]
+        best = min(ranked)[2] if ranked else None
+        return [n == best for n in range(len(group))]
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         kept = [self.find_kept(g) for g in groups]
