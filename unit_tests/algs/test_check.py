@@ -46,8 +46,9 @@ VARIANTS: list[Variant] = [
 MORE: list[Variant] = [
     ("dro", {"anchor": "ref", "level": "sequence", "loss_norm": "sequence_sum"}),
     ("dro", {"anchor": "rollout", **OFF}),
-    ("vespo", {"anchor": "rollout", **OFF}),
-    ("grpo", {"correction": {"level": "none", "max_drift": 0.1}}),
+    # with the published k_neg of 3 the weight is a power above 1 of the ratio to the engine, which (k) tells
+    ("vespo", {"anchor": "rollout", "k_neg": 2.5, **OFF}),
+    ("grpo", {"correction": {"level": "none", "max_drift": 0.5}}),  # beyond the clip, or it hides that
     ("ipo_rl", {"delta": 0.1, "kl_tau": 0.001}),
     ("raft", {"keep": "best", "clip": 0.2}),
     ("dpo", {"form": "exo", "label_smoothing": 0.1}),
