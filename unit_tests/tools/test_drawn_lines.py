@@ -45,6 +45,7 @@ def test_the_tests_of_a_line_are_recorded_once(tmp_path: Path):
     for name, text in {"core/product.py": PRODUCT, "unit_tests/core/test_product.py": TESTS}.items():
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text(text)
+    (root / "core/__init__.py").write_text("")  # else an installed package of that name comes first
     (root / "conftest.py").write_text("")
     (root / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    verify\n    gpu\n")
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
