@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from core.types.arrays import BOOLS, INTS, SINGLE
 from core.types.images import EncodedImage, read_image
 from core.types.messages import describe_messages
 from core.types.sample_json import collect_images, describe_places, restore_messages, restore_places
-from core.types.samples import Column, Group, Prompt, Sample, make_sample
+from core.types.samples import Group, Prompt, Sample, make_sample
 
 ARRAYS, RECORDS, IMAGES = "batch.npz", "batch.jsonl", "images"
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
     some: dict[str, list[NDArray[Any] | None]] = {
         "advantage": [s.advantage for s in samples],
         "excluded": [s.excluded for s in samples],
-        **{f"column/{name}": [s.columns.get(cast(Column, name)) for s in samples] for name in columns},
+        **{f"column/{name}": [s.columns.get(name) for s in samples] for name in columns},
     }
     for name, values in some.items():
         dtype = BOOLS if name == "excluded" else SINGLE
@@ -145,6 +145,6 @@ def _read_sample(i: int, record: dict[str, Any], parts: dict[str, Any], arrays: 
         versions=parts["versions"][i].astype(INTS),
         advantage=get("advantage"),
         excluded=get("excluded"),
-        columns=cast(dict[Column, Any], {name: values for name, values in found.items() if values is not None}),
+        columns={name: values for name, values in found.items() if values is not None},
         **record,
     )

@@ -58,6 +58,8 @@ class Tokens:
     """[M] int64, number of the token's group in the micro-batch; present only if groups are never split."""
     source_ids: Tensor = _absent
     """[M] int64, number of the token's data set; present only for a mixture."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """[M] float each, detached; columns whose names an algorithm chose. Read as `tokens.column(name)`."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
 
@@ -70,11 +72,7 @@ class Tokens:
 
     def __getattr__(self, name: str) -> Any:  # called for absent attributes only
         if name in list_fields(Tokens):
-            raise MissingColumn(
-                f"tokens.{name} is not there; name it in required_columns of the algorithm (compute_advantages sets "
-                "returns, reference_point and advantage; whole_groups adds group_ids; if an episode has several "
-                "samples, whole_episodes adds seq_ids)"
-            )
+            raise _describe_missing(name)
         raise AttributeError(name)
 
     def __reduce__(self) -> Any:
@@ -82,13 +80,27 @@ class Tokens:
 
     def has(self, name: str) -> bool:
         """Tell whether a column is there."""
-        return hasattr(self, name)
+        return name in self.columns or (name in list_fields(Tokens) and hasattr(self, name))
+
+    def column(self, name: str) -> Tensor:
+        """Return a column, [M], by its name. Raises MissingColumn if it is not there."""
+        if not self.has(name):
+            raise _describe_missing(name)
+        return self.columns[name] if name in self.columns else getattr(self, name)
 
     def replace(self, **changes: Any) -> Tokens:
         """Return the same tokens with some fields changed."""
         # dataclasses.replace would read absent columns too, and raise.
         there = {name: getattr(self, name) for name in list_fields(Tokens) if self.has(name)}
         return Tokens(**(there | changes))
+
+
+def _describe_missing(name: str) -> MissingColumn:
+    return MissingColumn(
+        f"tokens.{name} is not there; name it in required_columns of the algorithm (compute_advantages sets "
+        "returns, reference_point and advantage; whole_groups adds group_ids; if an episode has several "
+        "samples, whole_episodes adds seq_ids)"
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +154,10 @@ def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[st
     # Absent columns raise MissingColumn, an AttributeError, for which getattr returns the default.
     # to read a tensor from a GPU, the host waits until the GPU has done all that it was given
     there = ((name, getattr(record, name, None)) for name in list_fields(type(record)) if name not in READ_BY_HOST)
-    return {name: v.to(device) for name, v in there if isinstance(v, Tensor)}
+    moved: dict[str, Any] = {name: v.to(device) for name, v in there if isinstance(v, Tensor)}
+    if isinstance(record, Tokens):
+        moved["columns"] = {name: v.to(device) for name, v in record.columns.items()}
+    return moved
 
 
 @dataclass(slots=True, kw_only=True)

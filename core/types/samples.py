@@ -44,10 +44,11 @@ from core.types.turns import Spans, check_turns, find_runs
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
 
-ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
-"""Per-token quantity that the trainer computes before the advantages."""
-Column = ScoredColumn | Literal["returns", "reference_point"]
-"""Per-token quantity that the trainer computes or compute_advantages adds."""
+ScoredColumn = str
+"""Name of a per-token quantity that the trainer computes before the advantages: prox_logp, ref_logp, teacher_logp,
+values, or the column of a frozen model."""
+Column = str
+"""Name of a per-token quantity that the trainer computes or compute_advantages adds (returns, reference_point)."""
 
 Rows = Literal["conversations", "pairs", "unpaired"]
 """Kind of supervised row: conversation, chosen and rejected completion, or completion with a label."""

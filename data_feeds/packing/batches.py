@@ -101,7 +101,9 @@ def pack(
     def floats(per_sample: list[Floats]) -> Tensor:
         return torch.from_numpy(select(per_sample)).to(dtype)
 
-    columns: dict[str, Any] = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
+    scored = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
+    columns: dict[str, Any] = {name: scored.pop(name) for name in list_fields(Tokens) if name in scored}
+    columns["columns"] = scored  # those whose names an algorithm chose
     if all_credited(samples):
         columns["advantage"] = floats([s.advantage for s in samples if s.advantage is not None])
 
@@ -240,7 +242,9 @@ class Plan:
         shortest = min(range(len(self.samples)), key=lambda i: len(self.samples[i].token_ids))
         batch = self._make_batch([shortest], dtype)
         columns: dict[str, Any] = {name: getattr(batch.tokens, name, None) for name in list_fields(Tokens)}
-        batch.tokens = batch.tokens.replace(**{name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)})
+        empty: dict[str, Any] = {name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)}
+        empty["columns"] = {name: v[:0] for name, v in batch.tokens.columns.items()}
+        batch.tokens = batch.tokens.replace(**empty)
         batch.at, batch.labels = batch.at[:0], batch.labels[:0]
         return batch
 
