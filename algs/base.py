@@ -18,6 +18,7 @@ from torch import Tensor
 
 from algs.credit import ScaleRewards, group_advantages, reward_std, sum_terms, whiten, with_advantages
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
+from algs.teachers import START, Teacher
 from algs.terms import KL, Correction, Overlong
 from algs.turns import number_turns, returns_std, reward_to_go, rewards_of_turns, turn_advantages
 from algs.validate import Metrics, check_per_token, check_samples
@@ -71,9 +72,9 @@ class Algorithm(StrictModel):
         return False
 
     @property
-    def frozen_models(self) -> dict[ScoredColumn, str]:
-        """Columns computed by frozen models, with each model's path; "": the initial model of the run."""
-        return {"ref_logp": ""} if "ref_logp" in self.required_columns else {}
+    def teachers(self) -> dict[str, Teacher]:
+        """Models whose log-probabilities are columns, by name: that of the column, unless a teacher names another."""
+        return {"ref_logp": Teacher(START)} if "ref_logp" in self.required_columns else {}
 
     @property
     def value_lr(self) -> float | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from algs.base import Metrics, PolicyGradient
 from algs.ops import importance_ratio
+from algs.teachers import Teacher
 from algs.terms import Correction
 from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens
 
@@ -39,8 +40,8 @@ class OPD(PolicyGradient):
         return super().required_columns | columns
 
     @property
-    def frozen_models(self) -> dict[ScoredColumn, str]:
-        return {**super().frozen_models, "teacher_logp": self.teacher}
+    def teachers(self) -> dict[str, Teacher]:
+        return {**super().teachers, "teacher_logp": Teacher(self.teacher)}
 
     @model_validator(mode="after")
     def learns_from_the_teacher_alone(self) -> OPD:

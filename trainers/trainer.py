@@ -84,8 +84,9 @@ class Trainer:
         models = self.make_loader(model, alg)
         self.policy = self.make_learner(models.load_policy())
         self.critic: Learner | None = None if alg.value_lr is None else self.make_learner(models.load_scalar())
-        frozen = models.load_frozen(has_ref_logp=has_ref_logp)
-        self.frozen: dict[ScoredColumn, nn.Module] = {column: self.hold_frozen(m) for column, m in frozen}
+        self.frozen: dict[str, nn.Module] = {}
+        for names, model_of_them in models.load_teachers(has_ref_logp=has_ref_logp):
+            self.frozen |= dict.fromkeys(names, self.hold_frozen(model_of_them))
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, **kind)

@@ -39,7 +39,7 @@ def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[A
     outputs: list[Any] = [
         alg.required_columns,
         alg.needs_entropy,
-        alg.frozen_models,
+        alg.teachers,
         alg.value_lr,
         [alg.accept_group(g) for g in step.groups],
     ]

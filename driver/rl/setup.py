@@ -29,7 +29,13 @@ from driver.checks.engine import check_images, check_sampling
 from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
-from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel, check_user_code
+from driver.checks.models import (
+    check_policy,
+    check_room,
+    check_sequence_parallel,
+    check_teacher_models,
+    check_user_code,
+)
 from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
 from driver.context import RunContext
@@ -115,7 +121,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     rollouts = replace(rollouts, data=cfg.data)
     check_policy(cfg.model, tokenizer)
     allowed_tokens = check_sampling(cfg, tokenizer)
-    check_frozen_models(alg, tokenizer, cfg.model)
+    check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
     held_out = None

@@ -22,7 +22,7 @@ from data_feeds.packing.batches import Plan, plan_update
 from driver.checkpoint import Checkpoint, RunState
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
-from driver.checks.models import check_frozen_models, check_policy, check_sequence_parallel, check_user_code
+from driver.checks.models import check_policy, check_sequence_parallel, check_teacher_models, check_user_code
 from driver.checks.output_folder import check_output_folders
 from driver.context import RunContext
 from driver.load_recipe import Loaded
@@ -74,7 +74,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     loaded = pin_template_date(loaded, tokenizer)
     cfg = loaded.cfg
     check_policy(cfg.model, tokenizer)
-    check_frozen_models(alg, tokenizer, cfg.model)
+    check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
     rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
     held_out = None

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from core.errors import RunStopped
 from core.timing.clock import ActivityTimer
 from core.timing.phases import Activity
-from core.types.samples import ScoredColumn
 from trainers.learner import Learner
 from trainers.offload.storages import OffloadedStorages, find_storages, identify
 
@@ -37,7 +36,7 @@ class Offloadable(Protocol):
     timer: ActivityTimer
     policy: Learner
     critic: Learner | None
-    frozen: dict[ScoredColumn, nn.Module]
+    frozen: dict[str, nn.Module]
 
 
 class OffloadedTrainer:
