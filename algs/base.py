@@ -161,6 +161,10 @@ class PolicyGradient(Algorithm):
         return frozenset({"ref_logp"} if self.kl.in_loss else ())
 
     @property
+    def teachers(self) -> dict[str, Teacher]:
+        return dict.fromkeys(super().teachers, self.kl.reference)
+
+    @property
     def needs_entropy(self) -> bool:
         return self.entropy_coef > 0
 

@@ -54,7 +54,7 @@ class Teacher:
             )
         if self.ema is not None and not 0 < self.ema < 1:
             raise UserError(f"a teacher's ema={self.ema} must be above 0 and below 1: the rate of one step")
-        if min(self.ema_every, self.reset_every or 1) < 1:
+        if self.ema_every < 1 or (self.reset_every is not None and self.reset_every < 1):
             raise UserError("a teacher's ema_every and reset_every count steps: set them to 1 or more")
         if self.ema_every > 1 and self.ema is None:
             raise UserError("a teacher's ema_every has no effect without ema: set ema, or leave it out")

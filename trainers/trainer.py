@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics, sum_totals
+from algs.teachers import LIVE
 from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError, writing
@@ -44,6 +45,7 @@ from trainers.models import ModelLoader
 from trainers.observers import BatchSeen, ObserverFactory, Observers
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
+from trainers.references import Reference
 
 
 class Trainer:
@@ -87,6 +89,7 @@ class Trainer:
         self.frozen: dict[str, nn.Module] = {}
         for names, model_of_them in models.load_teachers(has_ref_logp=has_ref_logp):
             self.frozen |= dict.fromkeys(names, self.hold_frozen(model_of_them))
+        self.references = {name: Reference(self.policy) for name, t in alg.teachers.items() if t.moves}
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, **kind)
@@ -219,7 +222,21 @@ class Trainer:
         with self.timer.measure(Activity.LOGP):
             batches = map(self._load, micro_batches)
             # sorted: sharded models gather weights in every forward pass, so the order is the same on all ranks
-            return [{c: self._compute_column(b, c).cpu().numpy() for c in sorted(columns)} for b in batches]
+            resting, moving = sorted(columns - {*self.references}), sorted(columns & {*self.references})
+            scored = [{c: self._compute_column(b, c).cpu().numpy() for c in resting} for b in batches]
+            for name in moving:
+                with self.references[name].in_place_of(self.policy):
+                    for batch, found in zip(map(self._load, micro_batches), scored, strict=True):
+                        found[name] = self.forward(batch).logp.cpu().numpy()
+            return scored
+
+    def move_teachers(self, rates: dict[str, float]) -> None:
+        """Move the teachers that follow the policy by a share of the way, by name; 1 is a reset."""
+        with self.timer.measure(Activity.TRAIN):
+            for name, rate in sorted(rates.items()):
+                self.references[name].move(self.policy, rate)
+                if rate == 1 and self.alg.teachers[name].with_optimizer:
+                    self.policy.clear_moments()
 
     def _load(self, batch: Batch) -> Batch:
         """Return the batch on the device. Raises RunStopped for a trained token that the policy may not choose."""
@@ -230,7 +247,7 @@ class Trainer:
         if column == "values":
             assert self.critic is not None
             return self._compute_values(self.critic, batch)
-        if column == "prox_logp":
+        if column == "prox_logp" or self.alg.teachers[column].model == LIVE:
             return self.forward(batch).logp
         if column not in self.frozen:
             # LoRA: the base model without the adapter is the reference, so no second model is loaded
@@ -303,6 +320,7 @@ class Trainer:
             ranks=self.ranks,
             updates_done=self.updates_done,
             skipped_in_a_row=self.skipped_in_a_row,
+            references=self.references,
             learners={"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {}),
             settings={**self.get_file_settings(), "trainer.optimizer": self.cfg.optimizer},
         )

@@ -49,6 +49,7 @@ from driver.rl.colocation import make_colocation, offload_after_start, share_dev
 from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import ObserverPlan, RunObservers, StartedRun
 from driver.rl.run import Run
+from driver.rl.teachers import check_sources
 from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices, shares_devices
 from driver.start.observers import plan_observers
@@ -124,6 +125,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
+    check_sources(alg.teachers, {prompt.source for prompt in prompts.all()})
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
