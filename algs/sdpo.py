@@ -14,7 +14,7 @@ of an environment. TRL has this form as sampled_token, with weights below 2.
 from __future__ import annotations
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from algs.base import Metrics, PolicyGradient
@@ -22,16 +22,23 @@ from algs.ops import importance_ratio
 from algs.teachers import Teacher
 from core.types.samples import Group, LossNorm, Message, Policy, Sample, ScoredColumn, Tokens
 
-SOLUTION = "\n\nCorrect solution:\n\n{}\n\nCorrectly solve the original question."
-
 
 class SDPO(PolicyGradient):
     loss_norm: LossNorm = "sequence"
     threshold: float = 1.0
     """Least reward of a sibling that is shown to the teacher."""
+    shown: str = "\n\nCorrect solution:\n\n{solution}\n\nCorrectly solve the original question."
+    """Text after the last message of the teacher's prompt."""
     max_weight: float = Field(2.0, gt=0)
     ema: float = Field(0.05, gt=0, lt=1)
     """Rate at which the teacher follows the policy in a step."""
+
+    @field_validator("shown")
+    @classmethod
+    def text_holds_the_solution(cls, shown: str) -> str:
+        if "{solution}" not in shown:
+            raise ValueError("the teacher would see no solution: write {solution} where it is to be")
+        return shown
 
     @model_validator(mode="after")
     def learns_from_the_teacher_alone(self) -> SDPO:
@@ -62,7 +69,8 @@ class SDPO(PolicyGradient):
         # of equal rewards the one whose tokens come first, so that the order of the group does not matter
         best = min(solved, key=lambda s: (-(s.reward or 0.0), s.token_ids.tolist()))
         *before, asked = sample.prompt.messages
-        return [*before, {**asked, "content": asked["content"] + SOLUTION.format(best.completion)}]
+        solution = self.shown.replace("{solution}", best.completion or "")
+        return [*before, {**asked, "content": asked["content"] + solution}]
 
     def accept_group(self, group: Group) -> bool:
         return any(self.show_solution(s, group) is not None for s in group if s.n_trained)

@@ -23,6 +23,7 @@ CASES: dict[str, tuple[Algorithm, str]] = {
     "self/rows_without_teacher": (SDPO(correction=OFF), "priv"),
     "self/prime_opsd": (OPSD(), "priv"),
 }
+RL_SAMPLE = rl_groups(None, 0.0)[0][0]
 LOGITS, SELF = GOLDEN2["fixtures"]["logits"], GOLDEN2["fixtures"]["self"]
 
 
@@ -121,3 +122,21 @@ def test_over_all_tokens_it_is_the_reverse_kl_to_a_live_teacher():
     case = CASES2["self/live_teacher_reverse_kl"]
     assert distance.item() == pytest.approx(case["loss"], abs=1e-9)
     torch.testing.assert_close(gradient(total, weights), torch.tensor(case["grad"]["W"], dtype=torch.float64))
+
+
+def test_the_solution_shown_is_another_samples():
+    """The best; of equal ones the one whose tokens come first; never the sample itself, nor a branch of its episode."""
+    rewards, episodes = [1.0, 0.0, 1.0, 0.5], [0, 1, 2, 3]
+    prompt = Prompt(id="p", messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}])
+    group = [
+        a_changed(RL_SAMPLE, reward=r, completion=f"reply {n}", token_ids=[9 - n] * 7, prompt=prompt, episode=e)
+        for n, (r, e) in enumerate(zip(rewards, episodes, strict=True))
+    ]
+    alg = SDPO(shown=" <{solution}>")
+    shown = [alg.show_solution(s, group) for s in group]
+    assert [m[1]["content"] for m in shown] == ["q <reply 2>", "q <reply 2>", "q <reply 0>", "q <reply 2>"]
+    assert all(m[0] == prompt.messages[0] for m in shown)
+    branch = a_changed(group[0], episode=2)
+    assert alg.show_solution(branch, [branch, group[1], group[2]]) is None
+    assert alg.accept_group(group) and not alg.accept_group([group[1], group[3]])
+    assert not SDPO().accept_group([a_changed(group[0], episode=None)]), "its own solution teaches nothing"

@@ -18,6 +18,7 @@ import main_sl
 from algs.base import PolicyGradient
 from algs.opsd import OPSD
 from algs.teachers import Teacher, check_teachers
+from analysis.capture.losses import NamedLoss, credit_groups
 from configs.schema import RLConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped, UserError
@@ -150,6 +151,18 @@ def test_a_sample_without_a_teacher_is_neither_trained_on_nor_counted(tiny_path)
     assert [s.n_trained for s in (one, none, two)] == [2, 0, 2]
     assert "told" not in none.columns and none.counts == {"without_teacher": 1.0}
     assert [plan_update([[one, none, two]], "token", 100).weights] == [[0.25, 0.25]]
+
+
+def test_no_compared_loss_trains_on_a_sample_without_its_column(tiny_path):
+    """The exclusions of the run's own algorithm are taken back, but not this one."""
+    columns = {"teacher_logp": [0.0, -1.0, -2.0]}
+    samples = [
+        sample_of([5, 6, 7], [False, True, True], columns=columns, excluded=[True] * 3),
+        sample_of([5, 6, 7], [False, True, True], excluded=[True] * 3),
+    ]
+    loss = NamedLoss(name="opsd", alg=OPSD())
+    [[one, none]] = credit_groups(loss, [samples], stale=False)
+    assert [one.n_trained, none.n_trained] == [2, 0]
 
 
 def test_a_row_that_is_too_long_has_no_teacher_and_is_not_cut(tiny_path):
