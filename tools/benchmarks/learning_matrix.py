@@ -87,6 +87,8 @@ MATRIX: dict[str, dict[str, Any]] = {
     "pass@k": {"name": "passk"},
     "RAFT": {"name": "raft"},
     "RAFT++": {"name": "raft", "clip": 0.2},
+    "TOPR": {"name": "topr"},
+    "QAE": {"name": "qae"},
     "on-policy distillation": {"name": "opd", "teacher": TEACHER},
     "self-distillation from the answer": {"name": "opsd", "hint": "({answer})"},
     "SDPO": {"name": "sdpo", "shown": "({solution})"},
