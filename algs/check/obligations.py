@@ -28,6 +28,7 @@ from algs.check.declared import reads_what_it_declares
 from algs.check.fixtures import MadeUpStep, Tables
 from algs.check.instruments import with_settings
 from algs.check.off_policy import binds_outwards, clips_on_the_right_side, corrects_the_engine_once
+from algs.check.partitions import changes_no_bit
 from algs.check.update import (
     SPLITS,
     NotApplicable,
@@ -270,10 +271,11 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("j", "an episode may be cut into several samples", may_be_cut_into_samples),
     ("k", "the engine is corrected once", corrects_the_engine_once),
     ("l", "far from ratio 1 the gradient keeps its direction, and a clip binds outwards", binds_outwards),
+    ("m", "no partition of the rows, on any ranks, changes a bit", changes_no_bit),
 ]
 APPLICABLE: dict[fixtures.Kind, str] = {
-    "policy gradient": "abcdefghjkl",
-    "conversations": "abcegi",
-    "pairs": "abcegi",
-    "unpaired": "abcegi",
+    "policy gradient": "abcdefghjklm",
+    "conversations": "abcegim",
+    "pairs": "abcegim",
+    "unpaired": "abcegim",
 }
