@@ -252,6 +252,9 @@ _declare(
     "train/kto/accuracy", "fraction", "completions on the side of the reference point that their label says", "kto"
 )
 
+ALG_STATE, ALG_SCHEDULED = "alg/state/{}", "alg/{}"
+_declare("alg/state/<name>", "", "number of the algorithm's state, as the step used it", "an algorithm with a state")
+_declare("alg/<name>", "", "scheduled hyper-parameter, as the step used it", "alg.schedules")
 COMPARE_LOSSES = "compare_losses/"
 """Prefix of a compared loss's metrics."""
 _declare("compare_losses/<name>/<metric>", "", "train/<metric> of a loss that only watches, with compare_losses", RL)
@@ -276,10 +279,7 @@ VERSION = "version"
 _declare("eval/version", "steps", "steps that the evaluated weights have behind them", RL)
 PASS_AT = "pass@{}"
 _declare(
-    "eval/pass@<k>",
-    "fraction",
-    "prompts of data.eval that k samples solve, unbiased; with eval_samples above 1",
-    RL,
+    "eval/pass@<k>", "fraction", "prompts of data.eval that k samples solve, unbiased; with eval_samples above 1", RL
 )
 
 _declare(

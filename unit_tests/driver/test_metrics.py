@@ -99,11 +99,12 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     (tmp_path / "digits.py").write_text(DIGITS)
     rl |= {"reward.function": str(tmp_path / "digits.py"), "reward.weights": {"digits": 1.0}}
     rl |= {
-        "alg": {"name": "ppo", "critic_lr": 1e-3, "correction": {"max_drift": 0.1}},
+        "alg": {"name": "ppo", "critic_lr": 1e-3, "correction": {"max_drift": 0.1}, "adaptive_entropy": {"target": 1.0}},
         "steps": 3,
         "checkpoint": {"every": 1},
         "updates_per_step": 2,
     }
+    rl["alg"]["schedules"] = {"clip_high": {"start": 0.1, "end": 0.2, "steps": 2}}
     rl |= {"capture": {"every": 1}, "compare_losses": ["cispo"]}
     assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
     turns = {"placement": "colocate", "steps": 1}
