@@ -66,15 +66,17 @@ class StepSeen:
 
     @property
     def n_samples(self) -> int:
-        """Number of samples without failed ones; an episode counts once."""
-        return sum(not s.failure for g in self.groups for s in g)
+        """Number of samples with trained tokens; an episode counts once."""
+        return sum(s.n_trained > 0 for g in self.groups for s in g)
 
-    def rewards_by(self, name: Callable[[Sample], str]) -> dict[str, list[float]]:
-        """Return the rewards of the step by a name of the sample, such as the source; without failed samples."""
+    def group_by(
+        self, name: Callable[[Sample], str], compute: Callable[[Sample], float | None]
+    ) -> dict[str, list[float]]:
+        """Return a number of each sample, such as its reward, by a name such as its source; without None."""
         found: dict[str, list[float]] = {}
         for sample in (s for g in self.groups for s in g):
-            if sample.reward is not None:
-                found.setdefault(name(sample), []).append(sample.reward)
+            if (number := compute(sample)) is not None:
+                found.setdefault(name(sample), []).append(number)
         return found
 
 
@@ -127,6 +129,11 @@ class Stateful(StrictModel):
         if self._hides_state:
             raise RunStopped(HIDDEN.format(who=type(self).__name__, what="step_number"))
         return self._step
+
+    @property
+    def has_state(self) -> bool:
+        """True if steps may differ in the state."""
+        return bool(self.state) or type(self).next_state is not Stateful.next_state
 
     def with_state(self, state: State, *, step: int = 0) -> Self:
         """Return a copy for a step, with this state and the step's scheduled hyper-parameters.

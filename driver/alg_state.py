@@ -57,5 +57,8 @@ def state_to_json(alg: Algorithm) -> dict[str, Any]:
 
 def measure_algorithm(alg: Algorithm) -> dict[str, float]:
     """Return the numbers of the state and the scheduled hyper-parameters, for the log."""
-    state = {names.ALG_STATE.format(name): value for name, value in alg.state.items() if isinstance(value, float)}
-    return state | {names.ALG_SCHEDULED.format(name): value for name, value in alg.scheduled_values().items()}
+    # a slash would begin another part of the metric's name
+    state = {name.replace("/", "."): value for name, value in alg.state.items() if isinstance(value, float)}
+    return {names.ALG_STATE.format(name): value for name, value in state.items()} | {
+        names.ALG_SCHEDULED.format(name): value for name, value in alg.scheduled_values().items()
+    }

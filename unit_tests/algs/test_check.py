@@ -37,6 +37,14 @@ VARIANTS: list[Variant] = [
     ("grpo", {"scale_rewards": "batch", "whiten": True, "dual_clip": 3.0, "entropy_coef": 0.01}),
     ("grpo", {"correction": {"level": "sequence", "mode": "mask"}, "kl": {"coef": 0.1, "estimator": "k2"}}),
     ("grpo", {"credit": "turn", "turn_discount": 0.5, "scale_rewards": "group", "dynamic_sampling": True}),
+    (
+        "grpo",
+        {
+            "kl": {"coef": 0.01, "target": 0.5, "horizon": 20},
+            "adaptive_entropy": {"target": 1.0, "delta": 0.01, "high": 0.05},
+            "schedules": {"clip_high": {"start": 0.2, "end": 0.3, "steps": 4}},
+        },
+    ),
     ("cispo", {"anchor": "rollout", **OFF}),
     ("reinforce_pp", {"baseline": True, **KL_IN_REWARD}),
     ("ppo", {"credit": "turn", "turn_discount": 0.9, "bootstrap_truncated": True, **KL_IN_REWARD}),
@@ -92,7 +100,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
-    assert supervised == (name in ("sft", "dpo", "orpo", "kto", "reward_model"))
+    assert supervised == (name in ("sft", "dpo", "orpo", "kto", "bco", "reward_model"))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 from pydantic import Field
 
 from algs.base import PolicyGradient
+from algs.bco import BCO
+from algs.check.checker import check
 from algs.grpo import GRPO
+from algs.rae import RAE
 from algs.schedules import Schedule, value_at
 from algs.state import StepSeen
 from algs.terms import KL, AdaptiveEntropy
@@ -89,6 +93,81 @@ def test_chords_schedule_is_the_oracles():
         Schedule(start=case["peak"], end=case["valley"], steps=case["decay"], shape="cosine"),
     ]
     assert [value_at(parts, step) for step in range(len(case["mu"]))] == pytest.approx(case["mu"], abs=1e-15)
+
+
+def played(reward: float | None, player: int, source: str = ""):
+    sample = some_groups(1, 1)[0][0]
+    return replace(sample, reward=reward, player=player, prompt=replace(sample.prompt, source=source))
+
+
+def advantages_of(alg, groups) -> list[float]:
+    done = alg.compute_advantages(groups)
+    return [float(s.advantage[s.loss_mask][0]) for g in done for s in g]
+
+
+def test_baselines_of_roles_are_the_oracles():
+    case = STATE["rae"]
+    groups = [[played(r, p)] for r, p in zip(case["rewards"], case["roles"], strict=True)]
+    alg = RAE(decay=case["decay"])
+    assert advantages_of(alg, groups) == pytest.approx(case["step_mean"]["advantage"])
+    alg = alg.after(StepSeen(number=0, groups=groups, means={}))
+    assert list(alg.state.items()) == [
+        ("player0", pytest.approx(case["step_mean"]["baseline_after"][0], rel=1e-15)),
+        ("player1", pytest.approx(case["step_mean"]["baseline_after"][1], rel=1e-15)),
+    ]
+    assert advantages_of(alg, [[played(1.0, 1), played(None, 0)]]) == pytest.approx([1 - 0.0125, 0.0])
+    mixed = [[played(1.0, 1, "chess"), played(None, 1, "go")]]
+    after = alg.after(StepSeen(number=1, groups=mixed, means={})).state
+    assert after == {**alg.state, "chess.player1": pytest.approx(0.05)}, "a failed sample is in no mean"
+
+
+def test_the_running_mean_of_bco_is_the_oracles():
+    case, alg = STATE["bco_delta"], BCO()
+    assert alg.state["delta"] == 0
+    for number, (mean, want) in enumerate(
+        zip([case["step_mean"], case["step_mean"] + 0.02], case["running"], strict=True)
+    ):
+        alg = alg.after(step_of(number, len(case["implicit_rewards"]), **{"bco/reward": mean}))
+        assert alg.state["delta"] == pytest.approx(want, rel=1e-14)
+    assert alg.state["completions"] == 12
+
+
+FORGETFUL = """
+from algs.grpo import GRPO
+calls = []
+class Forgetful(GRPO):
+    def initial_state(self):
+        return {"n": 0.0}
+    def next_state(self, step):
+        {move}
+"""
+HIDDEN = {
+    "a number outside": ("calls.append(1); return {'n': len(calls)}", "step 0: next_state called twice"),
+    "a number in the class": (
+        "type(self).seen = getattr(type(self), 'seen', 0) + 1; return {'n': type(self).seen}",
+        "step 0: next_state called twice",
+    ),
+    "a number in the copy": (
+        "object.__setattr__(self, 'name', self.name or str(step.number)); return {'n': float(self.name)}",
+        "step 1: resumed from a checkpoint before it: the state's n is 1.0 instead of 0.0",
+    ),
+    "a tensor": ("import torch; return {'n': torch.zeros(1)}", "the state's n is a Tensor, expected"),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_memory_beside_the_state_is_found(name, tmp_path):
+    move, words = HIDDEN[name]
+    (tmp_path / "forgetful.py").write_text(FORGETFUL.replace("{move}", move))
+    [found] = check(str(tmp_path / "forgetful.py"), letters="m")
+    assert found.status == "FAILED" and words in found.detail, found
+
+
+def test_a_state_is_followed_and_none_is_said():
+    [found] = check("rae", letters="m")
+    assert found.status == "ok" and found.detail.endswith("player0")
+    [found] = check("grpo", letters="m")
+    assert found.status == "n/a"
 
 
 class Scheduled(PolicyGradient):
@@ -194,8 +273,3 @@ def test_with_staleness_no_group_is_accepted_by_what_moves():
             continue
         with pytest.raises(RunStopped, match=f"Choosy.accept_group reads {what}, which moves .*set max_staleness: 0"):
             alg.hide_state().accept_group([])
-
-
-def test_rewards_by_name_leave_failed_samples_out():
-    step = step_of(n=3)
-    assert step.rewards_by(lambda s: s.prompt.source) == {"": [step.groups[0][0].reward] * 3}

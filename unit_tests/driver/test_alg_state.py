@@ -32,7 +32,7 @@ class Memory(GRPO):
         if step.number + 1 == int(os.environ.get("DIE_AFTER", 0)):
             os.kill(os.getpid(), signal.SIGKILL)
         recent = np.append(self.state["recent"], step.mean("approx_kl") + step.mean("loss"))[-3:]
-        rewards = [r for own in step.rewards_by(lambda s: s.prompt.id).values() for r in own]
+        rewards = [r for own in step.group_by(lambda s: s.prompt.id, lambda s: s.reward).values() for r in own]
         return {"seen": self.state["seen"] + sum(rewards), "recent": recent}
 
     def accept_group(self, group):
