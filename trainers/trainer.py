@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics, sum_totals
+from algs.measures import PROX, MeasurePlan, plan_measures
 from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError, writing
@@ -27,6 +28,7 @@ from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Floats
 from core.types.batch import RowLayout
 from core.types.images import PlacedImage, list_written
+from core.types.measures import Measure
 from core.types.samples import Batch, Policy, Prompt, ScoredColumn, make_sample
 from core.types.weights import Bucket, ExportScope
 from data_feeds.packing.batches import pack
@@ -38,6 +40,7 @@ from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
+from trainers.distributions import group_by_model, keep_states
 from trainers.learner import Learner
 from trainers.meter import Meter, StepMetrics
 from trainers.models import ModelLoader
@@ -103,9 +106,18 @@ class Trainer:
         """Return the recipe keys, with values, that determine the checkpoint format."""
         return {"backend": "local", "trainer.ranks": 1}
 
+    @property
+    def measures(self) -> MeasurePlan:
+        """Measures of the algorithm as it is now: its hyper-parameters may change from step to step."""
+        return plan_measures(self.alg)
+
     def hold_frozen(self, model: nn.Module) -> nn.Module:
         """Return a frozen model on this rank's device."""
         return model.to(self.device)
+
+    def gather_parameter(self, parameter: Tensor) -> Tensor:
+        """Return a whole parameter of a model, without gradient, for reading. Collective where it is sharded."""
+        return parameter.detach()
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
         """Return `values`, computed from this rank's rows, summed over all rows; the same on every rank."""
@@ -216,26 +228,33 @@ class Trainer:
     ) -> list[dict[ScoredColumn, Floats]]:
         """Return the columns that an algorithm requires, under the current weights: arrays [M], per micro-batch."""
         with self.timer.measure(Activity.LOGP):
-            batches = map(self._load, micro_batches)
-            # sorted: sharded models gather weights in every forward pass, so the order is the same on all ranks
-            return [{c: self._compute_column(b, c).cpu().numpy() for c in sorted(columns)} for b in batches]
+            models = group_by_model(columns)
+            return [
+                {column: values.cpu().numpy() for m, of in models.items() for column, values in self._score(b, m, of)}
+                for b in map(self._load, micro_batches)
+            ]
 
     def _load(self, batch: Batch) -> Batch:
         """Return the batch on the device. Raises RunStopped for a trained token that the policy may not choose."""
         self.allowed_tokens.check_labels(batch.labels)  # on the host, which would wait for a device's answer
         return self.media.load(batch)
 
-    def _compute_column(self, batch: Batch, column: ScoredColumn) -> Tensor:
-        if column == "values":
+    def _score(self, batch: Batch, model: str, columns: list[ScoredColumn]) -> list[tuple[ScoredColumn, Tensor]]:
+        """Return the columns that a model computes in one forward pass, [M] each."""
+        if model == "values":
             assert self.critic is not None
-            return self._compute_values(self.critic, batch)
-        if column == "prox_logp":
-            return self.forward(batch).logp
-        if column not in self.frozen:
+            return [(model, self._compute_values(self.critic, batch))]
+        of_model = self.measures.columns.get(model, {})
+        measures = {column: of_model[column] for column in columns if column in of_model}
+        if model == PROX:
+            policy = self.forward(batch, measures=measures)
+        elif model in self.frozen:
+            policy = self.forward(batch, measures=measures, frozen=self.frozen[model])
+        else:
             # LoRA: the base model without the adapter is the reference, so no second model is loaded
             with self.model.disable_adapter():
-                return self.forward(batch).logp
-        return self.forward(batch, frozen=self.frozen[column]).logp
+                policy = self.forward(batch, measures=measures)
+        return [(column, policy.measures.get(column, policy.logp)) for column in columns]
 
     def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
         together = self.sequence_group
@@ -256,23 +275,35 @@ class Trainer:
         )
         with self.timer.measure(Activity.SYNC):
             batch = self.media.load(pack([sample], [0.0]))
-            return self.forward(batch, as_given=True).logp.tolist()
+            return self.forward(batch, as_given=True, measures={}).logp.tolist()
 
-    def forward(self, batch: Batch, *, frozen: nn.Module | None = None, as_given: bool = False) -> Policy:
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        frozen: nn.Module | None = None,
+        as_given: bool = False,
+        measures: Mapping[str, Measure] | None = None,
+    ) -> Policy:
         """Run the model in training, with gradient, or a frozen one.
 
-        as_given: at temperature 1 and over all tokens, instead of the run's temperature and allowed_tokens.
+        as_given: at temperature 1 and over all tokens, instead of the run's temperature and allowed_tokens. measures:
+        those to compute; None: those of the loss.
         """
+        plan = self.measures
+        measures = plan.live if measures is None else measures
         return forward(
             self.policy.module if frozen is None else frozen,
             self.model if frozen is None else frozen,
             batch,
             layout=self.layout if frozen is None else layout_for(self.cfg.layout, frozen),
             temperature=1.0 if as_given else self.temperature,
-            entropy=frozen is None and self.alg.needs_entropy,
             logits_mib=self.cfg.logits_mib,
             allowed_tokens=EVERY_TOKEN if as_given else self.allowed_tokens,
             sequence_group=self.sequence_group,
+            measures=measures,
+            teachers=keep_states(self, batch, measures),
+            measured=plan.any,
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from algs.base import Algorithm
+from algs.measures import plan_measures
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from configs.trainer_schema import ModelConfig
@@ -45,7 +46,11 @@ def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
 
 
 def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:
-    """Raise UserError for a frozen model that cannot be loaded, or whose vocabulary differs from the policy's."""
+    """Raise UserError for a frozen model that cannot be loaded, or whose vocabulary differs from the policy's.
+
+    Columns and measures of models must have names that exist.
+    """
+    plan_measures(alg)
     for frozen in filter(None, alg.frozen_models.values()):
         trusts = model.trust_remote_code
         check_model_folder(frozen, key="alg", trust_remote_code=trusts)
