@@ -11,7 +11,10 @@ import math
 from typing import Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
+
+from core.strict_model import StrictModel
 
 LEAST_MASS = 1e-12
 """Least probability of the rest of a vocabulary: rounded probabilities may add up to more than 1."""
@@ -63,3 +66,36 @@ def kl_on_support(p: Tensor, q: Tensor, rest: Rest, *, live: Tensor | None = Non
         dead = ~live if rest != "tail" else torch.cat([~live, torch.zeros_like(live[:, :1])], -1)
         p, gap = p.masked_fill(dead, 0.0), gap.masked_fill(dead, 0.0)
     return (p.exp() * gap).sum(-1)
+
+
+class Divergence(StrictModel):
+    """Distance of the student's distribution from a teacher's, at each token."""
+
+    beta: float = Field(default=0.5, ge=0, le=1)
+    """Jensen-Shannon between KL(teacher || student) (0) and KL(student || teacher) (1)."""
+    topk: int | None = Field(default=None, gt=0)
+    """Compare the likeliest k tokens only, for beta 0 or 1; unset: the whole vocabulary."""
+    support: Literal["teacher", "student"] = "teacher"
+    """Whose likeliest k tokens."""
+    rest: Rest = "tail"
+    """What becomes of the other tokens: one outcome more (tail), left out of both distributions (renormalise), or
+    dropped from the sum (drop), whose minimum is not the teacher."""
+
+    @model_validator(mode="after")
+    def has_a_support_for_both(self) -> Divergence:
+        if self.topk is not None and 0 < self.beta < 1:
+            raise ValueError(
+                f"topk compares one distribution with another, and beta={self.beta:g} mixes both: set beta to 0 or 1"
+            )
+        if self.topk is None and (self.support, self.rest) != ("teacher", "tail"):
+            raise ValueError("support and rest say which tokens topk leaves out: set topk")
+        return self
+
+    def compute(self, s: Tensor, t: Tensor) -> Tensor:
+        """Compute it from the log-probabilities of student and teacher, [m, A] each -> [m]."""
+        if self.topk is None:
+            return jensen_shannon(s, t, self.beta)
+        # a choice has no gradient
+        chosen = (t if self.support == "teacher" else s).topk(min(self.topk, s.shape[-1])).indices
+        p, q = s.gather(-1, chosen), t.gather(-1, chosen)
+        return kl_on_support(q, p, self.rest) if self.beta == 0 else kl_on_support(p, q, self.rest)
