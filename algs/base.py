@@ -24,6 +24,7 @@ from algs.turns import number_turns, returns_std, reward_to_go, rewards_of_turns
 from algs.validate import Metrics, check_per_token, check_samples
 from core.types.arrays import Floats
 from core.types.episodes import prepare_credit
+from core.types.measures import Measure
 from core.types.samples import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
 
 
@@ -45,9 +46,7 @@ class Algorithm(Stateful):
 
     @property
     def model_kind(self) -> Literal["policy", "reward"]:
-        """policy: a language model, trained by `loss`. reward: a model with a value per sequence, trained by
-        `value_loss`.
-        """
+        """policy: a language model, trained by `loss`. reward: one value per sequence, trained by `value_loss`."""
         return "policy"
 
     @property
@@ -69,6 +68,11 @@ class Algorithm(Stateful):
     def needs_entropy(self) -> bool:
         """True if the loss reads `policy.entropy`."""
         return False
+
+    @property
+    def measures(self) -> dict[str, Measure]:
+        """Functionals of each token's distribution: the loss reads `policy.<name>`, or a column `prox.<name>`."""
+        return {}
 
     @property
     def teachers(self) -> dict[str, Teacher]:
@@ -164,9 +168,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def required_columns(self) -> frozenset[ScoredColumn]:
-        if self.kl.in_reward:
-            return frozenset({"ref_logp", "prox_logp"})
-        return frozenset({"ref_logp"} if self.kl.in_loss else ())
+        return self.kl.required_columns
 
     @property
     def teachers(self) -> dict[str, Teacher]:
@@ -175,6 +177,10 @@ class PolicyGradient(Algorithm):
     @property
     def needs_entropy(self) -> bool:
         return self.entropy_coef > 0 or self.adaptive_entropy.target is not None
+
+    @property
+    def measures(self) -> dict[str, Measure]:
+        return self.kl.measures
 
     def kl_rewards(self, sample: Sample) -> Floats:
         """Return -coef x k1 of each trained token, [n]; 0 unless the KL is in the reward."""
@@ -191,8 +197,7 @@ class PolicyGradient(Algorithm):
         """Return the reward plus penalties for length and KL; None for a failed sample."""
         if sample.reward is None:
             return None
-        penalty = self.overlong.compute_penalty(sample)
-        return sample.reward + penalty + (sum_terms(self.kl_rewards(sample)) if self.kl.in_reward else 0.0)
+        return sample.reward + self.overlong.compute_penalty(sample) + sum_terms(self.kl_rewards(sample))
 
     def objective(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return correction x policy loss + KL - entropy, [M]; KL and entropy are not corrected."""
@@ -213,7 +218,7 @@ class PolicyGradient(Algorithm):
             metrics["kl_ref"] = k3(policy.logp.detach(), tokens.ref_logp)
             metrics["kl_ref_capped"] = reaches_cap(policy.logp, tokens.ref_logp)
         if self.kl.in_loss:
-            loss = loss + self.kl.current_coef(self) * self.kl.compute_penalty(policy.logp, tokens)
+            loss = loss + self.kl.current_coef(self) * self.kl.compute_penalty(policy, tokens)
         if policy.entropy is not None:
             metrics["entropy"] = policy.entropy
             loss = loss - self.adaptive_entropy.current_coef(self, self.entropy_coef) * policy.entropy

@@ -62,6 +62,15 @@ class DeepSpeedTrainer(DistributedTrainer):
         self.partition(model)
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.sum_over_ranks)
 
+    def gather_parameter(self, parameter: Tensor) -> Tensor:
+        import deepspeed
+
+        # frozen models are whole on every rank; the base model of an adapter is partitioned
+        if not hasattr(parameter, "ds_id"):
+            return parameter.detach()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
     def partition(self, model: nn.Module) -> None:
         """Partition row-sharded parameters as ZeRO-3 does; DeepSpeed partitions a model that was read whole."""
         config, device = deepspeed_config(self.cfg, self.dtype), torch.device(self.device)

@@ -57,6 +57,9 @@ class FsdpTrainer(DistributedTrainer):
         sharded.set_reshard_after_forward(True, recurse=False)  # no backward pass follows
         return sharded
 
+    def gather_parameter(self, parameter: Tensor) -> Tensor:
+        return gather(parameter, DTYPES[self.dtype])
+
 
 class FsdpLearner:
     """Train one sharded model. An adapter is not sharded: every rank holds it whole, and its gradients are summed."""

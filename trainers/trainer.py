@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics
-from algs.teachers import LIVE
+from algs.measures import MeasurePlan, plan_measures
 from algs.totals import measure_near, sum_totals
 from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
@@ -29,6 +29,7 @@ from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Floats
 from core.types.batch import RowLayout
 from core.types.images import PlacedImage, list_written
+from core.types.measures import Measure
 from core.types.samples import Batch, Policy, Prompt, ScoredColumn, make_sample
 from core.types.weights import Bucket, ExportScope
 from data_feeds.packing.batches import pack
@@ -40,6 +41,8 @@ from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
+from trainers.columns import score_columns
+from trainers.distributions import keep_states
 from trainers.learner import Learner
 from trainers.meter import Meter, StepMetrics
 from trainers.models import ModelLoader
@@ -108,9 +111,18 @@ class Trainer:
         """Return the recipe keys, with values, that determine the checkpoint format."""
         return {"backend": "local", "trainer.ranks": 1}
 
+    @property
+    def measures(self) -> MeasurePlan:
+        """Measures of the algorithm as it is now: its hyper-parameters may change from step to step."""
+        return plan_measures(self.alg)
+
     def hold_frozen(self, model: nn.Module) -> nn.Module:
         """Return a frozen model on this rank's device."""
         return model.to(self.device)
+
+    def gather_parameter(self, parameter: Tensor) -> Tensor:
+        """Return a whole parameter of a model, without gradient, for reading. Collective where it is sharded."""
+        return parameter.detach()
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
         """Return `values`, computed from this rank's rows, summed over all rows; the same on every rank."""
@@ -180,7 +192,7 @@ class Trainer:
 
     def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
         """Run the forward pass of a value or reward model; return the loss [M] and the metrics."""
-        returned = self.alg.value_loss(self._compute_values(learner, batch), batch.tokens)
+        returned = self.alg.value_loss(self.compute_values_of(learner, batch), batch.tokens)
         return check_per_token(self.alg, returned, batch.tokens)
 
     def _backward(self, learner: Learner, loss: Tensor, batch: Batch) -> None:
@@ -226,15 +238,7 @@ class Trainer:
     ) -> list[dict[ScoredColumn, Floats]]:
         """Return the columns that an algorithm requires, under the current weights: arrays [M], per micro-batch."""
         with self.timer.measure(Activity.LOGP):
-            batches = map(self._load, micro_batches)
-            # sorted: sharded models gather weights in every forward pass, so the order is the same on all ranks
-            resting, moving = sorted(columns - {*self.references}), sorted(columns & {*self.references})
-            scored = [{c: self._compute_column(b, c).cpu().numpy() for c in resting} for b in batches]
-            for name in moving:
-                with self.references[name].in_place_of(self.policy):
-                    for batch, found in zip(map(self._load, micro_batches), scored, strict=True):
-                        found[name] = self.forward(batch).logp.cpu().numpy()
-            return scored
+            return score_columns(self, micro_batches, columns)
 
     def move_teachers(self, rates: dict[str, float]) -> None:
         """Move the teachers that follow the policy by a share of the way, by name; 1 is a reset."""
@@ -244,24 +248,12 @@ class Trainer:
                 if rate == 1 and self.alg.teachers[name].with_optimizer:
                     self.policy.clear_moments()
 
-    def _load(self, batch: Batch) -> Batch:
+    def load(self, batch: Batch) -> Batch:
         """Return the batch on the device. Raises RunStopped for a trained token that the policy may not choose."""
         self.allowed_tokens.check_labels(batch.labels)  # on the host, which would wait for a device's answer
         return self.media.load(batch)
 
-    def _compute_column(self, batch: Batch, column: ScoredColumn) -> Tensor:
-        if column == "values":
-            assert self.critic is not None
-            return self._compute_values(self.critic, batch)
-        if column == "prox_logp" or self.alg.teachers[column].model == LIVE:
-            return self.forward(batch).logp
-        if column not in self.frozen:
-            # LoRA: the base model without the adapter is the reference, so no second model is loaded
-            with self.model.disable_adapter():
-                return self.forward(batch).logp
-        return self.forward(batch, frozen=self.frozen[column]).logp
-
-    def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
+    def compute_values_of(self, critic: Learner, batch: Batch) -> Tensor:
         together = self.sequence_group
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model, sequence_group=together)
 
@@ -280,23 +272,35 @@ class Trainer:
         )
         with self.timer.measure(Activity.SYNC):
             batch = self.media.load(pack([sample], [0.0]))
-            return self.forward(batch, as_given=True).logp.tolist()
+            return self.forward(batch, as_given=True, measures={}).logp.tolist()
 
-    def forward(self, batch: Batch, *, frozen: nn.Module | None = None, as_given: bool = False) -> Policy:
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        frozen: nn.Module | None = None,
+        as_given: bool = False,
+        measures: Mapping[str, Measure] | None = None,
+    ) -> Policy:
         """Run the model in training, with gradient, or a frozen one.
 
-        as_given: at temperature 1 and over all tokens, instead of the run's temperature and allowed_tokens.
+        as_given: at temperature 1 and over all tokens, instead of the run's temperature and allowed_tokens. measures:
+        those to compute; None: those of the loss.
         """
+        plan = self.measures
+        measures = plan.live if measures is None else measures
         return forward(
             self.policy.module if frozen is None else frozen,
             self.model if frozen is None else frozen,
             batch,
             layout=self.layout if frozen is None else layout_for(self.cfg.layout, frozen),
             temperature=1.0 if as_given else self.temperature,
-            entropy=frozen is None and self.alg.needs_entropy,
             logits_mib=self.cfg.logits_mib,
             allowed_tokens=EVERY_TOKEN if as_given else self.allowed_tokens,
             sequence_group=self.sequence_group,
+            measures=measures,
+            teachers=keep_states(self, batch, measures),
+            measured=plan.any,
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
@@ -337,7 +341,7 @@ class Trainer:
         Batches are loaded lazily: the pixels of a whole update may take more memory than the tokens.
         """
         with torch.no_grad():
-            seen = ((self.forward(batch), batch.tokens) for batch in map(self._load, micro_batches))
+            seen = ((self.forward(batch), batch.tokens) for batch in map(self.load, micro_batches))
             totals = sum_totals(self.alg, seen, self)
-        for batch, own in zip(map(self._load, micro_batches), totals, strict=False):  # without end if there are none
+        for batch, own in zip(map(self.load, micro_batches), totals, strict=False):  # without end if there are none
             yield replace(batch, tokens=own.add_to(batch.tokens))

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
+from algs.check.distributions import draw_distributions, measure_columns
 from core.types.arrays import DOUBLE, Floats
 from core.types.samples import Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 from core.types.turns import find_runs
 
 Tables = dict[str, Tensor]
-"""logp, entropy and values of every token under the current models, [N] float64 each."""
+"""logp, entropy and values of every token under the current models, [N] float64 each; and made-up logits, [N, SIZE]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ def get_kind(alg: Algorithm) -> Kind:
 def made_up_step(alg: Algorithm) -> MadeUpStep:
     """Return the step for the algorithm's kind, prepared by `prepare_groups`; always the same."""
     drawn, now, scored = _draw_step(get_kind(alg))
+    scored = scored | measure_columns(alg, now)
     # columns with names of the algorithm's own are those of some teacher
     scored = dict.fromkeys(alg.required_columns, scored["teacher_logp"]) | scored
     groups = [[_with_columns(s, scored) for s in group] for group in alg.prepare_groups([[*g] for g in drawn])]
@@ -114,7 +116,7 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
             first += n
     # one truncated sample, for overlong.mode and bootstrap_truncated
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
-    now = {name: torch.cat(parts) for name, parts in rows.items()}
+    now = {name: torch.cat(parts) for name, parts in rows.items()} | draw_distributions(first)
     return groups, now, {name: torch.cat(parts) for name, parts in scored.items()}
 
 
@@ -172,6 +174,11 @@ PoisonableColumn = Column | Literal["rollout_logp", "advantage"]
 POISONABLE_COLUMNS: list[PoisonableColumn] = [
     "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"
 ]  # fmt: skip
+
+
+def list_poisonable(alg: Algorithm) -> list[PoisonableColumn]:
+    """List the columns that a sample of the algorithm may have."""
+    return [*POISONABLE_COLUMNS, *sorted(alg.required_columns - {*POISONABLE_COLUMNS})]
 
 
 def has_column(sample: Sample, name: PoisonableColumn) -> bool:

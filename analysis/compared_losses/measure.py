@@ -59,4 +59,4 @@ class ComparedLossMeter(Observer):
 
 def as_needed_by(alg: Algorithm, policy: Policy) -> Policy:
     """Return the policy as a trainer with this algorithm computes it: with entropy only if needed."""
-    return policy if alg.needs_entropy else Policy(logp=policy.logp)
+    return Policy(logp=policy.logp, entropy=policy.entropy if alg.needs_entropy else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from algs.base import Algorithm
+from algs.measures import list_read, plan_measures
 from algs.teachers import check_teachers, list_paths
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
@@ -46,8 +47,12 @@ def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
 
 
 def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:
-    """Raise UserError for a teacher that cannot be loaded, or whose vocabulary differs from the policy's."""
-    check_teachers(alg.teachers, alg.required_columns)
+    """Raise UserError for a teacher that cannot be loaded, or whose vocabulary differs from the policy's.
+
+    Columns and measures of models must have names that exist.
+    """
+    plan_measures(alg)
+    check_teachers(alg.teachers, list_read(alg))
     for frozen in list_paths(alg.teachers):
         trusts = model.trust_remote_code
         check_model_folder(frozen, key="alg", trust_remote_code=trusts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from algs.base import Algorithm, PolicyGradient, assign_advantages
+from algs.measures import plan_measures
 from configs.schema import SLConfig
 from core import metrics as names
 from core.cluster.workers import Workers, copy_to_groups
@@ -14,6 +15,7 @@ from core.errors import UserError
 from core.timing.phases import Phase
 from core.types.arrays import Floats
 from core.types.batch import RowLayout
+from core.types.measures import list_teachers
 from core.types.samples import Group
 from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -114,6 +116,12 @@ def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
         raise UserError("precompute_ref_logp is true, and this algorithm uses no reference: leave it out")
     if any(t.moves or t.prompt is not None for t in alg.teachers.values()):
         raise UserError("alg has a teacher that follows the policy or has a prompt: run it with main_rl.py")
+    reads_reference = "ref_logp" in list_teachers(alg.measures) or "ref_logp" in plan_measures(alg).columns
+    if cfg.precompute_ref_logp and reads_reference:
+        raise UserError(
+            "precompute_ref_logp keeps one number per token, and this algorithm reads the reference's distribution: "
+            "leave it out"
+        )
     if cfg.precompute_ref_logp and alg.rows == "unpaired":
         raise UserError(
             "precompute_ref_logp cannot be true: this algorithm pairs prompts and completions again at each step: "

@@ -20,11 +20,12 @@ from algs.gspo import GSPO
 from algs.ppo import PPO
 from core.cli import run_guarded
 from core.strict_model import StrictModel
+from core.types.measures import At, Measure
 from core.types.samples import Policy, Sample, Tokens
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list_algorithms()
-NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
+NEEDED: dict[str, dict[str, Any]] = {name: {"teacher": "somewhere"} for name in ("opd", "gkd", "minillm")}
 OFF = {"correction": {"level": "none"}}
 KL_IN_REWARD = {"kl": {"coef": 0.05, "place": "reward"}}
 Variant = tuple[str, dict[str, Any]]
@@ -49,9 +50,15 @@ VARIANTS: list[Variant] = [
     ("reinforce_pp", {"baseline": True, **KL_IN_REWARD}),
     ("ppo", {"credit": "turn", "turn_discount": 0.9, "bootstrap_truncated": True, **KL_IN_REWARD}),
     ("sft", {"dft": True}),
+    ("grpo", {"kl": {"coef": 0.1, "estimator": "full"}}),
     ("dpo", {"reference_free": True, "length_norm": True, "beta": 2.0, "target_margin": 1.0}),
 ]
 MORE: list[Variant] = [
+    ("gkd", {"divergence": {"beta": 0.0, "topk": 3, "rest": "renormalise"}}),
+    ("gkd", {"divergence": {"beta": 1.0, "topk": 3, "support": "student"}, "kl": {"coef": 0.1}}),
+    ("minillm", {"length_norm": False}),
+    ("wpo", {"form": "ipo", "nll_coef": 0.5}),
+    ("grpo", {"kl": {"coef": 0.1, "estimator": "full_forward"}, "entropy_coef": 0.01}),
     ("dro", {"anchor": "ref", "level": "sequence", "loss_norm": "sequence_sum"}),
     ("dro", {"anchor": "rollout", **OFF}),
     # with the published k_neg of 3 the weight is a power above 1 of the ratio to the engine, which (k) tells
@@ -100,7 +107,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
-    assert supervised == (name in ("sft", "dpo", "orpo", "kto", "bco", "reward_model"))
+    assert supervised == (name in ("sft", "dpo", "wpo", "orpo", "kto", "bco", "reward_model"))
 
 
 @pytest.mark.slow
@@ -286,6 +293,33 @@ class Unmoved(GRPO):
 def test_a_key_without_effect_is_a_note_and_no_failure():
     [g] = check(Unmoved, letters="g")
     assert (g.status, g.detail) == ("ok", "scaled; note: no effect seen of scaled")
+
+
+class MixesRows(GRPO):
+    """Its measure is a share of the chunk's."""
+
+    shift: float = 0.0
+
+    @property
+    def measures(self) -> dict[str, Measure]:
+        def share(s: torch.Tensor, at: At) -> torch.Tensor:
+            entropy = -(s.exp() * s).sum(-1)
+            return entropy / entropy.mean() if not self.shift else entropy - math.inf
+
+        return {"share": Measure(share)}
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        return loss + policy.share, metrics
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({}, r"the measure share at token \d+ is \S+ in chunks of 1 and"), ({"shift": 1.0}, "share is not finite")],
+)
+def test_a_measure_that_depends_on_its_chunk_is_caught(settings, said):
+    [o] = check(MixesRows, settings, letters="o")
+    assert o.status == "FAILED" and re.search(said, o.detail), o
 
 
 class ReadsThePrompt(GRPO):

@@ -27,11 +27,12 @@ from algs.terms import KL, Correction, Overlong
 from algs.totals import total_alone
 from algs.turns import generalised_advantages
 from core.types.arrays import DOUBLE
+from core.types.measures import ENTROPY
 from core.types.samples import Policy, Sample, Tokens
 from driver.records.rollout_metrics import name_train_metrics
-from modeling.forward import compute_token_logp
 from unit_tests.helpers.examples import sample_of
 from unit_tests.helpers.golden import GOLDEN, RL, TOLERANCES, batch_of, live, samples_of
+from unit_tests.helpers.models import compute_policy
 
 OFF = Correction(level="none")
 NARROW = {"clip_low": 0.03, "clip_high": 0.05, "correction": OFF}
@@ -223,7 +224,7 @@ def from_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_the_path_from_logits_is_the_oracles(temperature):
     case = GOLDEN["cases"][f"sft/from_logits_T{temperature}"]
     logits, labels, where = from_logits()
-    logp = compute_token_logp(logits, labels, temperature=temperature, entropy=False).logp
+    logp = compute_policy(logits, labels, temperature=temperature).logp
     torch.testing.assert_close(logp, torch.tensor(case["extra"]["logp"])[where], rtol=2e-5, atol=1e-6)
     loss = -logp.mean()
     loss.backward()
@@ -235,7 +236,7 @@ def test_the_path_from_logits_is_the_oracles(temperature):
 def test_entropy_is_the_oracles():
     case = GOLDEN["cases"]["entropy/mean"]
     logits, labels, where = from_logits()
-    entropy = compute_token_logp(logits, labels, temperature=1.0, entropy=True).entropy
+    entropy = compute_policy(logits, labels, temperature=1.0, measures=ENTROPY).entropy
     assert entropy is not None
     torch.testing.assert_close(entropy, torch.tensor(case["extra"]["entropy"])[where], rtol=2e-5, atol=1e-6)
     entropy.mean().backward()
