@@ -131,6 +131,11 @@ class Stateful(StrictModel):
         return self._step
 
     @property
+    def trains_policy(self) -> bool:
+        """False in a step that trains the value model alone."""
+        return True
+
+    @property
     def has_state(self) -> bool:
         """True if steps may differ in the state."""
         return bool(self.state) or type(self).next_state is not Stateful.next_state
