@@ -10,6 +10,7 @@ function of the step number, so a resumed run has the numbers of one that was ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -202,7 +203,7 @@ class Stateful(StrictModel):
             first: Any = parts[0] if isinstance(parts, list) and parts else parts
             start = first.get("start") if isinstance(first, dict) else getattr(first, "start", None)
             kinds = kinds_of(cls, name)
-            if kinds and isinstance(start, int | float):
+            if kinds and isinstance(start, int | float) and math.isfinite(start):  # the others are reported below
                 write_value(filled, name, start if float in kinds else round(start))
         return filled
 
@@ -216,8 +217,9 @@ class Stateful(StrictModel):
             if not kinds_of(cls, name):
                 hint = suggest_name(name, list_numbers(cls)) or f": it has {', '.join(list_numbers(cls))}"
                 raise ValueError(f"there is no numeric hyper-parameter {name}{hint}")
-            if isinstance(parts, list) and not parts:
-                raise ValueError(f"the schedule of {name} is empty: give it start, end and steps, or leave it out")
+            each = cast(list[Any], parts) if isinstance(parts, list) else [parts]
+            if not each or not all(isinstance(part, dict | Schedule) for part in each):
+                raise ValueError(f"the schedule of {name} is {parts!r:.100}, and must have start, end and steps")
         return {name: parts if isinstance(parts, list) else [parts] for name, parts in named.items()}
 
     @model_validator(mode="after")

@@ -223,7 +223,9 @@ WRONG = {
     "schedules.kl.coef comes to 0, where the algorithm's required_columns is another than at 0.1, .*small number": {
         "kl.coef": {"start": 0.1, "end": 0, "steps": 3}
     },
-    "the schedule of clip_low is empty": {"clip_low": []},
+    r"the schedule of clip_low is \[\], and must have start, end and steps": {"clip_low": []},
+    "the schedule of clip_high is 5, and must have": {"clip_high": 5},
+    r"schedules.clip_low.0.start=inf is not valid": {"clip_low": {"start": math.inf, "end": 0.2, "steps": 3}},
     r"schedules.clip_low.0.steps=0 is not valid: input should be greater than or equal to 1": {
         "clip_low": {"start": 0.1, "end": 0.2, "steps": 0}
     },
