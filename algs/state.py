@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
-from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from algs.schedules import (
     Schedule,
@@ -99,7 +99,7 @@ class Controller(StrictModel):
 class Stateful(StrictModel):
     """Base of Algorithm: state and schedules."""
 
-    schedules: dict[str, list[Schedule]] = {}
+    schedules: dict[str, list[Schedule]] = Field(default={})
     """Values of numeric hyper-parameters by step, by their dotted names: {clip_high: {start: 0.2, end: 0.28,
     steps: 100, shape: linear or cosine}}. A list follows one after the other."""
     _state: dict[str, float | Floats] | None = PrivateAttr(None)

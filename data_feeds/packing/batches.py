@@ -101,7 +101,8 @@ def pack(
     def floats(per_sample: list[Floats]) -> Tensor:
         return torch.from_numpy(select(per_sample)).to(dtype)
 
-    scored = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns if name != TOKEN_REWARDS}
+    names = samples[0].columns.keys() - {TOKEN_REWARDS}
+    scored = {name: floats([s.columns[name] for s in samples]) for name in sorted(names)}
     columns: dict[str, Any] = {name: scored.pop(name) for name in list_fields(Tokens) if name in scored}
     columns["columns"] = scored  # those whose names an algorithm chose
     if all_credited(samples):
