@@ -84,11 +84,14 @@ OTHER_NAMES = (
     _row("alg.dual_clip", "delta", "actor.clip_ratio_c", "actor.dual_clip"),
     _row("alg.value_clip", verl="critic.cliprange_value", openrlhf="critic.value_clip"),
     _row("alg.critic_lr", verl="critic.optim.lr", openrlhf="critic.adam.lr", note="with alg.name: ppo"),
+    _row("alg.critic_warmup", verl="trainer.critic_warmup", note="with alg.name: ppo"),
     _row("alg.lam", verl="algorithm.lam", openrlhf="algo.advantage.lambd"),
     _row("alg.gamma", verl="algorithm.gamma", openrlhf="algo.advantage.gamma"),
     _row(
         "alg.kl.coef", "beta", "actor.kl_loss_coef algorithm.kl_ctrl.kl_coef", "algo.kl.init_coef kl_coef init_kl_coef"
     ),
+    _row("alg.kl.target", verl="algorithm.kl_ctrl.target_kl"),
+    _row("alg.kl.horizon", verl="algorithm.kl_ctrl.horizon"),
     _row("alg.kl.place", verl="actor.use_kl_loss algorithm.use_kl_in_reward", openrlhf="algo.kl.use_loss"),
     _row("alg.kl.estimator", "use_bias_correction_kl", "actor.kl_loss_type", "kl_estimator"),
     _row("alg.scale_rewards", "scale_rewards", "algorithm.norm_adv_by_std_in_grpo"),

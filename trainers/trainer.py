@@ -172,8 +172,10 @@ class Trainer:
             for micro_batches in updates:
                 self.observers.begin_update()
                 for batch in self.with_totals(micro_batches):
-                    policy, loss, metrics = self._compute_loss(batch)
-                    self._backward(self.policy, loss, batch)
+                    with torch.set_grad_enabled(self.alg.trains_policy):
+                        policy, loss, metrics = self._compute_loss(batch)
+                    if self.alg.trains_policy:
+                        self._backward(self.policy, loss, batch)
                     if self.critic is not None:
                         value_loss, of_values = self._compute_value_loss(self.critic, batch)
                         self._backward(self.critic, value_loss, batch)
@@ -207,7 +209,7 @@ class Trainer:
     def _update_weights(self) -> dict[str, float]:
         """Update every learner with finite gradients; return the gradient norms, or {} if any update was skipped."""
         lr = self.get_lr(self.updates_done)
-        learners = [("grad_norm", self.policy, lr)]
+        learners = [("grad_norm", self.policy, lr)] if self.alg.trains_policy else []
         if self.critic is not None and self.alg.value_lr is not None:
             # the ratio value_lr / lr is constant, so that the critic follows the policy's warm-up and decay
             learners.append(("value/grad_norm", self.critic, lr * self.alg.value_lr / self.cfg.lr))

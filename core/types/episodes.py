@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from core.errors import RunStopped
 from core.types.arrays import BOOLS, Floats, Mask
-from core.types.samples import Group, Sample
+from core.types.samples import TOKEN_REWARDS, Group, Sample
 
 
 def number_episodes(group: Group) -> list[int]:
@@ -172,6 +172,9 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
     # A branch without trained tokens was never scored, so it has no columns. The joined sample still gets them.
     trained = [s for s in branches if s.n_trained]
     names = [n for n in (trained[0].columns if trained else ()) if all(n in s.columns for s in trained)]
+    # Like turn_rewards: a branch without them earned 0 at its tokens.
+    if TOKEN_REWARDS not in names and any(TOKEN_REWARDS in s.columns for s in branches):
+        names.append(TOKEN_REWARDS)
     # Reward and prompt are equal in all branches, and the first has the counts.
     joined = replace(
         branches[0],

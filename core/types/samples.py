@@ -50,6 +50,10 @@ values, or the column of a frozen model."""
 Column = str
 """Name of a per-token quantity that the trainer computes or compute_advantages adds (returns, reference_point)."""
 
+TOKEN_REWARDS = "token_rewards"
+"""Column of the shares of `Sample.reward` that tokens earned; the last trained token earned the remainder. Samples may
+lack it, and no loss sees it."""
+
 Rows = Literal["conversations", "pairs", "unpaired"]
 """Kind of supervised row: conversation, chosen and rejected completion, or completion with a label."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.errors import RunStopped
 from core.types.arrays import Floats, list_fields, repeat_runs
 from core.types.episodes import number_episodes
-from core.types.samples import Batch, Group, LossNorm, Sample, Tokens
+from core.types.samples import TOKEN_REWARDS, Batch, Group, LossNorm, Sample, Tokens
 from data_feeds.packing.bin_packing import TooLarge, pack_units
 from data_feeds.packing.inputs import check_untrained, count_inputs, fill_row, make_keys
 from data_feeds.packing.prefix_bins import find_families, pack_families
@@ -101,7 +101,8 @@ def pack(
     def floats(per_sample: list[Floats]) -> Tensor:
         return torch.from_numpy(select(per_sample)).to(dtype)
 
-    scored = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
+    names = samples[0].columns.keys() - {TOKEN_REWARDS}
+    scored = {name: floats([s.columns[name] for s in samples]) for name in sorted(names)}
     columns: dict[str, Any] = {name: scored.pop(name) for name in list_fields(Tokens) if name in scored}
     columns["columns"] = scored  # those whose names an algorithm chose
     if all_credited(samples):
