@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from core.patches import read_attention
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.kept_sets import KeptTokens
 from core.types.samples import Batch, Policy
 from modeling.attention import BY_SEQUENCE, can_share_prefixes
-from modeling.head import choose_chunk, score_in_chunks
+from modeling.head import choose_chunk, score_in_chunks, split_rows
 from modeling.pretrained import runs_own_code
 from modeling.segments import Segments
 from modeling.sequence_parallel import SequenceGroup
@@ -65,8 +66,8 @@ def forward(
     log-softmax is in float32 at the sampling temperature, by which the engine also divides its logits. logits_mib:
     memory for logits, above which they are computed in chunks; 0 computes all at once. allowed_tokens: tokens of the
     softmax, equal to those that the engine samples from; all tokens for SFT and preferences, which train on given text.
-    No trained token may be outside (AllowedTokens.check_labels). sequence_group: ranks that compute this batch
-    together; each returns the whole result.
+    No trained token may be outside (AllowedTokens.check_labels). With `batch.kept` each token's softmax is over its
+    kept set instead. sequence_group: ranks that compute this batch together; each returns the whole result.
     """
     part = _lay_out_part(model, batch, layout, sequence_group)
     size = choose_chunk(model, len(part.labels), logits_mib)
@@ -75,15 +76,21 @@ def forward(
             logits = module(**part.inputs, use_cache=False).logits  # [1, M, V]
         # squeeze, not [0]: the gradient of an index would be a copy as large as all logits
         own = compute_token_logp(
-            logits.squeeze(0), part.labels, temperature=temperature, entropy=entropy, allowed_tokens=allowed_tokens
+            logits.squeeze(0),
+            part.labels,
+            temperature=temperature,
+            entropy=entropy,
+            allowed_tokens=allowed_tokens,
+            kept=part.kept,
         )
     else:
 
-        def score(logits: Tensor, labels: Tensor) -> Tensor:
-            found = _compute_chunk(logits, labels, temperature, entropy, allowed_tokens)
+        def score(logits: Tensor, rows: slice) -> Tensor:
+            support = allowed_tokens if part.kept is None else part.kept.select(rows)
+            found = _compute_chunk(logits, part.labels[rows], temperature, entropy, support)
             return torch.stack([x for x in found if x is not None])
 
-        logp, *rest = score_in_chunks(module, model, part.inputs, part.at, part.labels, score, size)
+        logp, *rest = score_in_chunks(module, model, part.inputs, part.at, score, size)
         own = Policy(logp=logp, entropy=rest[0] if entropy else None)
     if sequence_group is None:
         return own
@@ -118,15 +125,25 @@ def compute_values(
 
 
 def compute_token_logp(
-    logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool, allowed_tokens: AllowedTokens = EVERY_TOKEN
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float,
+    entropy: bool,
+    allowed_tokens: AllowedTokens = EVERY_TOKEN,
+    kept: KeptTokens | None = None,
 ) -> Policy:
-    """Compute log-softmax of [M, V] logits at [M] labels, in float32 by chunks, without a full float32 copy."""
+    """Compute log-softmax of [M, V] logits at [M] labels, in float32 by chunks, without a full float32 copy.
+
+    kept: sets of the tokens, in place of allowed_tokens, which they are subsets of.
+    """
     # checkpoint() recomputes each chunk in the backward pass; otherwise autograd would keep all float32 chunks.
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
-    parts = [
-        checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, allowed_tokens, use_reentrant=False)
-        for chunk, chosen in zip(logits.split(size), labels.split(size), strict=True)
-    ]
+    parts: list[tuple[Tensor, Tensor | None]] = []
+    for rows in split_rows(len(labels), size):
+        support = allowed_tokens if kept is None else kept.select(rows)
+        own = logits[rows], labels[rows], temperature, entropy, support
+        parts.append(checkpoint(_compute_chunk, *own, use_reentrant=False))
     return Policy(
         logp=torch.cat([logp for logp, _ in parts]),
         entropy=torch.cat([h for _, h in parts if h is not None]) if entropy else None,
@@ -134,12 +151,12 @@ def compute_token_logp(
 
 
 def _compute_chunk(
-    logits: Tensor, labels: Tensor, temperature: float, entropy: bool, allowed_tokens: AllowedTokens
+    logits: Tensor, labels: Tensor, temperature: float, entropy: bool, support: AllowedTokens | KeptTokens
 ) -> tuple[Tensor, Tensor | None]:
     # divided by the temperature before the softmax, so that logp is that of the distribution the engine samples from
-    logits = allowed_tokens.restrict(logits, temperature)  # [m, A]
+    logits = support.restrict(logits, temperature)  # [m, A]
     norm = logits.logsumexp(-1)  # [m]
-    logp = logits.gather(-1, allowed_tokens.to_columns(labels)[:, None])[:, 0] - norm
+    logp = logits.gather(-1, support.to_columns(labels)[:, None])[:, 0] - norm
     # H = log sum exp(z) - sum p z, which needs no log of p
     return logp, norm - (torch.softmax(logits, -1) * logits).sum(-1) if entropy else None
 
@@ -156,6 +173,8 @@ class _Part:
     """Trained tokens of the part, [m]."""
     mine: Tensor
     """[M] bool, True for the batch's trained tokens that are in this part."""
+    kept: KeptTokens | None
+    """Kept sets of the part's trained tokens."""
 
 
 def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group: SequenceGroup | None) -> _Part:
@@ -166,7 +185,8 @@ def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group
             # axes goes to the kernel as it is, and the kernel ignores an empty one.
             inputs["attention_mask"] = batch.input_ids.new_empty((0, 0, 0, 0), dtype=torch.bool)
         every = torch.ones_like(batch.labels, dtype=torch.bool)
-        return _Part(inputs=inputs, at=(row[batch.at], column[batch.at]), labels=batch.labels, mine=every)
+        at = (row[batch.at], column[batch.at])
+        return _Part(inputs=inputs, at=at, labels=batch.labels, mine=every, kept=batch.kept)
     if inputs.keys() != {"input_ids", "position_ids", "segments"} or batch.rope_ids is not None:
         raise ValueError(f"ranks share packed rows of text with their segments, found {sorted(inputs)}")
     own = sequence_group.slice_row(len(batch.input_ids))
@@ -178,7 +198,9 @@ def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group
     mine = own.find_own(batch.at)
     # positions in the slice, since the model sees no other part of the row
     columns = batch.at[mine] - own.begin
-    return _Part(inputs=inputs, at=(torch.zeros_like(columns), columns), labels=batch.labels[mine], mine=mine)
+    kept = None if batch.kept is None else batch.kept.select(mine.cpu())
+    at = (torch.zeros_like(columns), columns)
+    return _Part(inputs=inputs, at=at, labels=batch.labels[mine], mine=mine, kept=kept)
 
 
 def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:

@@ -46,8 +46,8 @@ class Truncation:
             # p >= min_p * max p, without the softmax
             kept &= logits >= logits.amax(-1, keepdim=True) + math.log(self.min_p)
         if self.top_k:
-            left = logits.masked_fill(~kept, -math.inf)
-            kept &= logits >= left.topk(min(self.top_k, logits.shape[-1]), -1).values[..., -1:]
+            # of all tokens: those that min-p drops are the least probable anyway
+            kept &= logits >= logits.topk(min(self.top_k, logits.shape[-1]), -1).values[..., -1:]
         if self.top_p < 1:
             # float64: in float32 the sum over a large vocabulary misses 1 noticeably
             left = logits.double().masked_fill(~kept, -math.inf).softmax(-1)
