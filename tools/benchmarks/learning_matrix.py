@@ -85,6 +85,8 @@ MATRIX: dict[str, dict[str, Any]] = {
     "pass@k": {"name": "passk"},
     "RAFT": {"name": "raft"},
     "RAFT++": {"name": "raft", "clip": 0.2},
+    "TOPR": {"name": "topr"},
+    "QAE": {"name": "qae"},
     "on-policy distillation": {"name": "opd", "teacher": TEACHER},
     "GRPO, LoRA": {"name": "grpo"},
 }
