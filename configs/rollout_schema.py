@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from core.strict_model import Seconds, StrictModel
-from core.types.truncation import Truncation
+from core.types.truncation import EVERYTHING_KEPT, Truncation
 
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 RewardWeights = float | dict[str, float]
@@ -246,13 +246,15 @@ class RolloutConfig(StrictModel):
 
     @property
     def truncation(self) -> Truncation:
-        """Rules of top-p, top-k and min-p."""
+        """Rules of top-p, top-k and min-p; none with greedy decoding, which draws nothing."""
+        if not self.temperature:
+            return EVERYTHING_KEPT
         return Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
 
     @property
     def is_truncated(self) -> bool:
-        """True if completions report kept sets; never with greedy decoding."""
-        return self.temperature > 0 and not self.truncation.is_off
+        """True if completions report kept sets."""
+        return not self.truncation.is_off
 
     @property
     def least_engines(self) -> int:

@@ -89,7 +89,10 @@ MATRIX: dict[str, dict[str, Any]] = {
     "QAE": {"name": "qae"},
     "on-policy distillation": {"name": "opd", "teacher": TEACHER},
     "GRPO, LoRA": {"name": "grpo"},
+    "GRPO, top-p 0.9": {"name": "grpo"},
 }
+SETTINGS = {"GRPO, top-p 0.9": {"rollout.top_p": 0.9}}
+"""Other keys of the rows that change them."""
 RECIPES = {"GRPO, LoRA": "quickstart_lora"}
 """Recipes of the rows that do not use the quickstart's."""
 
@@ -158,6 +161,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
         "seed": seed,
         # an override is read as YAML, which writes infinity as .inf
         "alg": json.dumps(alg).replace("Infinity", ".inf"),
+        **SETTINGS.get(name, {}),
     }
     items = [f"{key}={value}" for key, value in overrides.items()]
 

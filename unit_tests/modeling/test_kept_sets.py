@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from algs.grpo import GRPO
 from algs.ops import importance_ratio
 from analysis.capture.batch_file import read_batch, write_batch
 from analysis.capture.recompute import replay
+from configs.rollout_schema import RolloutConfig
 from core.errors import RunStopped, UserError
 from core.types.allowed_tokens import AllowedTokens
 from core.types.episodes import prepare_credit
@@ -27,8 +29,11 @@ from modeling.attention import BY_SEQUENCE
 from modeling.forward import compute_token_logp, forward
 from rollouts.agents.wire import BadRequest, read_ask
 from rollouts.engines.base import Completion
+from rollouts.engines.vllm import VllmEngine
+from rollouts.engines.vllm_support.kept_sets import KeptReports
+from rollouts.engines.vllm_support.settings import engine_args
 from rollouts.transcript import Conversation, check_completion
-from unit_tests.helpers.engines import PROMPTS, engine_of, several
+from unit_tests.helpers.engines import PROMPTS, engine_config, engine_of, several
 from unit_tests.helpers.examples import a_changed, families, some_groups, through_checkpoint, with_kept
 from unit_tests.helpers.golden2 import CASES2, GOLDEN2
 from unit_tests.helpers.local_trainers import TEMPERATURE, trainer_of
@@ -80,7 +85,7 @@ def test_losses_over_kept_sets_are_the_oracles(name, poison, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SUPPORT["rules"])
-def test_enumeration_shows_no_bias_over_kept_sets_and_a_bias_over_all_tokens(name):
+def test_enumeration_shows_no_bias_over_sets_and_some_over_all_tokens(name):
     """E[ratio x R x grad log pi] over all tokens that the sampler may draw, on-policy and after the weights moved."""
     rule = SUPPORT["rules"][name]
     mu, rewards = torch.tensor(rule["mu"], dtype=torch.float64), torch.tensor(SUPPORT["rewards"], dtype=torch.float64)
@@ -111,7 +116,7 @@ def test_enumeration_shows_no_bias_over_kept_sets_and_a_bias_over_all_tokens(nam
 # the trainer --------------------------------------------------------------------------------------------------
 
 
-def test_a_head_in_chunks_takes_the_same_softmax_and_no_other_token_gets_a_gradient():
+def test_chunks_take_the_same_softmax_and_others_get_no_gradient():
     model = random_model("llama", vocab_size=4096)
     [samples] = with_kept([[s for g in some_groups(2) for s in g]], vocab=4096, largest=40)
     batch = pack(samples, [1.0] * len(samples))
@@ -131,6 +136,9 @@ def test_a_head_in_chunks_takes_the_same_softmax_and_no_other_token_gets_a_gradi
         assert not grad[outside].any() and grad[~outside].any(), "exactly 0"
     free = forward(model, model, replace(batch, kept=None), layout="padded", temperature=0.7).logp
     assert (found[0][0] > free).all(), "less to choose from makes each choice more probable"
+    every = KeptTokens.of(KeptSets.of_lists([range(4096)] * len(batch.labels)))
+    same = forward(model, model, replace(batch, kept=every), layout="padded", temperature=0.7).logp
+    torch.testing.assert_close(same, free, rtol=1e-6, atol=1e-6)
 
 
 def test_sets_stay_with_their_tokens_in_shared_packed_and_padded_rows():
@@ -230,7 +238,7 @@ def test_an_engine_that_reports_wrong_sets_stops_the_run(done, said):
 
 
 @pytest.mark.parametrize("allowed_tokens", [AllowedTokens(), AllowedTokens(allowed=(0, 1, *range(5, 90, 2)))])
-def test_the_engine_reports_the_sets_and_the_distributions_that_it_samples_from(allowed_tokens, tiny_path):
+def test_the_engine_reports_sets_and_log_probabilities_over_them(allowed_tokens, tiny_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
     engine = engine_of(tiny_path, temperature=0.4, truncation=RULES, allowed_tokens=allowed_tokens)
     sizes = set()
@@ -333,6 +341,41 @@ REFUSED = {
 def test_a_wrong_rule_is_one_sentence_before_the_run(name, refused):
     changes, words = REFUSED[name]
     refused(changes, *words)
+
+
+ON_GPU = {
+    "no bound": (RolloutConfig(top_p=0.9), False, "set rollout.top_k too"),
+    "stop strings": (RolloutConfig(top_k=9, stop=["x"]), False, "leave out rollout.stop"),
+    "aborts": (RolloutConfig(top_k=9), True, "pause_mode: abort"),
+}
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_what_vllm_does_not_report_on_a_gpu_is_refused(name):
+    rollout, aborts, said = ON_GPU[name]
+    VllmEngine.check_truncation(rollout, on_gpu=False, aborts=aborts)
+    VllmEngine.check_truncation(RolloutConfig(top_k=9, top_p=0.9, min_p=0.1), on_gpu=True, aborts=False)
+    with pytest.raises(UserError, match=said):
+        VllmEngine.check_truncation(rollout, on_gpu=True, aborts=aborts)
+
+
+def test_vllms_own_sampling_mask_is_read(tiny_path):
+    """Written as vLLM's V2 runner writes it, which runs on GPUs only."""
+
+    async def nobody(*_args: object, **_more: object) -> list[object]:
+        raise AssertionError("no worker is asked")
+
+    config = engine_config(tiny_path, truncation=RULES)
+    reports = KeptReports(config, nobody, on_cpu=False)
+    assert reports.make_params("a") == {"top_p": 0.8, "top_k": 12, "min_p": 0.01}
+    done = SimpleNamespace(token_ids=[2, 3], sampling_mask=SimpleNamespace(token_ids=[[1, 2], [3]]))
+    sets = asyncio.run(reports.read("a", done))
+    assert [ids.tolist() for ids in sets] == [[1, 2], [3]]
+    with pytest.raises(RunStopped, match="no kept sets"):
+        asyncio.run(reports.read("a", SimpleNamespace(token_ids=[2], sampling_mask=None)))
+    assert engine_args(config, on_cpu=False)["return_sampling_mask"] is True
+    off = KeptReports(engine_config(tiny_path), nobody, on_cpu=False)
+    assert asyncio.run(off.read("a", done)) == [] and off.make_params("a")["top_p"] == 1
 
 
 def test_an_engine_that_reports_no_sets_is_refused(refused, tmp_path):
