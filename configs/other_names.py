@@ -137,6 +137,9 @@ OTHER_NAMES = (
         "of all turns of an episode",
     ),
     _row("rollout.temperature", "temperature", "rollout.temperature", "rollout.temperature"),
+    _row("rollout.top_p", "top_p", "rollout.top_p", "rollout.top_p"),
+    _row("rollout.top_k", "top_k", "rollout.top_k", "rollout.top_k", note="0 for all tokens, not -1"),
+    _row("rollout.min_p", "min_p"),
     _row("rollout.engine", "use_vllm", "rollout.name", note="vllm or hf"),
     _row("placement", "vllm_mode", "hybrid_engine", "train.colocate_all colocate_all_models", "colocate or separate"),
     _row("rollout.sleep_mode", "vllm_enable_sleep_mode", "free_cache_engine", "vllm.enable_sleep"),
@@ -203,12 +206,11 @@ OTHER_NAMES = (
 """One row for each key of ours. A name with its section is enough where the sections above it vary."""
 
 _CUT = (
-    "engine and trainer score every token by the whole distribution at rollout.temperature, so nothing may cut or "
-    "change it while sampling (docs/faq.md)"
+    "the trainer's distribution must be the engine's, so only rollout.temperature, top_p, top_k, min_p and "
+    "allowed_tokens, which the trainer repeats, may change it while sampling (docs/faq.md)"
 )
 NOT_HERE = {
-    **dict.fromkeys(("top_p", "top_k", "min_p", "typical_p"), _CUT),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"), _CUT),
+    **dict.fromkeys(("typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"), _CUT),
     **dict.fromkeys(("clip_range", "reward_clip_range"), "clip in your reward"),
 }
 """Reasons why a key has no counterpart, by its last name."""

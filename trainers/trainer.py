@@ -253,6 +253,8 @@ class Trainer:
     def load(self, batch: Batch) -> Batch:
         """Return the batch on the device. Raises RunStopped for a trained token that the policy may not choose."""
         self.allowed_tokens.check_labels(batch.labels)  # on the host, which would wait for a device's answer
+        if batch.kept is not None:
+            batch.kept.check_labels(batch.labels)
         return self.media.load(batch)
 
     def compute_values_of(self, critic: Learner, batch: Batch) -> Tensor:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from core.errors import RunStopped
 from core.types.arrays import BOOLS, Floats, Mask
+from core.types.kept_sets import KeptSets
 from core.types.samples import TOKEN_REWARDS, Group, Sample
 
 
@@ -184,6 +185,7 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
         versions=gather(lambda s: s.versions),
         columns={name: gather(lambda s, n=name: _get_column(s, n)) for name in names},
         excluded=None if all(s.excluded is None for s in branches) else gather(_get_excluded),
+        kept=_join_kept(branches, order),
         advantage=None,
         # The episode ended where its last turn did.
         completion=last.completion,
@@ -241,6 +243,13 @@ def _get_column(sample: Sample, name: Any) -> Floats:
 
 def _get_excluded(sample: Sample) -> Mask:
     return np.zeros(len(sample.token_ids), dtype=BOOLS) if sample.excluded is None else sample.excluded
+
+
+def _join_kept(branches: Sequence[Sample], order: NDArray[np.intp]) -> KeptSets | None:
+    """Return the kept sets of the joined tokens. A branch without sampled tokens may lack them."""
+    if all(s.kept is None for s in branches):
+        return None
+    return KeptSets.join([KeptSets.none(len(s.token_ids)) if s.kept is None else s.kept for s in branches]).take(order)
 
 
 def _take_back(sample: Sample, joined: Sample, place: NDArray[np.intp]) -> Sample:
