@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from algs.credit import overlong_penalty
 from algs.ops import importance_ratio, k2, k3, sequence_mean, sequence_ratio
 from core.strict_model import StrictModel
-from core.types.samples import Sample, Tokens
+from core.types.samples import Group, Sample, Tokens
 
 
 class Correction(StrictModel):
@@ -157,3 +159,12 @@ class Overlong(StrictModel):
             return 0.0
         assert self.max_tokens is not None and self.buffer is not None
         return self.coef * overlong_penalty(sample.n_sampled, max_tokens=self.max_tokens, buffer=self.buffer)
+
+    def exclude_truncated(self, groups: list[Group]) -> list[Group]:
+        """Return the groups with every truncated sample excluded, for mode filter."""
+        if self.mode != "filter":
+            return groups
+        return [
+            [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
+            for group in groups
+        ]

@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from algs.base import Metrics
+from algs.objective import Objective
 from core.types.samples import Batch, Policy
 
 
@@ -23,18 +21,15 @@ class BatchSeen:
     batch: Batch
     policy: Policy | None
     """None for a reward model."""
-    loss: Tensor
-    """[M] loss of each token."""
-    metrics: Metrics
+    objective: Objective
 
     @staticmethod
-    def detached(batch: Batch, policy: Policy | None, loss: Tensor, metrics: Metrics) -> BatchSeen:
+    def detached(batch: Batch, policy: Policy | None, found: Objective) -> BatchSeen:
         """Return the record of a micro-batch whose graph may be freed."""
         if policy is not None:
             entropy = None if policy.entropy is None else policy.entropy.detach()
             policy = Policy(logp=policy.logp.detach(), entropy=entropy)
-        metrics = {name: value.detach() for name, value in metrics.items()}
-        return BatchSeen(batch=batch, policy=policy, loss=loss.detach(), metrics=metrics)
+        return BatchSeen(batch=batch, policy=policy, objective=found.detach())
 
 
 class Observer:

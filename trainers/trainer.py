@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics, sum_totals
+from algs.objective import Objective, compute_objective, view_first
 from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError, writing
@@ -151,22 +152,23 @@ class Trainer:
             for micro_batches in updates:
                 self.observers.begin_update()
                 for batch in self.with_totals(micro_batches):
-                    policy, loss, metrics = self._compute_loss(batch)
-                    self._backward(self.policy, loss, batch)
+                    policy, found = self._compute_loss(batch)
+                    self._backward(self.policy, found.loss, batch)
                     if self.critic is not None:
                         value_loss, of_values = self._compute_value_loss(self.critic, batch)
                         self._backward(self.critic, value_loss, batch)
-                        metrics |= {"value/loss": value_loss, **of_values}
-                    self.observers.on_batch(BatchSeen.detached(batch, policy, loss, metrics))
+                        found.metrics |= {"value/loss": value_loss, **of_values}
+                    self.observers.on_batch(BatchSeen.detached(batch, policy, found))
                 self.observers.on_update(self._update_weights())
             return self.observers.finish() | {"lr": self.get_lr(self.updates_done - 1)}
 
-    def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Tensor, Metrics]:
-        """Run the forward pass; return the policy (None for a reward model), the loss [M] and the metrics."""
+    def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Objective]:
+        """Run the forward pass; return the policy (None for a reward model), and the objective."""
         if self.alg.model_kind == "reward":
-            return None, *self._compute_value_loss(self.policy, batch)
+            loss, metrics = self._compute_value_loss(self.policy, batch)
+            return None, Objective(loss=loss, metrics=metrics)
         policy = self.forward(batch)
-        return policy, *check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
+        return policy, compute_objective(self.alg, policy, batch)
 
     def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
         """Run the forward pass of a value or reward model; return the loss [M] and the metrics."""
@@ -206,8 +208,7 @@ class Trainer:
         """Return the loss and metrics of micro-batches without an update."""
         meter = Meter()
         for batch in self.with_totals(micro_batches):
-            _, loss, metrics = self._compute_loss(batch)
-            meter.add(batch.tokens.weight, {"loss": loss, **metrics})
+            meter.add_objective(batch.tokens.weight, self._compute_loss(batch)[1])
         return meter.compute_means(self.sum_over_rows)
 
     @torch.no_grad()
@@ -312,7 +313,7 @@ class Trainer:
         Batches are loaded lazily: the pixels of a whole update may take more memory than the tokens.
         """
         with torch.no_grad():
-            seen = ((self.forward(batch), batch.tokens) for batch in map(self._load, micro_batches))
+            seen = (view_first(self.forward(batch), batch) for batch in map(self._load, micro_batches))
             totals = sum_totals(self.alg, seen, self.sum_over_rows)
         for batch in map(self._load, micro_batches):
             yield replace(batch, tokens=batch.tokens.replace(totals=totals))

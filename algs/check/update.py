@@ -13,6 +13,7 @@ from torch import Tensor
 from algs.base import Algorithm, assign_advantages, sum_totals
 from algs.check import fixtures
 from algs.check.fixtures import MadeUpStep, Tables
+from algs.objective import compute_objective, view_first
 from algs.validate import check_per_token
 from core.types.samples import Batch, Group, Policy, ScoredColumn
 from data_feeds.packing.batches import Plan, plan_update
@@ -93,12 +94,13 @@ def make_plan(alg: Algorithm, groups: list[Group], *, split: Split = WHOLE, hori
         share_prefixes=split.shared,
         whole_groups=whole,
         whole_episodes=alg.whole_episodes,
+        terms=alg.terms,
     )
 
 
 def with_totals(alg: Algorithm, batches: list[Batch], tables: Tables) -> list[Batch]:
     """Add the algorithm's totals to every micro-batch, summed as in training."""
-    totals = sum_totals(alg, ((make_policy(alg, b, tables), b.tokens) for b in batches), lambda values: values)
+    totals = sum_totals(alg, (view_first(make_policy(alg, b, tables), b) for b in batches), lambda values: values)
     return [replace(b, tokens=b.tokens.replace(totals=totals)) for b in batches]
 
 
@@ -109,12 +111,12 @@ def make_policy(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:
 
 def compute_losses(alg: Algorithm, batch: Batch, tables: Tables) -> list[Tensor]:
     """Return the scalars for backward(): the policy's loss, and the value model's if there is one."""
-    returned: list[object] = []
+    losses: list[Tensor] = []
     if alg.model_kind != "reward":
-        returned.append(alg.objective(make_policy(alg, batch, tables), batch.tokens))
+        losses.append(compute_objective(alg, make_policy(alg, batch, tables), batch).loss)
     if alg.model_kind == "reward" or alg.value_lr is not None:
-        returned.append(alg.value_loss(tables["values"][batch.labels], batch.tokens))
-    losses = [check_per_token(alg, each, batch.tokens)[0] for each in returned]  # as in training
+        returned = alg.value_loss(tables["values"][batch.labels], batch.tokens)
+        losses.append(check_per_token(alg, returned, batch.tokens)[0])  # as in training
     return [(loss * batch.tokens.weight).sum() for loss in losses]
 
 

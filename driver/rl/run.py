@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, TurnCredit, assign_advantages
+from algs.objective import check_demonstrations
 from algs.validate import check_advantages
 from configs.schema import RLConfig
 from core import metrics as names
@@ -107,6 +108,7 @@ class Run:
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Assign token advantages, over all groups of the step."""
         with self.context.clock.phase(Phase.ADVANTAGES):
+            check_demonstrations(self.alg, groups)
             filled = assign_advantages(self.alg, groups)
             check_advantages(self.alg, groups, filled)
             return filled
@@ -147,6 +149,7 @@ class Run:
             share_prefixes=self.layout.shares_prefixes,
             whole_groups=self.alg.whole_groups,
             whole_episodes=self.alg.whole_episodes,
+            terms=self.alg.terms,
         )
 
     async def sync_weights(self, version: int) -> dict[str, float]:

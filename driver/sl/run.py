@@ -247,6 +247,7 @@ class Run:
             share_prefixes=self.layout.shares_prefixes,
             whole_groups=self.alg.whole_groups,
             sources=sources,
+            terms=self.alg.terms,
         )
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:

@@ -4,19 +4,24 @@ import pytest
 import torch
 
 from algs.base import Algorithm
+from algs.chord import CHORD
 from algs.dpo import DPO
 from algs.dro import DRO
+from algs.echo import ECHO
 from algs.gpg import GPG
 from algs.grpo import GRPO
 from algs.ipo_rl import IPORL
+from algs.luffy import LUFFY
+from algs.objective import compute_objective
 from algs.opo import OPO
 from algs.passk import PassK
+from algs.positive_nll import PositiveNLL
 from algs.raft import RAFT
 from algs.terms import Correction
 from algs.vespo import VESPO
 from core.types.samples import Policy
 from unit_tests.helpers.golden import TOLERANCES
-from unit_tests.helpers.golden2 import CASES2, GOLDEN2, PREF2, RL2, batch_of_groups, pref_groups, rl_groups
+from unit_tests.helpers.golden2 import CASES2, GOLDEN2, PREF2, RL2, batch_of_groups, pref_groups, rl_groups, rl_inputs
 
 OFF = Correction(level="none")
 OPSM = {"loss_norm": "sequence", "clip_high": 0.2, "correction": Correction(level="none", max_drift=0.15)}
@@ -37,6 +42,8 @@ CASES: dict[str, Algorithm] = {
     "best_of_n/nll": RAFT(keep="best", correction=OFF),
     "raft_pp/clip": RAFT(threshold=1.0, clip=0.2, correction=OFF),
     "pref/rpo_nll_seq_mean": DPO(nll_coef=1.0),
+    "pref/rpo_nll_token_mean": DPO(nll_coef=1.0, nll_norm="token"),
+    "pref/cpo": DPO(reference_free=True, nll_coef=1.0, nll_norm="token"),
     "pref/apo_zero": DPO(form="apo_zero"),
     "pref/apo_down": DPO(form="apo_down"),
     "pref/nca_pair": DPO(form="nca"),
@@ -72,17 +79,46 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
         mask, logp_of, groups = RL2["mask"], RL2["logp"], rl_groups(given, poison)
         if name.startswith(COMPUTED):
             groups = alg.compute_advantages(rl_groups(None, poison))
-    tokens = batch_of_groups(alg, groups, dtype).tokens
+    batch = batch_of_groups(alg, groups, dtype)
     kept = torch.cat([torch.from_numpy(s.loss_mask[2:].copy()) for g in groups for s in g])
     whole = torch.tensor([x for row in logp_of for x in row], dtype=dtype)
     logp = whole[kept].requires_grad_()
-    loss, _ = alg.objective(Policy(logp=logp), tokens)
-    total = (loss * tokens.weight).sum()
+    loss = compute_objective(alg, Policy(logp=logp), batch).loss
+    total = (loss * batch.tokens.weight).sum()
     total.backward()
     torch.testing.assert_close(total.detach(), torch.tensor(case["loss"], dtype=dtype), rtol=rtol, atol=rtol / 100)
     want = torch.tensor([x for row in case["grad"]["logp"] for x in row], dtype=dtype)
     torch.testing.assert_close(logp.grad, want[kept], rtol=rtol, atol=rtol / 100)
     assert want[~kept].abs().max() == 0 and int(kept.sum()) <= sum(map(sum, mask))
+
+
+TERMS: dict[str, Algorithm] = {
+    "echo/own_denominators": ECHO(correction=OFF),
+    "aux/nll_on_positives": PositiveNLL(correction=OFF),
+    "chord/phi": CHORD(mu=0.3, correction=OFF),
+    "chord/sft": CHORD(mu=0.3, phi=False, correction=OFF),
+    "luffy/token_mean": LUFFY(correction=OFF),
+    "luffy/constant": LUFFY(loss_norm="constant", correction=OFF),
+}
+"""Cases of several terms; the demonstrations of chord and luffy have no rollout_logp."""
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize(("dtype", "rtol"), TOLERANCES)
+@pytest.mark.parametrize("poison", [0.0, float("nan"), 1e6])
+def test_terms_have_the_oracles_losses(name, dtype, rtol, poison):
+    case, alg = CASES2[name], TERMS[name]
+    groups = rl_groups("adv", poison, demonstrates=name.startswith(("chord/", "luffy/", "by_source/two")))
+    batch = batch_of_groups(alg, groups, dtype)
+    logp, kept = rl_inputs(groups, alg, dtype)
+    found = compute_objective(alg, Policy(logp=logp), batch)
+    total = (found.loss * batch.tokens.weight).sum()
+    total.backward()
+    torch.testing.assert_close(total.detach(), torch.tensor(case["loss"], dtype=dtype), rtol=rtol, atol=rtol / 100)
+    want = torch.tensor(case["grad"]["logp"], dtype=dtype)
+    torch.testing.assert_close(logp.grad, want[kept], rtol=rtol, atol=rtol / 100)
+    assert want[~kept].abs().max() == 0
+    assert [len(weight) for weight, _ in found.of_terms] == case.get("extra", {}).get("tokens", [19, 5])
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
