@@ -73,6 +73,9 @@ class Prompt:
     """Name of the row's data set."""
     tools: list[ToolSpec] = field(default_factory=list[ToolSpec])
     """Tools available to the policy: the row's and the environment's."""
+    demonstration: list[Message] = field(default_factory=list[Message])
+    """Messages after the prompt, ending in a reply, of a demonstration that joins the group; never sent to the engine.
+    """
 
 
 # eq=False: the generated == would compare arrays, and an array of booleans has no truth value.

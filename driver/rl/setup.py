@@ -25,6 +25,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.feed import Feed, load_prompts
 from driver.checkpoint import Checkpoint
+from driver.checks.demonstrations import check_demonstrated
 from driver.checks.engine import check_images, check_sampling
 from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
@@ -117,7 +118,9 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     allowed_tokens = check_sampling(cfg, tokenizer)
     check_frozen_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
-    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
+    longest = cfg.rollout.max_new_tokens
+    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools, max_new_tokens=longest)
+    check_demonstrated(cfg, alg, prompts)
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
