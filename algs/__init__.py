@@ -13,8 +13,12 @@ if TYPE_CHECKING:
 
 
 def find_algorithm(settings: dict[str, Any]) -> tuple[FileSpec, type[Algorithm]]:
-    """Return the file of `alg.name` or `alg.file`, and the only Algorithm defined in it."""
+    """Return the file of `alg.name` or `alg.file`, and the only Algorithm defined in it; of `alg.by_source`, alone, its
+    module.
+    """
     name, path = settings.get("name"), settings.get("file")
+    if not name and not path and "by_source" in settings:
+        name = "by_source"
     if bool(name) == bool(path):
         raise UserError("alg needs either a name (a module of algs/) or a file (a path), and not both")
     for key, given in (("name", name), ("file", path)):

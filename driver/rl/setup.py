@@ -25,7 +25,6 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.feed import Feed, load_prompts
 from driver.checkpoint import Checkpoint
-from driver.checks.demonstrations import check_demonstrated
 from driver.checks.engine import check_images, check_sampling
 from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
@@ -33,6 +32,7 @@ from driver.checks.machines import claim_machines
 from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel, check_user_code
 from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
+from driver.checks.terms import check_demonstrated, check_sources
 from driver.context import RunContext
 from driver.evaluation.evaluator import Evaluator
 from driver.load_recipe import Loaded
@@ -120,6 +120,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_user_code(cfg)
     longest = cfg.rollout.max_new_tokens
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools, max_new_tokens=longest)
+    check_sources(alg, prompts)
     check_demonstrated(cfg, alg, prompts)
     held_out = None
     if cfg.data.eval is not None:

@@ -24,7 +24,10 @@ from core.types.samples import Policy, Sample, Tokens
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list_algorithms()
-NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "opd": {"teacher": "somewhere"},
+    "by_source": {"by_source": {"": {"name": "grpo"}}},
+}
 OFF = {"correction": {"level": "none"}}
 KL_IN_REWARD = {"kl": {"coef": 0.05, "place": "reward"}}
 Variant = tuple[str, dict[str, Any]]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from algs.base import Algorithm
+from algs.by_source import BySource
 from algs.chord import CHORD
 from algs.dpo import DPO
 from algs.dro import DRO
@@ -20,6 +21,7 @@ from algs.raft import RAFT
 from algs.terms import Correction
 from algs.vespo import VESPO
 from core.types.samples import Policy
+from core.types.terms import Term
 from unit_tests.helpers.golden import TOLERANCES
 from unit_tests.helpers.golden2 import CASES2, GOLDEN2, PREF2, RL2, batch_of_groups, pref_groups, rl_groups, rl_inputs
 
@@ -92,6 +94,28 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     assert want[~kept].abs().max() == 0 and int(kept.sum()) <= sum(map(sum, mask))
 
 
+class ThreeComponents(IPORL):
+    """prime-rl's components, routed by source: its RL loss, cross-entropy on answers, distillation from a teacher."""
+
+    delta: float = 0.1
+    kl_tau: float = 1e-3
+
+    @property
+    def terms(self):
+        first, second = frozenset({"0"}), frozenset({"1"})
+        return (
+            Term("rl", self.loss, sources=first),
+            Term("ce", lambda policy, tokens: (-policy.logp, {}), on="observed", sources=first),
+            Term("ref_kl", self.distil, sources=second),
+        )
+
+    def distil(self, policy, tokens):
+        u, lp = (policy.logp - tokens.rollout_logp).exp(), policy.logp.detach()
+        dropped = lp.exp() - tokens.rollout_logp.exp() < -0.2
+        gain = ((tokens.teacher_logp - lp) * u).masked_fill(dropped, 0.0)
+        return self.kl_tau * (policy.logp - tokens.rollout_logp).square() - gain, {}
+
+
 TERMS: dict[str, Algorithm] = {
     "echo/own_denominators": ECHO(correction=OFF),
     "aux/nll_on_positives": PositiveNLL(correction=OFF),
@@ -99,8 +123,19 @@ TERMS: dict[str, Algorithm] = {
     "chord/sft": CHORD(mu=0.3, phi=False, correction=OFF),
     "luffy/token_mean": LUFFY(correction=OFF),
     "luffy/constant": LUFFY(loss_norm="constant", correction=OFF),
+    "by_source/two_norms": BySource(
+        by_source={
+            "0": {"name": "grpo", "correction": OFF.model_dump()},
+            "1": {"name": "sft", "loss_norm": "sequence"},
+        },
+        coefs={"1": 0.5},
+    ),
+    "by_source/rl_ce_refkl": ThreeComponents(correction=OFF),
 }
-"""Cases of several terms; the demonstrations of chord and luffy have no rollout_logp."""
+"""Cases of several terms."""
+DEMONSTRATIONS = dict.fromkeys(("chord/phi", "chord/sft", "luffy/token_mean", "luffy/constant"), "demo")
+DEMONSTRATIONS["by_source/two_norms"] = "source"
+"""Column that tells which rows are demonstrations, by case."""
 
 
 @pytest.mark.parametrize("name", TERMS)
@@ -108,7 +143,7 @@ TERMS: dict[str, Algorithm] = {
 @pytest.mark.parametrize("poison", [0.0, float("nan"), 1e6])
 def test_terms_have_the_oracles_losses(name, dtype, rtol, poison):
     case, alg = CASES2[name], TERMS[name]
-    groups = rl_groups("adv", poison, demonstrates=name.startswith(("chord/", "luffy/", "by_source/two")))
+    groups = rl_groups("adv", poison, demonstrates=DEMONSTRATIONS.get(name, ""))
     batch = batch_of_groups(alg, groups, dtype)
     logp, kept = rl_inputs(groups, alg, dtype)
     found = compute_objective(alg, Policy(logp=logp), batch)

@@ -6,6 +6,7 @@ import json
 import pytest
 
 import main_rl
+from algs.by_source import BySource
 from algs.chord import CHORD
 from algs.echo import ECHO
 from algs.grpo import GRPO
@@ -19,7 +20,7 @@ from core.types.samples import Prompt
 from data_feeds.chat.demonstrations import make_demonstration
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_groups, load_prompts
-from driver.checks.demonstrations import check_demonstrated
+from driver.checks.terms import check_demonstrated, check_sources
 from driver.load_recipe import load_recipe
 from driver.records.rollout_metrics import measure_groups, measure_staleness
 from rewards import resolve_reward
@@ -134,6 +135,47 @@ def test_what_nobody_would_learn_or_score_is_refused(chat, tmp_path, recipe):
             check_demonstrated(cfg, alg, feed)
     with pytest.raises(UserError, match=r"reward.function=environment"):
         check_demonstrated(load_recipe(RLConfig, recipe({"reward.function": "environment"}), []).cfg, CHORD(), shown)
+
+
+def test_the_sources_of_a_mixture_are_those_of_its_terms(chat, tmp_path):
+    feed = load(chat, write(tmp_path, {"messages": [user("1")]}))
+    check_sources(BySource(by_source={"rows": {"name": "grpo"}}), feed)
+    with pytest.raises(UserError, match=r"for the source 'other', and data.train has rows"):
+        check_sources(BySource(by_source={"rows": {"name": "grpo"}, "other": {"name": "grpo"}}), feed)
+    path = write(tmp_path, {"messages": [user("1")]})
+    both = load(chat, [{"path": path, "name": "rows"}, {"path": path, "name": "more"}])
+    with pytest.raises(UserError, match="no term of BySource trains on the source 'more'"):
+        check_sources(BySource(by_source={"rows": {"name": "grpo"}}), both)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"by_source": {"a": {"name": "grpo"}}, "kl": {"coef": 0.1}}, "kl is a setting of each source"),
+        ({"by_source": {"a": {"name": "grpo"}}, "coefs": {"b": 0.5}}, "coefs names b"),
+        ({"by_source": {"a": {"name": "ppo"}}}, "PPO has a value model"),
+        ({"by_source": {"a": {"name": "dpo"}}}, "DPO compares completions"),
+        ({"by_source": {"a": {"name": "grpo", "clip": 0.1}}}, "alg.by_source.a.clip"),
+        ({"by_source": {"a": {"name": "no_such"}}}, "no_such"),
+    ],
+)
+def test_a_mixture_of_algorithms_refuses_what_it_cannot_train(recipe, settings, why):
+    with pytest.raises(UserError, match=why):
+        load_recipe(RLConfig, recipe({"alg": settings}), [])
+
+
+def test_a_run_has_an_algorithm_per_source(tmp_path, recipe):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    sums = [{"messages": [user(f"{n}+1=")], "answer": str(n + 1)} for n in range(8)]
+    shown = [{**row, "demonstration": row["answer"]} for row in sums]
+    sources = [{"path": write(tmp_path / at, *rows), "name": at} for at, rows in (("a", sums), ("b", shown))]
+    alg = {"by_source": {"a": {"name": "grpo", "entropy_coef": 0.01}, "b": {"name": "sft"}}, "coefs": {"b": 0.5}}
+    assert run_here(main_rl, "--config", recipe({"alg": alg, "data.train": sources, "trainer.lr": 1e-2})) == (0, "")
+    steps = metrics_of(folder_of(tmp_path))
+    assert [step["train/term/b/coef"] for step in steps] == [0.5, 0.5]
+    parts = [step["train/term/a/loss"] + 0.5 * step["train/term/b/loss"] for step in steps]
+    assert [step["train/loss"] for step in steps] == pytest.approx(parts)
+    assert all("train/entropy" in step for step in steps)
 
 
 def test_a_run_learns_from_its_demonstrations(tmp_path, recipe):

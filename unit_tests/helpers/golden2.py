@@ -17,10 +17,10 @@ RL2, PREF2 = GOLDEN2["fixtures"]["rl"], GOLDEN2["fixtures"]["pref"]
 COLUMNS = {"ref_logp": "ref", "teacher_logp": "tea", "prox_logp": "old"}
 
 
-def rl_groups(advantage: str | None, poison: float, *, demonstrates: bool = False) -> list[Group]:
+def rl_groups(advantage: str | None, poison: float, *, demonstrates: str = "") -> list[Group]:
     """The responses as groups of samples, each with two prompt tokens before it. advantage: column, None for none.
 
-    demonstrates: the rows of `demo` are demonstrations, which no policy sampled.
+    demonstrates: column of the fixture whose rows of 1 are demonstrations, which no policy sampled.
     """
     groups: dict[int, Group] = {}
     for b, mask in enumerate(RL2["mask"]):
@@ -30,7 +30,7 @@ def rl_groups(advantage: str | None, poison: float, *, demonstrates: bool = Fals
             own = own if isinstance(own, list) else [own] * len(mask)
             return [poison, poison, *(x if m else poison for x, m in zip(own, mask, strict=True))]
 
-        given, n = demonstrates and bool(RL2["demo"][b]), len(mask) + 2
+        given, n = demonstrates and bool(RL2[demonstrates][b]), len(mask) + 2
         sample = make_sample(
             dtype=DOUBLE,
             prompt=Prompt(id=str(RL2["prompt"][b]), messages=[], source=str(RL2["source"][b])),

@@ -1,4 +1,4 @@
-"""Check the demonstrations of an RL data set against the algorithm and the reward."""
+"""Check the terms of an algorithm against the data set: its demonstrations and its sources."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from configs.schema import RLConfig
 from core.errors import UserError
 from core.types.samples import Prompt
 from data_feeds.feed import Feed
+
+
+def check_sources(alg: Algorithm, prompts: Feed[Prompt]) -> None:
+    """Raise UserError for a term of a source that the data lack, and for a source of which no term trains."""
+    there = {p.source for p in prompts.all()}
+    for term in alg.terms:
+        if absent := sorted((term.sources or frozenset()) - there):
+            raise UserError(
+                f"the term {term.name} of {type(alg).__name__} is for the source {absent[0]!r}, and data.train has "
+                f"{', '.join(sorted(there))}: name the sources as data.train does"
+            )
+    covered = {source for term in alg.terms for source in (there if term.sources is None else term.sources)}
+    if alg.terms and (missing := sorted(there - covered)):
+        raise UserError(f"no term of {type(alg).__name__} trains on the source {missing[0]!r} of data.train: add one")
 
 
 def check_demonstrated(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:
