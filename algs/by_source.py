@@ -1,12 +1,12 @@
-"""An algorithm per source of a mixture, each with its own settings and its own loss_norm.
+"""An algorithm per source of a mixture, each with settings and a loss_norm of its own.
 
     alg: {by_source: {gsm8k: {name: grpo}, chat: {name: sft}}, coefs: {chat: 0.5}}
 
     L = sum over sources s of   coef_s  L_s(tokens of s)
 
-Each L_s is a mean over the tokens, sequences or prompts of its own source: coefficients balance the sources, and not
+Each L_s is a mean over the tokens, sequences or prompts of that source: coefficients balance the sources, and not
 how many tokens each has. Algorithms of reinforcement learning train on sampled tokens, those of supervised learning on
-the demonstrations of their source (the column demonstration of its rows).
+the source's demonstrations (the column demonstration of its rows).
 
 Others: prime-rl routes by environment with one count per component, as here; verl's several teachers share one count.
 """
@@ -21,12 +21,11 @@ from typing import Any
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from algs import find_algorithm
-from algs.base import Algorithm, Metrics, PolicyGradient, assign_advantages
-from configs.load import validate
+from algs import load_nested
+from algs.base import Algorithm, Metrics, PolicyGradient, Term, assign_advantages
 from core.errors import RunStopped
 from core.types.samples import Group, Policy, ScoredColumn, Tokens
-from core.types.terms import Term, TokenLoss
+from core.types.terms import TokenLoss
 
 OF_EACH = ("correction", "kl", "overlong", "entropy_coef", "loss_norm")
 
@@ -61,7 +60,7 @@ class BySource(PolicyGradient):
 
     @cached_property
     def _loaded(self) -> dict[str, Algorithm]:
-        return {source: _load(source, settings) for source, settings in self.by_source.items()}
+        return {source: load_nested(settings, f"by_source.{source}") for source, settings in self.by_source.items()}
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -84,7 +83,7 @@ class BySource(PolicyGradient):
         return (of_term or self.loss)(policy, tokens)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        """Raise an error: every token has the loss of its source."""
+        """Raise an error: every token has the loss of a source."""
         raise AssertionError("every token is in a term of its source")
 
     @property
@@ -136,11 +135,3 @@ class BySource(PolicyGradient):
         if source not in self.algorithms:
             raise RunStopped(f"alg.by_source has no algorithm for the source {source!r}: add it")
         return self.algorithms[source]
-
-
-def _load(source: str, settings: dict[str, Any]) -> Algorithm:
-    spec, cls = find_algorithm(settings)
-    if not spec.in_package:
-        raise ValueError(f"by_source.{source}.file: only modules of algs/ can be mixed: name one with name")
-    alg: Algorithm = validate(cls, settings, prefix=f"alg.by_source.{source}.")
-    return alg

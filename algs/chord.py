@@ -16,10 +16,9 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from algs.base import Metrics
+from algs.base import Metrics, Term
 from algs.grpo import GRPO
 from core.types.samples import Policy, Tokens
-from core.types.terms import Term
 
 
 class CHORD(GRPO):

@@ -27,8 +27,6 @@ Related losses are settings:
                           L = -log sigmoid(beta h - target_margin)           https://arxiv.org/abs/2405.14734
     f-DPO                 divergence: forward_kl, js or alpha: h = f'(w) - f'(l)     https://arxiv.org/abs/2309.16240
     Iterative RPO         nll_coef: 1, adds the mean over y_w's tokens of -log pi    https://arxiv.org/abs/2404.19733
-    CPO                   reference_free: true, nll_coef: 1, nll_norm: token, adds the mean over the update's chosen
-                          tokens of -log pi                                  https://arxiv.org/abs/2401.08417, Eq. 3-5
     LD-DPO                length_decay: 0.5, the weight of a completion's tokens beyond the length of the shorter one
                           https://arxiv.org/abs/2409.06411
 
@@ -36,8 +34,7 @@ If pi = pi_ref, h = 0 and the sigmoid loss is log 2. `pair/margin` is h without 
 are the two sums. If both decrease together, the model unlearns both completions.
 
 Others: TRL's `ipo` takes token means (length_norm) without saying so, OpenRLHF sums; TRL's `sigmoid` ignores
-label_smoothing, and takes its NLL (`sft`) over all chosen tokens of a micro-batch (nll_norm: token, over those of the
-update); its CPO's NLL covers prompt tokens too. Robust DPO has no lower bound.
+label_smoothing, and takes its NLL (`sft`) over all chosen tokens of a micro-batch. Robust DPO has no lower bound.
 BCO's running mean delta is left out, as in TRL's `bco_pair`.
 """
 
@@ -53,17 +50,8 @@ from torch.nn.functional import logsigmoid
 
 from algs.base import Metrics
 from algs.ops import MAX_LOG_RATIO, sequence_sum
-from algs.preference import (
-    Divergence,
-    Pairwise,
-    discount_length,
-    f_divergence,
-    find_chosen,
-    pair_metrics,
-    pair_sum,
-)
+from algs.preference import Divergence, Pairwise, discount_length, f_divergence, pair_metrics, pair_sum
 from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens
-from core.types.terms import Term
 
 
 class DPO(Pairwise):
@@ -84,8 +72,6 @@ class DPO(Pairwise):
     """Divergence from the reference that the margin stands for; alpha is 0.5."""
     nll_coef: float = Field(0.0, ge=0)
     """Weight of the chosen completion's mean negative log-likelihood."""
-    nll_norm: Literal["sequence", "token"] = "sequence"
-    """sequence: the mean over each chosen completion. token: one mean over all chosen tokens of the update."""
     length_decay: float = Field(1.0, ge=0, le=1)
     """Weight in the sums of the tokens by which a completion is longer than the other one of its pair."""
 
@@ -99,8 +85,6 @@ class DPO(Pairwise):
             raise ValueError("form: exo divides by label_smoothing: set it, such as 0.1")
         if self.target_margin and (self.form != "sigmoid" or self.label_smoothing):
             raise ValueError("target_margin belongs to the form sigmoid without label_smoothing: leave it out")
-        if self.nll_norm == "token" and not self.nll_coef:
-            raise ValueError("nll_norm has no effect without nll_coef: set it, such as 1")
         if self.length_norm and self.length_decay < 1:
             raise ValueError("length_decay is for sums, and length_norm takes means: leave one of them out")
         return self
@@ -108,18 +92,6 @@ class DPO(Pairwise):
     @property
     def required_columns(self) -> frozenset[ScoredColumn]:
         return frozenset() if self.reference_free else frozenset({"ref_logp"})
-
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        if self.nll_norm == "sequence":
-            return ()
-        return (
-            Term("pair", self.loss),
-            Term("nll", self.imitate, on=find_chosen, norm="token", coef=self.nll_coef),
-        )
-
-    def imitate(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        return -policy.logp, {}
 
     def token_share(self, sample: Sample) -> float:
         return 1 / sample.n_trained if self.length_norm else 1.0
@@ -137,7 +109,7 @@ class DPO(Pairwise):
         is_chosen = tokens.advantage > 0
         chosen, rejected = pair_sum(signed * is_chosen, tokens), -pair_sum(signed * ~is_chosen, tokens)
         loss = self.compare(*(f_divergence(gain, self.divergence) for gain in (chosen, rejected)))
-        if self.nll_coef and self.nll_norm == "sequence":
+        if self.nll_coef:
             # every token of the pair has the pair's mean, so that their weights sum to one
             share = is_chosen / sequence_sum(torch.ones_like(signed), tokens.seq_ids)
             loss = loss - self.nll_coef * pair_sum(policy.logp * share, tokens)

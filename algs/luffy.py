@@ -15,11 +15,10 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from algs.base import GroupRelative, Metrics
+from algs.base import GroupRelative, Metrics, Term
 from algs.ops import importance_ratio
 from core.types.arrays import Mask
 from core.types.samples import Origin, Policy, Sample, Tokens
-from core.types.terms import Term
 
 
 class LUFFY(GroupRelative):

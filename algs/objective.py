@@ -80,7 +80,7 @@ def _describe(term: Term, loss: Tensor) -> Metrics:
 
 
 def select(policy: Policy, at: Tensor) -> Policy:
-    """Return the policy at some of its tokens, [M] -> [m]."""
+    """Return the policy at some of the tokens, [M] -> [m]."""
 
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -11,11 +11,10 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from algs.base import Metrics
+from algs.base import Metrics, Term
 from algs.grpo import GRPO
 from core.types.arrays import Mask
 from core.types.samples import Policy, Sample, Tokens
-from core.types.terms import Term
 
 
 class PositiveNLL(GRPO):

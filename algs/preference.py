@@ -13,7 +13,6 @@ from torch.nn.functional import logsigmoid
 
 from algs.base import Algorithm, Metrics, with_advantages
 from algs.ops import MAX_LOG_RATIO, sequence_sum
-from core.types.arrays import Mask
 from core.types.samples import Group, LossNorm, Rows, Sample, Tokens
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
@@ -64,11 +63,6 @@ def is_pair(group: Group) -> bool:
 def preference_sign(sample: Sample) -> float:
     """Return +1 for a chosen or desirable completion (reward 1), otherwise -1 (reward 0)."""
     return 1.0 if sample.reward else -1.0
-
-
-def find_chosen(sample: Sample) -> Mask:
-    """Return the trained tokens of a chosen completion, [L]; none of a rejected one."""
-    return sample.loss_mask & (preference_sign(sample) > 0)
 
 
 def with_advantage_of(groups: list[Group], compute: Callable[[Sample], float]) -> list[Group]:

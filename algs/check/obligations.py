@@ -26,9 +26,9 @@ from algs.check.cuts import SPLITS as BRANCHED_SPLITS
 from algs.check.cuts import cut_in_alternation, may_be_cut_into_samples, reads_observed
 from algs.check.declared import reads_what_it_declares
 from algs.check.fixtures import MadeUpStep, Tables
-from algs.check.instruments import with_settings
+from algs.check.instruments import with_settings, with_terms
 from algs.check.off_policy import binds_outwards, clips_on_the_right_side, corrects_the_engine_once
-from algs.check.terms import keeps_its_terms_apart, with_terms
+from algs.check.terms import keeps_its_terms_apart
 from algs.check.update import (
     SPLITS,
     NotApplicable,

@@ -111,13 +111,13 @@ class TermTokens:
     at: Tensor
     """[m] int64, their places among the M."""
     tokens: Tokens
-    """With the weights of this term, and with the columns that exist at all of its tokens."""
+    """With the weights of this term, and with the columns that exist at all of them."""
 
     def __reduce__(self) -> Any:
         return with_tensors, (TermTokens, without_tensors(self))
 
     def to(self, device: torch.device | str) -> TermTokens:
-        """Return the same with its tensors on `device`."""
+        """Return the same on `device`."""
         return TermTokens(at=self.at.to(device), tokens=self.tokens.replace(**_move_tensors(self.tokens, device)))
 
 

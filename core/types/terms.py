@@ -31,7 +31,7 @@ Has = Literal["all", "no rollout", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Loss on tokens of its own, with its own denominator and coefficient; see Algorithm.terms."""
+    """Loss with tokens, denominator and coefficient of its own; see Algorithm.terms."""
 
     name: str
     """Name of the term in the log: `term/NAME/loss`."""

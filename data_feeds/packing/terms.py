@@ -33,7 +33,7 @@ class TermShare:
 
 
 def find_tokens(term: Term, groups: list[Group]) -> tuple[list[Mask], list[list[int]], Has]:
-    """Return a term's tokens by sample, the tokens that its denominator counts, [groups][samples], and its columns."""
+    """Return a term's tokens by sample, those that the denominator counts, [groups][samples], and the columns."""
     if term.on == "observed":
         _check_one_sample_each(term, groups)
     samples = [s for g in groups for s in g]

@@ -78,7 +78,7 @@ MORE: list[Variant] = [
     ("rloo", {"credit": "turn", **KL_IN_REWARD}),
     ("dpo", {"form": "ipo", "length_norm": True}),
     ("dpo", {"form": "robust", "label_smoothing": 0.2}),
-    ("dpo", {"reference_free": True, "nll_coef": 1.0, "nll_norm": "token"}),
+    ("dpo_nll", {"reference_free": True, "form": "hinge"}),
     ("echo", {"alpha": 0.5, "loss_norm": "sequence", "kl": {"coef": 0.1}, "entropy_coef": 0.01}),
     ("chord", {"phi": False, "mu": 0.5, "loss_norm": "constant"}),
     ("luffy", {"loss_norm": "constant", "scale_rewards": "group"}),

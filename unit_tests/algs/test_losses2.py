@@ -7,6 +7,7 @@ from algs.base import Algorithm
 from algs.by_source import BySource
 from algs.chord import CHORD
 from algs.dpo import DPO
+from algs.dpo_nll import DPOWithNLL
 from algs.dro import DRO
 from algs.echo import ECHO
 from algs.gpg import GPG
@@ -44,8 +45,8 @@ CASES: dict[str, Algorithm] = {
     "best_of_n/nll": RAFT(keep="best", correction=OFF),
     "raft_pp/clip": RAFT(threshold=1.0, clip=0.2, correction=OFF),
     "pref/rpo_nll_seq_mean": DPO(nll_coef=1.0),
-    "pref/rpo_nll_token_mean": DPO(nll_coef=1.0, nll_norm="token"),
-    "pref/cpo": DPO(reference_free=True, nll_coef=1.0, nll_norm="token"),
+    "pref/rpo_nll_token_mean": DPOWithNLL(),
+    "pref/cpo": DPOWithNLL(reference_free=True),
     "pref/apo_zero": DPO(form="apo_zero"),
     "pref/apo_down": DPO(form="apo_down"),
     "pref/nca_pair": DPO(form="nca"),

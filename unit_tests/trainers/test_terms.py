@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from algs.chord import CHORD
-from algs.dpo import DPO
+from algs.dpo_nll import DPOWithNLL
 from algs.echo import ECHO
 from core.types.samples import Group
 from data_feeds.packing.batches import micro_batches
@@ -16,7 +16,7 @@ from unit_tests.helpers.local_trainers import change
 ALGS = {
     "echo": ECHO(alpha=0.5, entropy_coef=0.01),
     "chord": CHORD(mu=0.4, loss_norm="sequence"),
-    "dpo": DPO(reference_free=True, nll_coef=1.0, nll_norm="token"),
+    "dpo": DPOWithNLL(reference_free=True),
 }
 
 
