@@ -1,17 +1,24 @@
 """One gradient of several terms, however it is cut, and the log of each term."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import main_sl
 from algs.chord import CHORD
 from algs.dpo_nll import DPOWithNLL
 from algs.echo import ECHO
+from configs.schema import RLConfig
+from core.errors import UserError
 from core.types.samples import Group
 from data_feeds.packing.batches import micro_batches
-from unit_tests.helpers.examples import families, some_groups
+from driver.load_recipe import load_recipe
+from driver.start.observers import plan_observers
+from unit_tests.helpers.examples import families, run_here, some_groups
 from unit_tests.helpers.local_trainers import change
+from unit_tests.helpers.runs import evaluations_of, folder_of, metrics_of
 
 ALGS = {
     "echo": ECHO(alpha=0.5, entropy_coef=0.01),
@@ -64,3 +71,30 @@ def test_the_gradient_is_the_sum_of_two_algorithms(tiny_path):
     none, half, one = found
     assert (none + one - 2 * half).norm() < 1e-5 * one.norm()
     assert (one - none).norm() > 0.1 * none.norm()
+
+
+def test_a_supervised_run_logs_its_terms(tmp_path, recipe):
+    rows = [{"messages": f"{i}+1=", "chosen": f"{i + 1}", "rejected": f"{i}"} for i in range(6)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alg = {"name": "dpo_nll", "reference_free": True, "nll_mean": 0.5}
+    changes = {"alg": alg, "data.train": str(path), "data.eval": str(path), "eval_every": 1}
+    assert run_here(main_sl, "--config", recipe(changes, kind="sl")) == (0, "")
+    folder = folder_of(tmp_path)
+    steps = metrics_of(folder)
+    parts = [step["train/term/pair/loss"] + 0.5 * step["train/term/nll/loss"] for step in steps]
+    assert [step["train/loss"] for step in steps] == pytest.approx(parts)
+    assert all("eval/term/nll/loss" in step for step in evaluations_of(folder).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"alg": {"name": "echo"}, "capture": {"every": 1}}, "leave capture out"),
+        ({"alg": {"name": "echo"}, "compare_losses": ["gspo"]}, "several terms cannot be compared"),
+        ({"compare_losses": ["echo"]}, "several terms cannot be compared"),
+    ],
+)
+def test_what_records_one_loss_per_token_refuses_several(recipe, changes, why):
+    with pytest.raises(UserError, match=why):
+        plan_observers(load_recipe(RLConfig, recipe(changes), []))
