@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 
 def find_algorithm(settings: dict[str, Any]) -> tuple[FileSpec, type[Algorithm]]:
-    """Return the file of `alg.name` or `alg.file`, and the only Algorithm defined in it."""
+    """Return the file of `alg.name` or `alg.file`, or the module by_source, and the only Algorithm defined in it."""
     name, path = settings.get("name"), settings.get("file")
+    if not name and not path and "by_source" in settings:
+        name = "by_source"
     if bool(name) == bool(path):
         raise UserError("alg needs either a name (a module of algs/) or a file (a path), and not both")
     for key, given in (("name", name), ("file", path)):
@@ -56,3 +58,14 @@ def load_algorithm_class(spec: FileSpec) -> type[Algorithm]:
 def load_algorithm(spec: FileSpec, settings: dict[str, Any]) -> Algorithm:
     """Create the algorithm with its hyper-parameters in this process; the file's hash is checked."""
     return load_algorithm_class(spec)(**settings)
+
+
+def load_nested(settings: dict[str, Any], key: str) -> Algorithm:
+    """Create an algorithm that another one holds under `alg.key`, of a module of this folder."""
+    # imported here, as in algs.check: the mathematics needs no configuration
+    from configs.load import validate
+
+    spec, cls = find_algorithm(settings)
+    if not spec.in_package:
+        raise UserError(f"alg.{key}.file: only modules of algs/ may be mixed: set a name instead")
+    return validate(cls, settings, prefix=f"alg.{key}.")

@@ -7,25 +7,26 @@ defines the contribution of a token.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
-from algs.credit import ScaleRewards, group_advantages, reward_std, sum_terms, whiten, with_advantages
+from algs.credit import ScaleRewards, group_advantages, reward_std, sum_terms, whiten_tokens, with_advantages
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
 from algs.reductions import Stage, Stages
 from algs.state import Stateful
 from algs.teachers import START, Teacher
 from algs.terms import KL, AdaptiveEntropy, Correction, Overlong
-from algs.turns import number_turns, returns_std, reward_to_go, rewards_of_turns, turn_advantages
+from algs.turns import returns_std, reward_to_go, rewards_of_turns, spread_turns, turn_advantages
 from algs.validate import Metrics, check_per_token, check_samples
 from core.types.arrays import Floats
 from core.types.episodes import prepare_credit
 from core.types.measures import Measure
-from core.types.samples import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
+from core.types.samples import Group, LossNorm, Origin, Policy, Rows, Sample, ScoredColumn, Tokens
+from core.types.terms import Term, TokenLoss
 
 
 class Algorithm(Stateful):
@@ -112,6 +113,11 @@ class Algorithm(Stateful):
         """
         return groups
 
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Several losses, each on tokens of its own. Empty: one term, `loss` on the sampled tokens."""
+        return ()
+
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return the loss per token, [M], not reduced; and metrics, [M] each."""
         raise NotImplementedError
@@ -120,9 +126,9 @@ class Algorithm(Stateful):
         """Return the loss of the value model's prediction before each token, [M] -> [M]; and metrics, [M] each."""
         raise NotImplementedError
 
-    def objective(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        """Return the minimised objective, [M]: the loss, plus terms of this kind of algorithm."""
-        return self.loss(policy, tokens)
+    def objective(self, policy: Policy, tokens: Tokens, of_term: TokenLoss | None = None) -> tuple[Tensor, Metrics]:
+        """Return the minimised objective, [M]: the loss (that of a term, or `loss`), plus terms of this kind."""
+        return (of_term or self.loss)(policy, tokens)
 
 
 class PolicyGradient(Algorithm):
@@ -199,12 +205,12 @@ class PolicyGradient(Algorithm):
             return None
         return sample.reward + self.overlong.compute_penalty(sample) + sum_terms(self.kl_rewards(sample))
 
-    def objective(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+    def objective(self, policy: Policy, tokens: Tokens, of_term: TokenLoss | None = None) -> tuple[Tensor, Metrics]:
         """Return correction x policy loss + KL - entropy, [M]; KL and entropy are not corrected."""
         tokens = with_prox(policy, tokens)
         rollout, prox = tokens.rollout_logp, tokens.prox_logp
         # checked before the correction, which would spread a mean over all tokens
-        loss, metrics = check_per_token(self, self.loss(policy, tokens), tokens)
+        loss, metrics = check_per_token(self, (of_term or self.loss)(policy, tokens), tokens)
         rho = importance_ratio(prox, rollout)
         # k3 of KL(rollout || prox): unbiased on the engine's samples, and never negative
         metrics["mismatch/kl"] = rho - 1 - rho.log()
@@ -238,12 +244,7 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
     credited = alg.compute_advantages(given)
     check_samples(alg, given, credited)
     # After the advantages: the reward of a truncated completion still counts in the group's mean.
-    if alg.overlong.mode == "filter":
-        credited = [
-            [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
-            for group in credited
-        ]
-    return give_back(credited)
+    return give_back(alg.overlong.exclude_truncated(credited))
 
 
 def accepts_group(alg: Algorithm, group: Group) -> bool:
@@ -305,7 +306,7 @@ class GroupRelative(TurnCredit):
     leave_one_out: bool = False
     """true: mean over the other samples of the group (RLOO). false: over all samples."""
     whiten: bool = False
-    """Finally normalise the advantages of a step's tokens to mean 0 and variance 1."""
+    """Finally normalise the advantages of a step's tokens to mean 0 and variance 1; 0 outside the baseline."""
     dynamic_sampling: bool = False
     """Replace a group of equal rewards by another prompt (DAPO)."""
 
@@ -313,7 +314,16 @@ class GroupRelative(TurnCredit):
     def needs_siblings(self) -> bool:
         return True
 
+    @property
+    def baseline_origins(self) -> frozenset[Origin]:
+        """Origins of the samples that the group's mean counts; the others are compared with it."""
+        return frozenset({"policy"})
+
+    def counts(self, sample: Sample) -> bool:
+        return sample.origin in self.baseline_origins
+
     def accept_group(self, group: Group) -> bool:
+        group = [s for s in group if self.counts(s)]
         if self.dynamic_sampling and self.credit == "turn":  # without the KL, which nobody has computed yet
             earned = [None if s.reward is None else rewards_of_turns(s, s.reward) for s in group]
             returns = [None if r is None else reward_to_go(r, self.turn_discount) for r in earned]
@@ -325,24 +335,19 @@ class GroupRelative(TurnCredit):
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         credit = self._credit_turns(groups) if self.credit == "turn" else self._credit_episodes(groups)
         if self.whiten:
-            samples = (s for g in groups for s in g)
-            # over tokens and not samples, because a long sample has more terms in the loss
-            credit = whiten([np.broadcast_to(a, s.n_trained) for s, a in zip(samples, credit, strict=True)])
+            samples = [s for g in groups for s in g]
+            credit = whiten_tokens(samples, credit, [self.counts(s) for s in samples])
         return with_advantages(groups, credit)
 
     def _credit_episodes(self, groups: list[Group]) -> list[float]:
+        counted = [[self.counts(s) for s in g] for g in groups]
         rewards = [[self.penalised_reward(s) for s in g] for g in groups]
-        std = reward_std([r for g in rewards for r in g])
-        scale, leave_one_out = self.scale_rewards, self.leave_one_out
-        centred = (group_advantages(g, scale=scale, leave_one_out=leave_one_out, batch_std=std) for g in rewards)
-        return [a for g in centred for a in g]
+        std = reward_std([self.penalised_reward(s) for g in groups for s in g if self.counts(s)])
+        credit = partial(group_advantages, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)
+        return [a for g, own in zip(rewards, counted, strict=True) for a in credit(g, counted=own)]
 
     def _credit_turns(self, groups: list[Group]) -> list[Floats]:
-        returns = [[self.turn_returns(s) for s in g] for g in groups]
+        returns = [[self.turn_returns(s) if self.counts(s) else None for s in g] for g in groups]
         std = returns_std([r for g in returns for r in g])
-        advantages = [
-            turn_advantages(g, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)
-            for g in returns
-        ]
-        rows = ((s, a) for g, own in zip(groups, advantages, strict=True) for s, a in zip(g, own, strict=True))
-        return [a[number_turns(s)] for s, a in rows]
+        credit = partial(turn_advantages, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)
+        return spread_turns([s for g in groups for s in g], [a for g in returns for a in credit(g)])

@@ -23,6 +23,7 @@ def group_advantages(
     scale: ScaleRewards = "none",
     leave_one_out: bool = False,
     batch_std: float = 1.0,
+    counted: Sequence[bool] | None = None,
 ) -> list[float]:
     """Compute rewards minus the group's mean, scaled, [G] -> [G].
 
@@ -30,22 +31,34 @@ def group_advantages(
     mean reward (MaxRL, https://arxiv.org/abs/2602.02710; 0 unless the mean is positive). With rewards 0 and 1, MaxRL
     ascends the first G - 1 terms of log E R.
     leave_one_out: use the mean over the other samples (RLOO, https://arxiv.org/abs/2402.14740).
+    counted: samples that the mean and the deviation count; None: all. The others are compared with their mean.
     A failed sample (None) is excluded from the statistics and gets 0. A group of equal rewards gets exactly 0, not
     rounding noise divided by epsilon.
 
     >>> group_advantages([1.0, 0.0, None])
     [0.5, -0.5, 0.0]
+    >>> group_advantages([1.0, 0.0, 1.0], counted=[True, True, False])
+    [0.5, -0.5, 0.5]
     """
-    scored = [r for r in rewards if r is not None]
-    if len(scored) < 2 or max(scored) == min(scored):
+    counts = [True] * len(rewards) if counted is None else counted
+    scored = [r for r, counts_it in zip(rewards, counts, strict=True) if counts_it and r is not None]
+    is_flat = len(scored) < 2 or max(scored) == min(scored)
+    if len(scored) < 2 or (is_flat and (scale == "group" or all(counts))):
         return [0.0] * len(rewards)
     n = len(scored)
     # fsum rounds once, so the result does not depend on the order of the samples, which varies with timing.
     mean = math.fsum(scored) / n
-    factor = choose_factor(
-        scale, n=n, mean=mean, std=reward_std(rewards), batch_std=batch_std, leave_one_out=leave_one_out
+    of_counted, of_others = (
+        choose_factor(scale, n=n, mean=mean, std=reward_std(scored), batch_std=batch_std, leave_one_out=without)
+        for without in (leave_one_out, False)  # the mean over the others of a sample that it does not count is the mean
     )
-    return [0.0 if r is None else (r - mean) * factor for r in rewards]
+
+    def compare(reward: float | None, counts_it: bool) -> float:
+        if reward is None or (counts_it and is_flat):
+            return 0.0
+        return (reward - mean) * (of_counted if counts_it else of_others)
+
+    return [compare(r, counts_it) for r, counts_it in zip(rewards, counts, strict=True)]
 
 
 def choose_factor(
@@ -85,6 +98,14 @@ def whiten(values: Sequence[Floats]) -> list[Floats]:
     centred = flat - sum_terms(flat) / n
     done = centred * (sum_terms(centred**2) / n + 1e-8) ** -0.5
     return np.split(done, np.cumsum([len(row) for row in values])[:-1])
+
+
+def whiten_tokens(samples: Sequence[Sample], credit: Sequence[float | Floats], counted: Sequence[bool]) -> list[Floats]:
+    """Whiten advantages over the trained tokens of all counted samples; those of other samples become 0."""
+    rows = [np.broadcast_to(a, s.n_trained) for s, a in zip(samples, credit, strict=True)]
+    # over tokens and not samples, because a long sample has more terms in the loss
+    whitened = iter(whiten([row for row, counts in zip(rows, counted, strict=True) if counts]))
+    return [next(whitened) if counts else np.zeros(len(row)) for row, counts in zip(rows, counted, strict=True)]
 
 
 def sum_terms(values: Floats) -> float:

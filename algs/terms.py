@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from algs.state import Controller, State, Stateful, StepSeen
 from algs.teachers import START, Teacher
 from core.strict_model import StrictModel
 from core.types.measures import At, Measure
-from core.types.samples import Policy, Sample, ScoredColumn, Tokens
+from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens
 
 
 class Correction(StrictModel):
@@ -268,3 +270,12 @@ class Overlong(StrictModel):
             return 0.0
         assert self.max_tokens is not None and self.buffer is not None
         return self.coef * overlong_penalty(sample.n_sampled, max_tokens=self.max_tokens, buffer=self.buffer)
+
+    def exclude_truncated(self, groups: list[Group]) -> list[Group]:
+        """Return the groups with every truncated sample excluded, for mode filter."""
+        if self.mode != "filter":
+            return groups
+        return [
+            [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
+            for group in groups
+        ]

@@ -60,6 +60,12 @@ def number_turns(sample: Sample) -> NDArray[np.intp]:
     return np.searchsorted(begins, np.flatnonzero(sample.loss_mask), side="right") - 1
 
 
+def spread_turns(samples: Sequence[Sample], advantages: Sequence[Floats]) -> list[Floats]:
+    """Return the advantage of each trained token's turn, [n] of each sample; 0 for a sample outside the statistics."""
+    pairs = zip(samples, advantages, strict=True)
+    return [a[number_turns(s)] if len(a) > 1 else np.broadcast_to(a, s.n_trained) for s, a in pairs]
+
+
 def turn_advantages(
     returns: Sequence[Floats | None],
     *,

@@ -98,10 +98,12 @@ def load_prompts(
     *,
     seed: int,
     env_tools: Sequence[ToolSpec] = (),
+    max_new_tokens: int | None = None,
 ) -> Feed[Prompt]:
     """Load and validate prompts. Raises UserError for a source with too few valid rows.
 
-    env_tools: tools of the environment. Their tokens count towards the length of every prompt.
+    env_tools: tools of the environment. Their tokens count towards the length of every prompt. max_new_tokens: limit of
+    a demonstration, after the longest prompt; None: demonstrations are not read.
     """
     return _load_feed(
         data,
@@ -110,6 +112,7 @@ def load_prompts(
         ROW_TYPES["prompts"],
         seed=seed,
         max_tokens=data.max_prompt_tokens,
+        max_reply_tokens=max_new_tokens,
         env_tools=env_tools,
     )
 
@@ -165,6 +168,7 @@ def _load_feed(
     *,
     seed: int,
     max_tokens: int,
+    max_reply_tokens: int | None = None,
     train_on: TrainOn = (),
     env_tools: Sequence[ToolSpec] = (),
 ) -> Feed[Any]:
@@ -181,6 +185,7 @@ def _load_feed(
             key=key,
             prefix=f"{config.log_name}/" if mixed else "",
             max_tokens=max_tokens,
+            max_reply_tokens=max_reply_tokens,
             max_image_pixels=data.max_image_pixels,
             train_on=train_on,
             system_prompt=data.system_prompt,

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
 from algs.base import Algorithm, PolicyGradient
+from algs.objective import check_terms
 from configs.load import (
     apply_override,
     find_inherited,
@@ -77,6 +78,7 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
         # Only here are both known: the algorithm's section does not see `rollout`.
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg)
+    check_terms(alg)
     check_metric_names(cfg, alg, spec)
     # A run's own config.yaml contains every key, used or not; only a recipe's keys are the user's intention.
     if given is not None:

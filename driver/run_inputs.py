@@ -96,6 +96,8 @@ def hash_rows(items: Iterable[Prompt | Group]) -> str:
 def hash_row(prompt: Prompt) -> str:
     """Hash everything in a row that affects samples and rewards: messages, tools, answer and other columns."""
     row = [describe_messages(prompt.messages), prompt.tools, prompt.answer, prompt.extra]
+    if prompt.demonstration:
+        row.append(describe_messages(prompt.demonstration))
     return _hash(json.dumps(row, default=str).encode())
 
 

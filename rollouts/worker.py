@@ -16,6 +16,7 @@ from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES, Activity
 from core.timing.timeouts import wait_or_cancel
 from core.types.samples import Group, Prompt, Sample
+from data_feeds.chat.demonstrations import TurnTokenizer, make_demonstration
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser
 from rewards.pool import RewardPool
 from rewards.weights import weigh_parts, weigh_turns
@@ -63,7 +64,8 @@ class RolloutWorker:
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
         """Run `size` episodes of a prompt concurrently. Return None, and cancel them, after `rollout.timeout_s`.
 
-        An episode yields one sample, one per player, or one per branch of an agent's conversations.
+        An episode yields one sample, one per player, or one per branch of an agent's conversations. The prompt's
+        demonstration comes last.
         """
         run = self._run_agent
         if self.agents is None:
@@ -75,7 +77,18 @@ class RolloutWorker:
         finally:
             self.groups.remove(episodes)
         # None: the driver counts the timeout, and tries another engine
-        return None if samples is None else [*chain.from_iterable(samples)]
+        return None if samples is None else await self._with_demonstration([*chain.from_iterable(samples)])
+
+    async def _with_demonstration(self, group: Group) -> Group:
+        """Append the demonstration of the group's prompt, with its reward."""
+        # as the policy saw it, with the tools of the environment; an episode that failed may not have seen them
+        prompt = next((s.prompt for s in group if not s.failure), group[0].prompt)
+        if not prompt.demonstration:
+            return group
+        # a tokenizer without turns, such as a simulator's, has no demonstrations
+        sample = make_demonstration(cast(TurnTokenizer, self.tokenizer), prompt)
+        with self.timer.measure(Activity.REWARD):
+            return [*group, await self._reward_sample(Played(sample=sample, messages=prompt.demonstration))]
 
     async def _run_episode(self, tokenizer: SharedPrompt, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:
         rules = EpisodeRules(

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from algs.objective import Objective, add_terms
 from trainers.observers import BatchSeen, Observer
 
 
@@ -24,6 +25,16 @@ class Meter:
     def add(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
         """Add the values of M tokens, [M] each, with the weights of the tokens, [M]."""
         self.tokens += weight.numel()
+        self._add_values(weight, values)
+
+    @torch.no_grad()
+    def add_objective(self, weight: Tensor, found: Objective) -> None:
+        """Add the loss and the metrics of a micro-batch, averaged over its tokens or over those of each term."""
+        self.add(weight, found.metrics if found.of_terms else {"loss": found.loss, **found.metrics})
+        for own, values in found.of_terms:
+            self._add_values(own, values)
+
+    def _add_values(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
         weight = weight.double()
         for name, value in values.items():
             self._add_sums(name, torch.stack([(value.detach().double() * weight).sum(), weight.sum()]))
@@ -43,10 +54,8 @@ class Meter:
         # The second column is filler. It goes to the sums, and all are read at once: a GPU is waited for a single time.
         count = torch.tensor([self.tokens, 1.0], dtype=torch.float64, device=pairs[0].device if pairs else "cpu")
         (tokens, _), *sums = add_up(torch.stack([count, *pairs])).tolist()
-        return {
-            "tokens": tokens,
-            **{n: total / weight for n, (total, weight) in zip(names, sums, strict=True) if weight},
-        }
+        means = {n: total / weight for n, (total, weight) in zip(names, sums, strict=True) if weight}
+        return {"tokens": tokens, **add_terms(means)}
 
     def _add_sums(self, name: str, pair: Tensor) -> None:
         self.sums[name] = self.sums[name] + pair if name in self.sums else pair
@@ -73,7 +82,7 @@ class StepMetrics(Observer):
         self.update = Meter()
 
     def on_batch(self, seen: BatchSeen) -> None:
-        self.update.add(seen.batch.tokens.weight, {"loss": seen.loss, **seen.metrics})
+        self.update.add_objective(seen.batch.tokens.weight, seen.objective)
 
     def on_update(self, norms: Mapping[str, float]) -> None:
         if not norms:  # its loss may be infinite
@@ -107,7 +116,7 @@ class SourceLosses(Observer):
         tokens = seen.batch.tokens
         for i, source in enumerate(self.sources):
             # tokens of other sources get weight 0, so that the mean is that of the source
-            self.update.add(tokens.weight * (tokens.source_ids == i), {f"loss/{source}": seen.loss})
+            self.update.add(tokens.weight * (tokens.source_ids == i), {f"loss/{source}": seen.objective.loss})
 
     def on_update(self, norms: Mapping[str, float]) -> None:
         if norms:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from algs.base import Metrics
+from algs.objective import Objective
 from core.types.samples import Batch, Policy
 
 
@@ -23,17 +23,14 @@ class BatchSeen:
     batch: Batch
     policy: Policy | None
     """None for a reward model."""
-    loss: Tensor
-    """[M] loss of each token."""
-    metrics: Metrics
+    objective: Objective
 
     @staticmethod
-    def detached(batch: Batch, policy: Policy | None, loss: Tensor, metrics: Metrics) -> BatchSeen:
+    def detached(batch: Batch, policy: Policy | None, found: Objective) -> BatchSeen:
         """Return the record of a micro-batch whose graph may be freed."""
         if policy is not None:
             policy = policy.apply(Tensor.detach)
-        metrics = {name: value.detach() for name, value in metrics.items()}
-        return BatchSeen(batch=batch, policy=policy, loss=loss.detach(), metrics=metrics)
+        return BatchSeen(batch=batch, policy=policy, objective=found.detach())
 
 
 class Observer:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics
 from algs.measures import MeasurePlan, plan_measures
-from algs.totals import measure_near, sum_totals
+from algs.objective import Objective, add_totals, compute_objective, view_first
+from algs.totals import sum_totals
 from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError, writing
@@ -173,24 +173,24 @@ class Trainer:
                 self.observers.begin_update()
                 for batch in self.with_totals(micro_batches):
                     with torch.set_grad_enabled(self.alg.trains_policy):
-                        policy, loss, metrics = self._compute_loss(batch)
+                        policy, found = self._compute_loss(batch)
                     if self.alg.trains_policy:
-                        self._backward(self.policy, loss, batch)
+                        self._backward(self.policy, found.loss, batch)
                     if self.critic is not None:
                         value_loss, of_values = self._compute_value_loss(self.critic, batch)
                         self._backward(self.critic, value_loss, batch)
-                        metrics |= {"value/loss": value_loss, **of_values}
-                    self.observers.on_batch(BatchSeen.detached(batch, policy, loss, metrics))
+                        found.metrics |= {"value/loss": value_loss, **of_values}
+                    self.observers.on_batch(BatchSeen.detached(batch, policy, found))
                 self.observers.on_update(self._update_weights())
             return self.observers.finish() | {"lr": self.get_lr(self.updates_done - 1)}
 
-    def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Tensor, Metrics]:
-        """Run the forward pass; return the policy (None for a reward model), the loss [M] and the metrics."""
+    def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Objective]:
+        """Run the forward pass; return the policy (None for a reward model), and the objective."""
         if self.alg.model_kind == "reward":
-            return None, *self._compute_value_loss(self.policy, batch)
+            loss, metrics = self._compute_value_loss(self.policy, batch)
+            return None, Objective(loss=loss, metrics=metrics)
         policy = self.forward(batch)
-        loss, metrics = check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
-        return policy, loss, metrics | measure_near(batch.tokens)
+        return policy, compute_objective(self.alg, policy, batch)
 
     def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
         """Run the forward pass of a value or reward model; return the loss [M] and the metrics."""
@@ -230,8 +230,7 @@ class Trainer:
         """Return the loss and metrics of micro-batches without an update."""
         meter = Meter()
         for batch in self.with_totals(micro_batches):
-            _, loss, metrics = self._compute_loss(batch)
-            meter.add(batch.tokens.weight, {"loss": loss, **metrics})
+            meter.add_objective(batch.tokens.weight, self._compute_loss(batch)[1])
         return meter.compute_means(self.sum_over_rows)
 
     @torch.no_grad()
@@ -345,7 +344,7 @@ class Trainer:
         Batches are loaded lazily: the pixels of a whole update may take more memory than the tokens.
         """
         with torch.no_grad():
-            seen = ((self.forward(batch), batch.tokens) for batch in map(self.load, micro_batches))
+            seen = (view_first(self.forward(batch), batch) for batch in map(self.load, micro_batches))
             totals = sum_totals(self.alg, seen, self)
         for batch, own in zip(map(self.load, micro_batches), totals, strict=False):  # without end if there are none
-            yield replace(batch, tokens=own.add_to(batch.tokens))
+            yield add_totals(batch, own)

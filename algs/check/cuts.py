@@ -20,6 +20,7 @@ from algs.check.instruments import with_settings
 from algs.check.update import (
     SAME,
     WHOLE,
+    NotApplicable,
     ObligationFailed,
     Split,
     describe_difference,
@@ -37,6 +38,8 @@ SPLITS = [Split(max_tokens=60, ranks=2, padded=False), Split(max_tokens=60, rank
 
 def may_be_cut_into_samples(alg: Algorithm) -> str:
     """Compare loss and gradient of whole episodes and of cut episodes."""
+    if reads_observed(alg):
+        raise NotApplicable("a term is on observed tokens, which an episode of several samples does not tell")
     step, worst, ways = fixtures.made_up_step(alg), 0.0, 0
     norms = [norm for norm in get_args(LossNorm) if norm != alg.loss_norm]
     others = [other for norm in norms if (other := with_settings(alg, {"loss_norm": norm})) is not None]
@@ -54,6 +57,11 @@ def may_be_cut_into_samples(alg: Algorithm) -> str:
             apart = find_largest_difference(got.gradient, whole.gradient)[0] / (max_abs(whole.gradient) or 1.0)
             worst, ways = max(worst, apart), ways + 1
     return f"{ways} cuts and layouts, {1 + len(others)} loss norms, at most {worst:.0e} of the gradient apart"
+
+
+def reads_observed(alg: Algorithm) -> bool:
+    """Tell whether a term of the algorithm is on observed tokens."""
+    return any(term.on == "observed" for term in alg.terms)
 
 
 def cut_after_every_turn(group: Group) -> Group:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, cast
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
 from algs.check.distributions import draw_distributions, measure_columns
-from core.types.arrays import DOUBLE, Floats
+from core.types.arrays import DOUBLE, Floats, Mask
 from core.types.samples import TOKEN_REWARDS, Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
+from core.types.terms import find_term_tokens
 from core.types.turns import find_runs
 
 Tables = dict[str, Tensor]
@@ -77,7 +78,21 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
         [_with_columns(s, without if i % 2 else scored) for s in group]
         for i, group in enumerate(alg.prepare_groups([[*g] for g in drawn]))
     ]
+    if demonstrates(alg, groups[0][-1]):
+        groups = [[*g[:-1], as_demonstration(g[-1])] if len(g) > 2 else g for g in groups]
     return MadeUpStep(groups=groups, now=now)
+
+
+def demonstrates(alg: Algorithm, sample: Sample) -> bool:
+    """Tell whether a term of the algorithm is on demonstrated tokens."""
+    made = as_demonstration(sample)
+    return any(find_term_tokens(made, term.on, term.sources).any() for term in alg.terms)
+
+
+def as_demonstration(s: Sample) -> Sample:
+    """Return the same tokens as if they had been given as text."""
+    versions = np.full_like(s.versions, -1)
+    return replace(s, origin="demonstration", rollout_logp=np.zeros_like(s.rollout_logp), versions=versions)
 
 
 @cache
@@ -202,14 +217,17 @@ def has_column(sample: Sample, name: PoisonableColumn) -> bool:
     return name == "rollout_logp" or name in sample.columns
 
 
-def poison_column(groups: list[Group], name: PoisonableColumn, bad: float) -> list[Group]:
-    """Write `bad` into a column, if present, at every untrained token."""
+def poison_column(
+    groups: list[Group], name: PoisonableColumn, bad: float, *, keep: Callable[[Sample], Mask] | None = None
+) -> list[Group]:
+    """Write `bad` into a column, if present, at every untrained token, or at every token that `keep` leaves out."""
 
     def poison_sample(s: Sample) -> Sample:
         def replace_untrained(values: Floats) -> Floats:
-            return np.where(s.loss_mask, values, bad)
+            return np.where(s.loss_mask if keep is None else keep(s), values, bad)
 
-        if not has_column(s, name):
+        # no policy sampled a demonstration, so it has no rollout_logp at all
+        if not has_column(s, name) or (name == "rollout_logp" and s.origin == "demonstration"):
             return s
         if name == "rollout_logp":
             return replace(s, rollout_logp=replace_untrained(s.rollout_logp))
@@ -231,7 +249,8 @@ def make_on_policy(step: MadeUpStep, *, engine_gap: float = 0.0) -> list[Group]:
         # token t has the id t, so the ids index the tables
         now = step.now["logp"].numpy()[s.token_ids]
         logps: dict[Column, Floats] = {"prox_logp": now, "ref_logp": now}
-        return replace(s, rollout_logp=now - engine_gap, columns=s.columns | logps)
+        rollout_logp = s.rollout_logp if s.origin == "demonstration" else now - engine_gap
+        return replace(s, rollout_logp=rollout_logp, columns=s.columns | logps)
 
     return [[copy_logp(s) for s in g] for g in step.groups]
 

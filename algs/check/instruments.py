@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from algs.base import Algorithm, PolicyGradient
 from core.patches import is_grad_switch
 from core.strict_model import StrictModel
+from core.types.terms import Term
 
 S = TypeVar("S", bound=StrictModel)
 
@@ -93,6 +94,15 @@ def record_reads(section: S, reads: set[str], prefix: str = "") -> S:
         if isinstance(value, StrictModel) and type(value).__module__ == cls.__module__:
             inside[name] = record_reads(value, reads, f"{prefix}{name}.")
     object.__setattr__(twin, "__class__", twin_cls)  # the model itself is frozen
+    return twin
+
+
+def with_terms(alg: Algorithm, terms: tuple[Term, ...]) -> Algorithm:
+    """Return the algorithm with these terms alone."""
+    cls = type(alg)
+    twin_cls = ABCMeta.__new__(type(cls), cls.__name__, (cls,), {"terms": terms, "__module__": cls.__module__})
+    twin = alg.model_copy()
+    object.__setattr__(twin, "__class__", twin_cls)  # as in record_reads
     return twin
 
 

@@ -4,9 +4,9 @@
     python -m algs.check my_loss.py temper=0.5         a file, with hyper-parameters
 
 (d) (f) (h) (j) to (l) apply to policy gradients, (i) to algorithms on given rows (conversations, pairs, unpaired
-rows), (o) to algorithms with measures, and the others to all. All numbers are float64, and micro-batches are the real
-ones of data_feeds/packing/batches.py. Exit code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a
-hyper-parameter. With schedules, the algorithm is that of the first step.
+rows), (o) to algorithms with measures, (p) to those with terms, and the others to all. All numbers are float64, and
+micro-batches are the real ones of data_feeds/packing/batches.py. Exit code 0: all hold, 1: some fail, 2: a mistake in
+the file, the name or a hyper-parameter. With schedules, the algorithm is that of the first step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from algs.check import fixtures, instruments
 from algs.check.bandit import learns_a_bandit
 from algs.check.chunks import does_not_depend_on_the_chunk
 from algs.check.cuts import SPLITS as BRANCHED_SPLITS
-from algs.check.cuts import cut_in_alternation, may_be_cut_into_samples
+from algs.check.cuts import cut_in_alternation, may_be_cut_into_samples, reads_observed
 from algs.check.declared import reads_what_it_declares
 from algs.check.distributions import NOW, SIZE
 from algs.check.fixtures import MadeUpStep, Tables
-from algs.check.instruments import with_settings
+from algs.check.instruments import with_settings, with_terms
 from algs.check.off_policy import binds_outwards, clips_on_the_right_side, corrects_the_engine_once
 from algs.check.partitions import changes_no_bit
 from algs.check.replay import replays_its_state
+from algs.check.terms import keeps_its_terms_apart
 from algs.check.update import (
     SPLITS,
     NotApplicable,
@@ -52,7 +53,7 @@ from algs.check.update import (
     with_totals,
 )
 from algs.measures import plan_measures
-from core.types.samples import Batch, LossNorm, Sample
+from core.types.samples import Batch, LossNorm, Sample, Tokens
 
 # with float64 a difference over 1e-4 has some 1e-12 of rounding, far below the bound
 STEP, BEND = 1e-4, 1e-3
@@ -62,7 +63,8 @@ STEP, BEND = 1e-4, 1e-3
 def does_not_depend_on_the_split(alg: Algorithm) -> str:
     """Compare the gradient of the whole step with that of several splits into micro-batches and ranks."""
     step, worst = fixtures.made_up_step(alg), 0.0
-    branched = [cut_in_alternation(g) for g in step.groups] if isinstance(alg, PolicyGradient) else []
+    may_branch = isinstance(alg, PolicyGradient) and not reads_observed(alg)
+    branched = [cut_in_alternation(g) for g in step.groups] if may_branch else []
     norms = [norm for norm in get_args(LossNorm) if norm != alg.loss_norm]
     others = [other for norm in norms if (other := with_settings(alg, {"loss_norm": norm})) is not None]
     groups = step.groups
@@ -182,19 +184,31 @@ def is_a_policy_gradient(alg: Algorithm) -> str:
         raise NotApplicable(f"declared: {alg.not_on_policy}")
     step = fixtures.made_up_step(alg)
     for stale in (False, True):
-        [batch] = plan_batches(alg, compute_advantages(alg, fixtures.make_on_policy(step), stale=stale), step.now)
-        if not batch.tokens.has("advantage"):
-            raise ObligationFailed("compute_advantages() set no advantage")
+        groups = compute_advantages(alg, fixtures.make_on_policy(step), stale=stale)
+        # of the other terms it is not claimed
+        this = with_terms(alg, tuple(t for t in alg.terms if t.on == "sampled")) if alg.terms else alg
+        [batch] = plan_batches(this, groups, step.now)
         want = torch.zeros_like(step.now["logp"])
-        # d/dlogp of -weight A ratio at ratio 1
-        want[batch.labels] = -batch.tokens.weight * batch.tokens.advantage
-        got = run_update(alg, [batch], step.now).gradient["logp"]
+        for coef, labels, tokens in list_sampled(this, batch):
+            if not tokens.has("advantage"):
+                raise ObligationFailed("compute_advantages() set no advantage")
+            # d/dlogp of -weight A ratio at ratio 1
+            want[labels] -= coef * tokens.weight * tokens.advantage
+        got = run_update(this, [batch], step.now).gradient["logp"]
         if said := describe_difference(step, {"logp": got}, {"logp": want}):
             factor = float((got * want).sum() / want.square().sum().clamp(min=1e-300))
             raise ObligationFailed(
                 f"{said}, overall {factor:.3g} times as much (if that is meant, say so in not_on_policy)"
             )
     return "at every token, with and without prox_logp"
+
+
+def list_sampled(alg: Algorithm, batch: Batch) -> list[tuple[float, Tensor, Tokens]]:
+    """Return coefficient, labels and tokens of each term on sampled tokens, or of the whole algorithm."""
+    if not alg.terms:
+        return [(1.0, batch.labels, batch.tokens)]
+    own = [(term.coef, batch.terms[term.name]) for term in alg.terms]
+    return [(coef, batch.labels[found.at], found.tokens) for coef, found in own]
 
 
 def handles_corner_cases(alg: Algorithm) -> str:
@@ -287,10 +301,11 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("m", "no partition of the rows, on any ranks, changes a bit", changes_no_bit),
     ("n", "a resumed run has the state of one that was not stopped", replays_its_state),
     ("o", "measures do not depend on the chunk", does_not_depend_on_the_chunk),
+    ("p", "the terms of the objective do not touch each other", keeps_its_terms_apart),
 ]
 APPLICABLE: dict[fixtures.Kind, str] = {
-    "policy gradient": "abcdefghjklmno",
-    "conversations": "abcegimno",
-    "pairs": "abcegimno",
-    "unpaired": "abcegimno",
+    "policy gradient": "abcdefghjklmnop",
+    "conversations": "abcegimnop",
+    "pairs": "abcegimnop",
+    "unpaired": "abcegimnop",
 }

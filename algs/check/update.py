@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,6 +14,7 @@ from algs.base import Algorithm, assign_advantages
 from algs.check import fixtures
 from algs.check.distributions import draw_distributions, measure_policy
 from algs.check.fixtures import MadeUpStep, Tables
+from algs.objective import add_totals, compute_objective, view_first
 from algs.totals import Alone, sum_totals
 from algs.validate import check_per_token
 from core.types.samples import Batch, Group, Policy, ScoredColumn
@@ -95,13 +96,14 @@ def make_plan(alg: Algorithm, groups: list[Group], *, split: Split = WHOLE, hori
         share_prefixes=split.shared,
         whole_groups=whole,
         whole_episodes=alg.whole_episodes,
+        terms=alg.terms,
     )
 
 
 def with_totals(alg: Algorithm, batches: list[Batch], tables: Tables) -> list[Batch]:
     """Add the algorithm's totals to every micro-batch, summed as in training."""
-    totals = sum_totals(alg, [(make_policy(alg, b, tables), b.tokens) for b in batches], Alone())
-    return [replace(b, tokens=own.add_to(b.tokens)) for b, own in zip(batches, totals, strict=False)]
+    totals = sum_totals(alg, [view_first(make_policy(alg, b, tables), b) for b in batches], Alone())
+    return [add_totals(b, own) for b, own in zip(batches, totals, strict=False)]
 
 
 def make_policy(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:
@@ -110,12 +112,12 @@ def make_policy(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:
 
 def compute_losses(alg: Algorithm, batch: Batch, tables: Tables) -> list[Tensor]:
     """Return the scalars for backward(): the policy's loss, and the value model's if there is one."""
-    returned: list[object] = []
+    losses: list[Tensor] = []
     if alg.model_kind != "reward":
-        returned.append(alg.objective(make_policy(alg, batch, tables), batch.tokens))
+        losses.append(compute_objective(alg, make_policy(alg, batch, tables), batch).loss)
     if alg.model_kind == "reward" or alg.value_lr is not None:
-        returned.append(alg.value_loss(tables["values"][batch.labels], batch.tokens))
-    losses = [check_per_token(alg, each, batch.tokens)[0] for each in returned]  # as in training
+        returned = alg.value_loss(tables["values"][batch.labels], batch.tokens)
+        losses.append(check_per_token(alg, returned, batch.tokens)[0])  # as in training
     return [(loss * batch.tokens.weight).sum() for loss in losses]
 
 

@@ -84,6 +84,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
                 "turn_rewards": s.turn_rewards,
                 "turn_numbers": s.turn_numbers,
                 "player": s.player,
+                "origin": s.origin,
             }
             file.write(json.dumps(record, default=str) + "\n")  # `extra` may hold anything that a data set holds
 
@@ -110,7 +111,8 @@ def read_images(folder: Path) -> dict[str, EncodedImage]:
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:
     """Return a prompt as JSON, with images by name."""
     as_it_is = {f.name: getattr(prompt, f.name) for f in fields(prompt)}
-    return as_it_is | {"messages": describe_messages(prompt.messages)}
+    messages = {name: describe_messages(as_it_is[name]) for name in ("messages", "demonstration")}
+    return as_it_is | messages
 
 
 def read_batch(folder: Path) -> list[Group]:
@@ -127,7 +129,8 @@ def read_batch(folder: Path) -> list[Group]:
         parts["kept_ids"] = np.split(arrays["kept_ids"], of_samples)
     images = read_images(folder)
     for record in records:
-        record["prompt"]["messages"] = restore_messages(record["prompt"]["messages"], images)
+        for name in record["prompt"].keys() & {"messages", "demonstration"}:
+            record["prompt"][name] = restore_messages(record["prompt"][name], images)
         record["transcript"] = restore_messages(record["transcript"], images)
         record["images"] = restore_places(record["images"], images)
     samples = [_read_sample(i, record, parts, arrays) for i, record in enumerate(records)]

@@ -18,7 +18,7 @@ from analysis.capture.triggers import Triggers
 from configs.capture_schema import CaptureConfig
 from configs.schema import RLConfig
 from core.cluster.workers import Workers, first_of_groups
-from core.errors import CallFailed, ProcessDied, RunStopped, writing
+from core.errors import CallFailed, ProcessDied, RunStopped, UserError, writing
 from core.tasks import start_task
 from core.timing.clock import Clock
 from core.timing.phases import Phase
@@ -29,7 +29,12 @@ from driver.start.devices import uses_gpus
 
 
 def plan_observer(loaded: Loaded[RLConfig]) -> CapturePlan:
-    """Return the step recorder of a recipe, already checked by the schema."""
+    """Return the step recorder of a recipe, already checked by the schema. Raises UserError for several terms."""
+    if loaded.alg.terms:
+        raise UserError(
+            f"capture records one loss per token, and {type(loaded.alg).__name__} has the terms "
+            f"{', '.join(term.name for term in loaded.alg.terms)}: leave capture out"
+        )
     return CapturePlan()
 
 

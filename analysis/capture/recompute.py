@@ -96,6 +96,8 @@ def replay(
     if not 0 <= update < len(facts):
         raise UserError(f"--update {update}: the step has {len(facts)} updates, counted from 0")
     others = parse_losses(given, key="--alg", max_new_tokens=run.max_new_tokens)
+    if several := [loss.name for loss in others if loss.alg.terms]:
+        raise UserError(f"--alg: {several[0]} has several terms, which a replay cannot compare: leave it out")
     check_columns(others, snapshot)
     own = snapshot.with_state(load_algorithm(snapshot.alg_file, run.alg))
     others = [replace(loss, alg=snapshot.with_state(loss.alg)) for loss in others]

@@ -82,8 +82,9 @@ class StepRecorder(Observer):
     @torch.no_grad()
     def on_batch(self, seen: BatchSeen) -> None:
         """Record the numbers of a micro-batch, without moving them off the device."""
+        found = seen.objective
         if self.updates is not None and seen.policy is not None:
-            self.updates[-1].tokens.append(describe_tokens(seen.policy, seen.batch.tokens, seen.loss, seen.metrics))
+            self.updates[-1].tokens.append(describe_tokens(seen.policy, seen.batch.tokens, found.loss, found.metrics))
 
     def on_update(self, norms: Mapping[str, float]) -> None:
         if self.updates is not None:

@@ -39,6 +39,8 @@ def describe_lack(alg: PolicyGradient, cfg: RLConfig, own: Algorithm) -> str:
 
     own: the run's algorithm, for which the trainer computes columns, frozen models and entropy.
     """
+    if alg.terms or own.terms:
+        return "has terms, or the run's algorithm has, and tokens of several terms cannot be compared"
     # with several updates per step the trainer scores the proximal policy for every algorithm
     columns = own.required_columns | ({"prox_logp"} if cfg.updates_per_step > 1 else set())
     if lacking := sorted(alg.required_columns - columns):

@@ -104,8 +104,26 @@ def _describe_missing(name: str) -> MissingColumn:
     return MissingColumn(
         f"tokens.{name} is not there; name it in required_columns of the algorithm (compute_advantages sets "
         "returns, reference_point and advantage; whole_groups adds group_ids; if an episode has several "
-        "samples, whole_episodes adds seq_ids)"
+        "samples, whole_episodes adds seq_ids; at observed tokens of a term there are no columns, and at demonstrated "
+        "tokens no rollout_logp)"
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class TermTokens:
+    """Tokens of one term of an objective, m of the M of a micro-batch."""
+
+    at: Tensor
+    """[m] int64, their places among the M."""
+    tokens: Tokens
+    """With the weights of this term, and with the columns that exist at all of them."""
+
+    def __reduce__(self) -> Any:
+        return with_tensors, (TermTokens, without_tensors(self))
+
+    def to(self, device: torch.device | str) -> TermTokens:
+        """Return the same on `device`."""
+        return TermTokens(at=self.at.to(device), tokens=self.tokens.replace(**_move_tensors(self.tokens, device)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,6 +161,9 @@ class Batch:
     process of the forward pass computes them from `images`."""
     kept: KeptTokens | None = None
     """Sets of ids that the trained tokens were sampled from, over which their softmax is taken; None: no truncation."""
+    terms: dict[str, TermTokens] = field(default_factory=dict)
+    """Tokens of each term, by its name; empty for an algorithm without terms. Otherwise `tokens` are those of all
+    terms, with no other column than weight and numbers. Their weight is that of the first term that has the token."""
     compared: dict[str, Tokens] = field(default_factory=dict)
     """The same tokens with the columns of compared losses, by the name of the loss; see the key `compare_losses`."""
 
@@ -154,9 +175,10 @@ class Batch:
         tokens = self.tokens.replace(**_move_tensors(self.tokens, device))
         compared = {name: seen.replace(**_move_tensors(seen, device)) for name, seen in self.compared.items()}
         media = {name: tensor.to(device) for name, tensor in self.media.items()}
+        terms = {name: term.to(device) for name, term in self.terms.items()}
         kept = None if self.kept is None else self.kept.to(device)
         moved = _move_tensors(self, device)
-        return replace(self, **moved, tokens=tokens, compared=compared, media=media, kept=kept)
+        return replace(self, **moved, tokens=tokens, terms=terms, compared=compared, media=media, kept=kept)
 
 
 def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[str, Any]:

@@ -205,6 +205,8 @@ def _check_branches(branches: Sequence[Sample]) -> None:
             f"the samples of {who} have the rewards {', '.join(sorted(map(str, rewards)))}; all samples of an episode "
             "must have the same reward"
         )
+    if len({s.origin for s in branches}) > 1:
+        raise RunStopped(f"the samples of {who} have several origins; all samples of an episode must have the same")
     if len({bool(s.failure) for s in branches}) > 1:
         raise RunStopped(f"some samples of {who} failed and some did not; set failure on all or none of them")
     if any(s.action_mask[:1].any() for s in branches):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from core.errors import UserError
 from core.text.plain_text import escape_controls
 from core.types.arrays import (
     BOOLS,
@@ -44,6 +45,9 @@ from core.types.turns import Spans, check_turns, find_runs
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
+Origin = Literal["policy", "other", "demonstration"]
+"""Author of a sample: the policy in training; another policy, whose log-probabilities are known; or a reply that was
+given as text."""
 
 ScoredColumn = str
 """Name of a per-token quantity that the trainer computes before the advantages: prox_logp, ref_logp, teacher_logp,
@@ -74,6 +78,9 @@ class Prompt:
     """Name of the row's data set."""
     tools: list[ToolSpec] = field(default_factory=list[ToolSpec])
     """Tools available to the policy: the row's and the environment's."""
+    demonstration: list[Message] = field(default_factory=list[Message])
+    """Messages after the prompt, ending in a reply, of a demonstration that joins the group; never sent to the engine.
+    """
 
 
 # eq=False: the generated == would compare arrays, and an array of booleans has no truth value.
@@ -98,6 +105,8 @@ class Sample:
     """[L] float32, the engine's log-probability at the sampling temperature; 0 outside action_mask."""
     versions: Ids
     """[L] int32, policy version that sampled the token; -1 outside action_mask."""
+    origin: Origin = "policy"
+    """Author of the chosen tokens. A demonstration has rollout_logp 0 and version -1 at all tokens."""
     stop: Stop = "eos"
     """Reason for the end of the sample: stop token or stop string, token budget, or number of turns."""
     reward: float | None = None
@@ -158,6 +167,11 @@ class Sample:
             check_places(self.images, n)
         if self.kept is not None:
             self.kept.check(self.action_mask)
+        if self.origin == "demonstration" and (self.rollout_logp.any() or (self.versions != -1).any()):
+            raise UserError(
+                "no policy sampled a demonstration: its rollout_logp must be 0 and its versions -1 at all tokens; a "
+                'sample of another policy has origin="other"'
+            )
         if self.turns or self.turn_rewards or self.turn_numbers:
             check_turns(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
 

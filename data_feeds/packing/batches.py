@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from core.errors import RunStopped
-from core.types.arrays import Floats, list_fields, repeat_runs
+from core.types.arrays import Floats, Mask, list_fields, repeat_runs
+from core.types.batch import TermTokens
 from core.types.episodes import number_episodes
 from core.types.kept_sets import KeptSets, KeptTokens
 from core.types.samples import TOKEN_REWARDS, Batch, Group, LossNorm, Sample, Tokens
+from core.types.terms import Has, Term
 from data_feeds.packing.bin_packing import TooLarge, pack_units
-from data_feeds.packing.inputs import check_untrained, count_inputs, fill_row, make_keys
+from data_feeds.packing.inputs import Inputs, check_untrained, count_inputs, fill_row, find_inputs, make_keys
 from data_feeds.packing.kept_sets import select_kept
+from data_feeds.packing.numbering import number_samples, renumber
 from data_feeds.packing.prefix_bins import find_families, pack_families
 from data_feeds.packing.prefix_tree import lay_out_row
+from data_feeds.packing.terms import TermShare, find_places, find_tokens, unite
 
 
-def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
+def token_weights(
+    groups: list[Group], norm: LossNorm, *, horizon: int, counts: list[list[int]] | None = None
+) -> list[float]:
     """Compute the token weight of each sample of an update, in the order of `groups`, flattened.
 
+    counts: tokens of each sample, [groups][samples], for a term of the objective; None: its trained tokens.
     Weights are computed in float64 on the whole update, before any split. A sequence is an episode, of one or several
     samples. Sequences without a trained token have weight 0 and count in no denominator.
 
@@ -36,7 +43,8 @@ def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[
         constant      1/20, 1/20   all tokens of all updates count the same (Dr. GRPO)
         prompt        1/2,  1/6    all prompts count the same, divided among their tokens (ScaleRL)
     """
-    counts = [[s.n_trained for s in group] for group in groups]  # [groups][samples]
+    if counts is None:
+        counts = [[s.n_trained for s in group] for group in groups]
     episodes = [add_up_episodes(group, own) for group, own in zip(groups, counts, strict=True)]
     n_tokens = sum(map(sum, counts))
     n_sequences = sum(n > 0 for totals, _ in episodes for n in totals)
@@ -80,98 +88,78 @@ def pack(
     episodes: Sequence[int] | None = None,
     has_seq_ids: bool = True,
     sources: Sequence[str] = (),
+    terms: Sequence[TermShare] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """Concatenate samples into a Batch. `weights[i]` is the weight of each trained token of `samples[i]`.
 
     groups: group numbers, if whole groups are in one batch. families: samples of a family share common prefixes
     (prefix_tree.py). episodes: episode numbers; None: one per sample. has_seq_ids: False if the rest of an episode may
-    be in other batches. sources: data sets with source_ids.
+    be in other batches. sources: data sets with source_ids. terms: those of the objective; then their tokens are the
+    trained ones, and `weights` are not read.
 
     A Sample is token-aligned: entry t is about token t. A Batch is input-aligned: position t predicts token t+1. The
     shift and the selection of trained tokens happen only here. Values of other tokens stay behind.
     """
     row = lay_out_row(make_keys(samples), families)
-    places = row.places
-    # only trained tokens are copied: a NaN at another token cannot reach a loss
-    learnt, counts = zip(*(find_trained(s) for s in samples), strict=True)
-
-    def select(per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        # [1:] is the shift: input t predicts token t + 1, and `chosen` are input positions
-        return np.concatenate([values[1:][chosen] for values, chosen in zip(per_sample, learnt, strict=True)])
-
-    def floats(per_sample: list[Floats]) -> Tensor:
-        return torch.from_numpy(select(per_sample)).to(dtype)
-
-    names = samples[0].columns.keys() - {TOKEN_REWARDS}
-    scored = {name: floats([s.columns[name] for s in samples]) for name in sorted(names)}
-    columns: dict[str, Any] = {name: scored.pop(name) for name in list_fields(Tokens) if name in scored}
-    columns["columns"] = scored  # those whose names an algorithm chose
-    if all_credited(samples):
-        columns["advantage"] = floats([s.advantage for s in samples if s.advantage is not None])
-
-    numbers = number_samples(samples, groups, episodes, has_seq_ids=has_seq_ids, sources=sources)
-    columns |= {name: torch.from_numpy(repeat_runs(np.array(own), counts)) for name, own in numbers.items()}
+    union = unite(terms) if terms else [s.loss_mask for s in samples]
+    inputs = find_inputs(samples, union)
+    numbering = partial(number_samples, samples, groups, episodes, has_seq_ids=has_seq_ids, sources=sources)
     input_ids, rope_ids, images = fill_row(samples, row)
-    return Batch(
+    batch = Batch(
         input_ids=input_ids,
         position_ids=torch.from_numpy(row.position_ids),
         segment_ids=torch.from_numpy(row.segment_ids),
         parents=torch.from_numpy(row.parents),
         lengths=torch.from_numpy(np.bincount(row.segment_ids, minlength=len(row.parents))),
-        at=torch.from_numpy(np.concatenate([place[chosen] for place, chosen in zip(places, learnt, strict=True)])),
-        labels=torch.from_numpy(select([s.token_ids for s in samples]).astype(np.int64)),
-        tokens=Tokens(
-            weight=torch.from_numpy(repeat_runs(torch.tensor(weights, dtype=dtype).numpy(), counts)),
-            rollout_logp=floats([s.rollout_logp for s in samples]),
-            **columns,
+        at=torch.from_numpy(
+            np.concatenate([place[chosen] for place, chosen in zip(row.places, inputs.chosen, strict=True)])
         ),
+        labels=torch.from_numpy(inputs.select([s.token_ids for s in samples]).astype(np.int64)),
+        tokens=select_tokens(samples, weights, inputs, numbering, has="none" if terms else "all", dtype=dtype),
         images=images,
         rope_ids=rope_ids,
-        kept=select_kept(samples, learnt),
+        kept=select_kept(samples, inputs.chosen),
     )
+    # in reverse, so that the first term which has a token gives it its weight
+    for term in reversed(terms):
+        inputs = find_inputs(samples, term.masks)
+        own = select_tokens(samples, term.weights, inputs, numbering, has=term.has, dtype=dtype)
+        batch.terms[term.name] = TermTokens(at=torch.from_numpy(find_places(term, union)), tokens=own)
+        batch.tokens.weight[batch.terms[term.name].at] = own.weight
+    return batch
 
 
-def find_trained(sample: Sample) -> tuple[slice | NDArray[np.intp], int]:
-    """Return the inputs that predict trained tokens, and their number. Input t predicts token t + 1.
-
-    A contiguous range is a slice, as for a single reply, since slicing does not copy.
-    """
-    mask = sample.loss_mask[1 : count_inputs(sample) + 1]
-    n = int(np.count_nonzero(mask))
-    first = int(mask.argmax()) if n else 0
-    is_run = np.count_nonzero(mask[first : first + n]) == n
-    return (slice(first, first + n) if is_run else np.flatnonzero(mask)), n
-
-
-def number_samples(
+def select_tokens(
     samples: list[Sample],
-    groups: list[int] | None,
-    episodes: Sequence[int] | None,
+    weights: Sequence[float],
+    inputs: Inputs,
+    numbering: Callable[..., dict[str, list[int]]],
     *,
-    has_seq_ids: bool,
-    sources: Sequence[str],
-) -> dict[str, list[int]]:
-    """Return each sample's numbers for the id columns of its tokens, by column name."""
-    found: dict[str, list[int]] = {}
-    if groups is not None:
-        found["group_ids"] = renumber(groups)
-    if has_seq_ids:
-        found["seq_ids"] = renumber(range(len(samples)) if episodes is None else episodes)
-    if sources:
-        found["source_ids"] = [sources.index(s.prompt.source) for s in samples]
-    return found
+    has: Has,
+    dtype: torch.dtype,
+) -> Tokens:
+    """Return the tokens that these inputs predict, with the columns that exist there."""
 
+    def floats(per_sample: list[Floats]) -> Tensor:
+        # only trained tokens are copied: a NaN at another token cannot reach a loss
+        return torch.from_numpy(inputs.select(per_sample)).to(dtype)
 
-def renumber(given: Sequence[Hashable]) -> list[int]:
-    """Renumber values from 0, in order of appearance.
-
-    >>> renumber([7, 3, 7])
-    [0, 1, 0]
-    """
-    # without gaps: sums per sequence index an array of these numbers
-    numbers = {one: n for n, one in enumerate(dict.fromkeys(given))}
-    return [numbers[one] for one in given]
+    columns: dict[str, Any] = {}
+    if has != "none":
+        scored = {
+            name: floats([s.columns[name] for s in samples]) for name in samples[0].columns if name != TOKEN_REWARDS
+        }
+        columns |= {name: scored.pop(name) for name in list_fields(Tokens) if name in scored}
+        columns["columns"] = scored  # those whose names an algorithm chose
+        if all_credited(samples):
+            columns["advantage"] = floats([s.advantage for s in samples if s.advantage is not None])
+    if has == "all":
+        columns["rollout_logp"] = floats([s.rollout_logp for s in samples])
+    numbers = numbering(counts=inputs.counts)
+    columns |= {name: torch.from_numpy(repeat_runs(np.array(own), inputs.counts)) for name, own in numbers.items()}
+    weight = torch.from_numpy(repeat_runs(torch.tensor(weights, dtype=dtype).numpy(), inputs.counts))
+    return Tokens(weight=weight, **columns)
 
 
 def all_credited(samples: list[Sample]) -> bool:
@@ -182,6 +170,22 @@ def all_credited(samples: list[Sample]) -> bool:
             "some samples of an update have an advantage and some have none: compute_advantages() must set all or none"
         )
     return credited.pop()
+
+
+def share_out(terms: Sequence[Term], groups: list[Group], norm: LossNorm, *, horizon: int) -> list[TermShare]:
+    """Return the share of every term in the samples of an update, in the order of `groups`, flattened.
+
+    norm: that of the algorithm, for terms without one of their own. Each term has a denominator of its own; one without
+    tokens in the whole update is 0.
+    """
+    shares: list[TermShare] = []
+    for term in terms:
+        masks, counts, has = find_tokens(term, groups)
+        weights = token_weights(groups, term.norm or norm, horizon=horizon, counts=counts)
+        # a sample may have tokens in the denominator alone
+        own = [w if mask.any() else 0.0 for mask, w in zip(masks, weights, strict=True)]
+        shares.append(TermShare(name=term.name, masks=masks, weights=own, has=has))
+    return shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +210,12 @@ class Plan:
     """Data sets with separately logged losses."""
     padded: bool
     """True if rows are padded to the longest row of the micro-batch."""
+    terms: Sequence[TermShare] = ()
+    """Shares of the objective's terms in `samples`; empty for an algorithm without terms."""
+
+    def list_masks(self) -> list[Mask]:
+        """Return the trained tokens of each sample, [L]: those of all terms."""
+        return unite(self.terms) if self.terms else [s.loss_mask for s in self.samples]
 
     @property
     def padding(self) -> float:
@@ -237,6 +247,7 @@ class Plan:
             episodes=[self.episodes[i] for i in chosen],
             has_seq_ids=self.has_seq_ids,
             sources=self.sources,
+            terms=[term.take(chosen) for term in self.terms],
             dtype=dtype,
         )
 
@@ -245,13 +256,26 @@ class Plan:
         # a real sample, the shortest: every parameter needs a gradient, or the collectives would hang
         shortest = min(range(len(self.samples)), key=lambda i: len(self.samples[i].token_ids))
         batch = self._make_batch([shortest], dtype)
-        columns: dict[str, Any] = {name: getattr(batch.tokens, name, None) for name in list_fields(Tokens)}
-        empty: dict[str, Any] = {name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)}
-        empty["columns"] = {name: v[:0] for name, v in batch.tokens.columns.items()}
-        batch.tokens = batch.tokens.replace(**empty)
+        batch.tokens = drop_all(batch.tokens)
+        batch.terms = {n: TermTokens(at=t.at[:0], tokens=drop_all(t.tokens)) for n, t in batch.terms.items()}
         batch.at, batch.labels = batch.at[:0], batch.labels[:0]
         batch.kept = None if batch.kept is None else KeptTokens.of(KeptSets.none(0))
         return batch
+
+
+def drop_all(tokens: Tokens) -> Tokens:
+    """Return no tokens, with the same columns."""
+    columns: dict[str, Any] = {name: getattr(tokens, name, None) for name in list_fields(Tokens)}
+    empty: dict[str, Any] = {name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)}
+    empty["columns"] = {name: v[:0] for name, v in tokens.columns.items()}
+    return tokens.replace(**empty)
+
+
+EPISODE_TOO_LARGE = (
+    "the samples of an episode have {} tokens, more than trainer.micro_batch_tokens={}; this loss compares episodes as "
+    "wholes, so they must be in one micro-batch: raise it, or use a ratio per token (another alg, "
+    "alg.correction.level: token)"
+)
 
 
 def plan_update(
@@ -266,24 +290,28 @@ def plan_update(
     whole_groups: bool = False,
     whole_episodes: bool = False,
     sources: Sequence[str] = (),
+    terms: Sequence[Term] = (),
 ) -> Plan:
     """Split an update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
 
     The split affects only memory and speed, since weights are computed before it. share_prefixes: common prefixes count
-    once per micro-batch (find_families). whole_episodes: an episode stays in one micro-batch. Images count with their
-    tokens, and the patches per token are fixed, so the budget bounds the memory of both.
+    once per micro-batch (find_families). whole_episodes: an episode stays in one micro-batch. Images count with tokens.
     """
     if padded and share_prefixes:
         raise ValueError("padded rows share no prefixes")
-    weights = token_weights(groups, norm, horizon=horizon)
+    shares = share_out(terms, groups, norm, horizon=horizon)
+    # with terms, a weight here tells only that a sample has tokens
+    found = [share.weights for share in shares] or [token_weights(groups, norm, horizon=horizon)]
+    weights = [max(own) for own in zip(*found, strict=True)]
+    places = [i for i, w in enumerate(weights) if w]  # weight 0 needs no forward pass
     numbered = [
         (g, (g, n), s) for g, group in enumerate(groups) for n, s in zip(number_episodes(group), group, strict=True)
     ]
-    kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if w]  # weight 0 needs no forward pass
-    samples, in_group = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
+    kept = [numbered[i] for i in places]
+    samples, in_group = [s for _, _, s in kept], [g for g, _, _ in kept]
     check_untrained(samples)
     families = find_families(samples, in_group) if share_prefixes else None
-    episodes = renumber([episode for (_, episode, _), _ in kept])
+    episodes = renumber([episode for _, episode, _ in kept])
     are_single = len({*episodes}) == len(episodes)
     # what is in one micro-batch: whole groups, whole episodes, or single samples
     units = in_group if whole_groups else episodes if whole_episodes else list(range(len(samples)))
@@ -296,14 +324,10 @@ def plan_update(
     except TooLarge as error:
         if are_single:
             raise
-        raise RunStopped(
-            f"the samples of an episode have {error.tokens} tokens, more than trainer.micro_batch_tokens={max_tokens}; "
-            "this loss compares episodes as wholes, so they must be in one micro-batch: raise it, or use a ratio per "
-            "token (another alg, alg.correction.level: token)"
-        ) from error
+        raise RunStopped(EPISODE_TOO_LARGE.format(error.tokens, max_tokens)) from error
     return Plan(
         samples=samples,
-        weights=[w for _, w in kept],
+        weights=[weights[i] for i in places],
         # pack_into_bins deals bins out in turn, rank by rank
         bins=[bins[rank::ranks] for rank in range(ranks)],
         padded=padded,
@@ -312,6 +336,7 @@ def plan_update(
         episodes=episodes,
         has_seq_ids=whole_episodes or are_single,  # a sum per sequence needs all of its tokens in one batch
         sources=sources,
+        terms=[share.take(places) for share in shares],
     )
 
 

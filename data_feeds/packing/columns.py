@@ -32,12 +32,13 @@ def lay_out_columns(
     columns: [rank][micro-batch][column], each [M]. fill: value of tokens that are not trained on.
     """
     done: dict[int, dict[C, Floats]] = {}
+    masks = plan.list_masks()
     for rank_bins, of_rank in zip(plan.bins, columns, strict=True):
         for chosen, of_batch in zip(rank_bins, of_rank, strict=True):
             # [M] has the trained tokens of the micro-batch's samples, one after the other
             first = 0
-            for s in (plan.samples[i] for i in chosen):
-                mask, after = s.loss_mask, first + s.n_trained
+            for s, mask in ((plan.samples[i], masks[i]) for i in chosen):
+                after = first + int(np.count_nonzero(mask))
                 own = {name: np.full(len(mask), fill, dtype=s.float_dtype) for name in of_batch}
                 for name, values in of_batch.items():
                     own[name][mask] = values[first:after]

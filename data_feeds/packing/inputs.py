@@ -7,12 +7,15 @@ tokens of each image are replaced by unique numbers, and token ids alone never d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from core.types.arrays import Ids
+from core.types.arrays import Ids, Mask
 from core.types.images import EncodedImage, PlacedImage
 from core.types.samples import Sample
 from data_feeds.packing.prefix_tree import Row
@@ -86,3 +89,35 @@ def check_untrained(samples: Sequence[Sample]) -> None:
         for place in sample.images:
             if sample.loss_mask[place.begin : place.end].any():
                 raise ValueError(f"the sample of {sample.prompt.id!r} trains on the tokens of an image")
+
+
+def find_trained(sample: Sample, chosen: Mask) -> tuple[slice | NDArray[np.intp], int]:
+    """Return the inputs that predict the tokens of a mask, and their number. Input t predicts token t + 1.
+
+    A contiguous range is a slice, as for a single reply, since slicing does not copy.
+    """
+    mask = chosen[1 : count_inputs(sample) + 1]
+    n = int(np.count_nonzero(mask))
+    first = int(mask.argmax()) if n else 0
+    is_run = np.count_nonzero(mask[first : first + n]) == n
+    return (slice(first, first + n) if is_run else np.flatnonzero(mask)), n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Inputs of each sample that predict chosen tokens."""
+
+    chosen: list[slice | NDArray[np.intp]]
+    counts: list[int]
+    """Number of these inputs, by sample."""
+
+    def select(self, per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """Concatenate the values of the tokens that these inputs predict."""
+        # [1:] is the shift: input t predicts token t + 1
+        return np.concatenate([values[1:][chosen] for values, chosen in zip(per_sample, self.chosen, strict=True)])
+
+
+def find_inputs(samples: Sequence[Sample], masks: Sequence[Mask]) -> Inputs:
+    """Return the inputs that predict the tokens of each sample's mask."""
+    found = [find_trained(s, mask) for s, mask in zip(samples, masks, strict=True)]
+    return Inputs(chosen=[chosen for chosen, _ in found], counts=[n for _, n in found])

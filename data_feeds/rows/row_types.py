@@ -7,7 +7,7 @@ be encoded in one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,6 +18,7 @@ from core.errors import UserError
 from core.loading import needs_part
 from core.types.messages import Message, ToolSpec, find_images, name_of_tool
 from core.types.samples import Group, Prompt, Rows, Sample
+from data_feeds.chat.demonstrations import mark_replies
 from data_feeds.chat.template_append import ImagesDoNotFit, TemplateRefuses, TemplateRewrites
 from data_feeds.chat.template_coverage import TemplateCoverage
 from data_feeds.chat.tokenizer import ChatTokenizer, Encoded, join_encoded
@@ -51,6 +52,8 @@ class RowConverter:
     """System turn for rows that have none."""
     continue_final_message: bool = False
     """Accept prompts that end with the beginning of a reply."""
+    max_reply_tokens: int | None = None
+    """Tokens of a demonstration after the prompt; None: demonstrations are not read."""
     env_tools: Sequence[ToolSpec] = ()
     """Tools of the environment, shown in prompts besides those of the row."""
 
@@ -93,13 +96,24 @@ class RowConverter:
         prompt = self._build_prompt(record, self._with_system(messages))
         tools = [*prompt.tools, *self.env_tools]
         # before rendering all of it: a prompt of megabytes takes minutes
-        self._check_size(record, prompt.messages, tools)
+        self._check_size(record, prompt.messages, tools, self.max_tokens)
         text = self._apply_template(record, lambda: self.tokenizer.render_prompt(prompt.messages, tools))
         self._check_written(record, prompt.messages, tools, text)
         [(ids, _)] = yield [(text, False)]
-        self._check_length(len(ids))
+        self._check_length(len(ids), self.max_tokens)
         self._apply_template(record, lambda: self.tokenizer.place(ids, find_images(prompt.messages)))
-        return prompt
+        return (yield from self._with_demonstration(record, prompt))
+
+    def _with_demonstration(self, record: Record, prompt: Prompt) -> EncodeRequest[Prompt]:
+        """Return the prompt with the row's demonstration, whose length and template are checked here."""
+        if self.max_reply_tokens is None or "demonstration" not in record.columns:
+            return prompt
+        whole = self._join_reply(record, "demonstration", prompt.messages)
+        answered = whole[len(prompt.messages) :]
+        shown = replace(prompt, tools=[*prompt.tools, *self.env_tools])
+        longest = self.max_tokens + self.max_reply_tokens
+        yield from self._build_sample(record, shown, mark_replies(prompt.messages, answered), (), longest=longest)
+        return replace(prompt, demonstration=answered)
 
     def make_conversation(self, record: Record) -> EncodeRequest[Group]:
         """Convert a row to a Group of one Sample, trained on the turns that `train_on` names."""
@@ -195,10 +209,16 @@ class RowConverter:
         )
 
     def _build_sample(
-        self, record: Record, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
+        self,
+        record: Record,
+        prompt: Prompt,
+        messages: list[Message],
+        train_on: TrainOn,
+        reward: float | None = None,
+        longest: int | None = None,
     ) -> EncodeRequest[Sample]:
-        tools = prompt.tools
-        self._check_size(record, messages, tools)
+        tools, longest = prompt.tools, longest or self.max_tokens
+        self._check_size(record, messages, tools, longest)
         # images after the last written message have no tokens
         seen = find_images(messages[: count_written(messages, train_on)])
         pieces = self._apply_template(record, lambda: self.tokenizer.split_turns(messages, train_on, tools))
@@ -207,7 +227,7 @@ class RowConverter:
             record, messages, tools, pieces[0][0], n_written=count_written(messages, train_on), trained=trained
         )
         ids, mask = join_encoded((yield pieces))
-        self._check_length(len(ids))
+        self._check_length(len(ids), longest)
         places = self._apply_template(record, lambda: self.tokenizer.place(ids, seen))
         chosen = np.array(mask, dtype=np.bool_)
         for place in places:
@@ -255,19 +275,21 @@ class RowConverter:
         except TemplateRewrites as rewrites:
             raise UserError(f"{record.where}: {rewrites}") from rewrites
 
-    def _check_size(self, record: Record, messages: list[Message], tools: list[ToolSpec]) -> None:
+    def _check_size(self, record: Record, messages: list[Message], tools: list[ToolSpec], longest: int) -> None:
         """Raise InvalidRow for a conversation of megabytes without tokenizing all of it, since that takes minutes."""
         at_least = self._apply_template(
-            record, lambda: self.tokenizer.bound_tokens(messages, limit=self.max_tokens, tools=tools)
+            record, lambda: self.tokenizer.bound_tokens(messages, limit=longest, tools=tools)
         )
         if at_least is not None:
-            raise InvalidRow(
-                "too_long", f"{at_least} tokens and more, over {self.row_type.max_tokens_key}={self.max_tokens}"
-            )
+            raise InvalidRow("too_long", f"{at_least} tokens and more, over {self._describe_limit(longest)}")
 
-    def _check_length(self, tokens: int) -> None:
-        if tokens > self.max_tokens:
-            raise InvalidRow("too_long", f"{tokens} tokens, more than {self.row_type.max_tokens_key}={self.max_tokens}")
+    def _check_length(self, tokens: int, longest: int) -> None:
+        if tokens > longest:
+            raise InvalidRow("too_long", f"{tokens} tokens, more than {self._describe_limit(longest)}")
+
+    def _describe_limit(self, longest: int) -> str:
+        key = self.row_type.max_tokens_key
+        return f"{key}={longest}" if longest == self.max_tokens else f"{key} + rollout.max_new_tokens={longest}"
 
 
 def _check_ends_in_reply(messages: list[Message], column: str) -> list[Message]:
@@ -296,6 +318,8 @@ class RowType:
 
     needed: tuple[str, ...]
     """Columns that at least one row must have."""
+    optional: tuple[str, ...] = ()
+    """Columns that are read if they are there."""
     make: Callable[[RowConverter, Record], EncodeRequest[Any]]
     """Method that converts a row to a Prompt, or to a Group for training."""
     max_tokens_key: str = "data.max_tokens"
@@ -304,11 +328,16 @@ class RowType:
     @property
     def known(self) -> tuple[str, ...]:
         """Columns read under our names. Other columns become the prompt's `extra`."""
-        return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *IMAGES, *self.needed)))
+        return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *IMAGES, *self.needed, *self.optional)))
 
 
 ROW_TYPES: dict[Rows | Literal["prompts"], RowType] = {
-    "prompts": RowType(needed=("messages",), make=RowConverter.make_prompt, max_tokens_key="data.max_prompt_tokens"),
+    "prompts": RowType(
+        needed=("messages",),
+        optional=("demonstration",),
+        make=RowConverter.make_prompt,
+        max_tokens_key="data.max_prompt_tokens",
+    ),
     "conversations": RowType(needed=("messages",), make=RowConverter.make_conversation),
     "pairs": RowType(needed=("chosen", "rejected"), make=RowConverter.make_pair),
     "unpaired": RowType(needed=("messages", "label"), make=RowConverter.make_unpaired),

@@ -22,7 +22,7 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
     Returns mean, maximum and histogram (fractions of the tokens), and the fraction of samples with several versions.
     Raises RunStopped for a token older than allowed or newer than possible.
     """
-    samples = [s for g in groups for s in g]
+    samples = [s for g in groups for s in g if s.origin == "policy"]
     versions = np.concatenate([s.versions[s.action_mask] for s in samples])
     numbers, counts = np.unique(step - versions, return_counts=True)
     ages = Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
@@ -52,11 +52,12 @@ def count_versions(sample: Sample) -> dict[int, int]:
 
 
 def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn: bool = False) -> dict[str, float]:
-    """Measure rewards and reward parts over rewarded episodes, and lengths over all episodes.
+    """Measure rewards and reward parts over rewarded episodes, and lengths over all episodes, of the policy alone.
 
     sources: names of a mixture's sources, whose mean rewards are also measured. by_turn: rewards of turns are also a
     training signal.
     """
+    groups = select_policy(groups)
     samples = [s for g in groups for s in g]
     episodes = [[list_episodes(part) for part in split_players(g)] for g in groups]  # each as one sample
     joined = [e for g in episodes for part in g for e in part]
@@ -101,6 +102,11 @@ def _measure_kept_sets(samples: Sequence[Sample]) -> dict[str, float]:
     return {names.ROLLOUT_SET_SIZE: float(np.concatenate(sizes).mean())}
 
 
+def select_policy(groups: list[Group]) -> list[Group]:
+    """Return the samples that the policy in training sampled, by group."""
+    return [[s for s in group if s.origin == "policy"] for group in groups]
+
+
 def _has_signal(episodes: Group, *, by_turn: bool) -> bool:
     """Tell whether the rewards of a player's episodes differ."""
     return len({(e.reward, e.turn_rewards if by_turn else ()) for e in episodes if e.reward is not None}) > 1
@@ -122,13 +128,15 @@ def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, 
 
 def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
     """Measure all groups drawn for a step, including those that the algorithm rejected."""
-    samples = [s for d in drawn for s in d.group]
-    rewards = [e.reward for d in drawn for e in list_episodes(d.group) if e.reward is not None]
+    groups = select_policy([d.group for d in drawn])
+    samples = [s for g in groups for s in g]
+    rewards = [e.reward for g in groups for e in list_episodes(g) if e.reward is not None]
     mean = {names.REWARD_MEAN_DRAWN: sum(rewards) / len(rewards)} if rewards else {}
     seconds = [d.seconds for d in drawn]
     average = sum(seconds) / len(seconds)
     tokens = sum(s.n_sampled for s in samples)
-    wasted = sum(s.n_sampled for d in drawn for s in d.group if not d.accepted or s.failure)
+    pairs = zip(drawn, groups, strict=True)
+    wasted = sum(s.n_sampled for d, group in pairs for s in group if not d.accepted or s.failure)
     return {
         names.ROLLOUT_GROUPS_DRAWN: float(len(drawn)),
         names.ROLLOUT_WASTED: wasted / tokens if tokens else 0.0,

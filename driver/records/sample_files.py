@@ -94,6 +94,8 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
         more["episode"] = sample.episode
     if sample.player:
         more["player"] = sample.player
+    if sample.origin != "policy":
+        more["origin"] = sample.origin
     return record | {name: value for name, value in more.items() if value not in ([], {}, "")}
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, TurnCredit, accepts_group, assign_advantages
+from algs.objective import check_demonstrations
 from algs.validate import check_advantages
 from configs.schema import RLConfig
 from core import metrics as names
@@ -119,6 +120,7 @@ class Run:
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Assign token advantages, over all groups of the step."""
         with self.context.clock.phase(Phase.ADVANTAGES):
+            check_demonstrations(self.alg, groups)
             filled = assign_advantages(self.alg, groups)
             check_advantages(self.alg, groups, filled)
             return filled
@@ -164,6 +166,7 @@ class Run:
             share_prefixes=self.layout.shares_prefixes,
             whole_groups=self.alg.whole_groups and not apart,
             whole_episodes=self.alg.whole_episodes and not apart,
+            terms=() if apart else self.alg.terms,
         )
 
     async def sync_weights(self, version: int) -> dict[str, float]:

@@ -39,6 +39,7 @@ from driver.checks.models import (
 )
 from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
+from driver.checks.terms import check_demonstrated, check_sources
 from driver.context import RunContext
 from driver.evaluation.evaluator import Evaluator
 from driver.load_recipe import Loaded
@@ -50,7 +51,7 @@ from driver.rl.colocation import make_colocation, offload_after_start, share_dev
 from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import ObserverPlan, RunObservers, StartedRun
 from driver.rl.run import Run
-from driver.rl.teachers import check_sources
+from driver.rl.teachers import check_teacher_sources
 from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices, shares_devices
 from driver.start.observers import plan_observers
@@ -127,8 +128,11 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     allowed_tokens = check_sampling(cfg, tokenizer)
     check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
-    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
-    check_sources(alg.teachers, {prompt.source for prompt in prompts.all()})
+    longest = cfg.rollout.max_new_tokens
+    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools, max_new_tokens=longest)
+    check_teacher_sources(alg.teachers, {prompt.source for prompt in prompts.all()})
+    check_sources(alg, prompts)
+    check_demonstrated(cfg, alg, prompts)
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)

@@ -30,7 +30,7 @@ WITHOUT_TEACHER = "without_teacher"
 """Count of a sample: 1 if it has no teacher, and so is not trained on."""
 
 
-def check_sources(teachers: Mapping[str, Teacher], sources: Collection[str]) -> None:
+def check_teacher_sources(teachers: Mapping[str, Teacher], sources: Collection[str]) -> None:
     """Raise UserError for a teacher of a data set that is not there: its samples would have none."""
     for name, teacher in teachers.items():
         if unknown := sorted({*teacher.sources} - {*sources}):

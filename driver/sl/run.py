@@ -33,7 +33,7 @@ from driver.records.rollout_metrics import name_train_metrics
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
 from driver.rl.scoring import add_ref_logp, compute_columns, index_reference
-from driver.rl.teachers import Reader, check_sources, score_groups
+from driver.rl.teachers import Reader, check_teacher_sources, score_groups
 from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices
 from driver.start.observers import observe_sources
@@ -81,7 +81,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
     rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
-    check_sources(alg.teachers, {group[0].prompt.source for group in rows.all()})
+    check_teacher_sources(alg.teachers, {group[0].prompt.source for group in rows.all()})
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
@@ -265,6 +265,7 @@ class Run:
             share_prefixes=self.layout.shares_prefixes,
             whole_groups=self.alg.whole_groups,
             sources=sources,
+            terms=self.alg.terms,
         )
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:

@@ -19,7 +19,8 @@ from core.types.allowed_tokens import AllowedTokens
 from core.types.arrays import DOUBLE
 from core.types.episodes import number_episodes
 from core.types.samples import Batch, Column, Group, Policy, Prompt, Sample, make_sample
-from data_feeds.packing.batches import pack, renumber, token_weights
+from data_feeds.packing.batches import pack, token_weights
+from data_feeds.packing.numbering import renumber
 from tools.benchmarks.toy_task import Source, Target, Toy, logp_of, played, reward_gradient
 
 Verdict = Literal["unbiased", "biased in length", "biased"]

@@ -25,7 +25,10 @@ from core.types.samples import Policy, Sample, Tokens
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list_algorithms()
-NEEDED: dict[str, dict[str, Any]] = {name: {"teacher": "somewhere"} for name in ("opd", "gkd", "minillm")}
+NEEDED: dict[str, dict[str, Any]] = {
+    **{name: {"teacher": "somewhere"} for name in ("opd", "gkd", "minillm")},
+    "by_source": {"by_source": {"": {"name": "grpo"}}},
+}
 OFF = {"correction": {"level": "none"}}
 KL_IN_REWARD = {"kl": {"coef": 0.05, "place": "reward"}}
 Variant = tuple[str, dict[str, Any]]
@@ -90,6 +93,10 @@ MORE: list[Variant] = [
     ("rloo", {"credit": "turn", **KL_IN_REWARD}),
     ("dpo", {"form": "ipo", "length_norm": True}),
     ("dpo", {"form": "robust", "label_smoothing": 0.2}),
+    ("dpo_nll", {"reference_free": True, "form": "hinge"}),
+    ("echo", {"alpha": 0.5, "loss_norm": "sequence", "kl": {"coef": 0.1}, "entropy_coef": 0.01}),
+    ("chord", {"phi": False, "mu": 0.5, "loss_norm": "constant"}),
+    ("luffy", {"loss_norm": "constant", "scale_rewards": "group"}),
 ]
 """More relatives, most of them parts of the variants above in other company: they take twice as long again."""
 

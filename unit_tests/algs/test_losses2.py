@@ -5,21 +5,29 @@ import torch
 
 from algs.base import Algorithm
 from algs.bco import BCO
+from algs.by_source import BySource
+from algs.chord import CHORD
 from algs.dpo import DPO
+from algs.dpo_nll import DPOWithNLL
 from algs.dro import DRO
+from algs.echo import ECHO
 from algs.gpg import GPG
 from algs.grpo import GRPO
 from algs.ipo_rl import IPORL
+from algs.luffy import LUFFY
+from algs.objective import compute_objective
 from algs.opo import OPO
 from algs.otb import OTB
 from algs.passk import PassK
+from algs.positive_nll import PositiveNLL
 from algs.raft import RAFT
 from algs.terms import Correction
 from algs.vespo import VESPO
 from algs.wpo import WPO
 from core.types.samples import Policy
+from core.types.terms import Term
 from unit_tests.helpers.golden import TOLERANCES
-from unit_tests.helpers.golden2 import CASES2, GOLDEN2, PREF2, RL2, batch_of_groups, pref_groups, rl_groups
+from unit_tests.helpers.golden2 import CASES2, GOLDEN2, PREF2, RL2, batch_of_groups, pref_groups, rl_groups, rl_inputs
 
 OFF = Correction(level="none")
 OPSM = {"loss_norm": "sequence", "clip_high": 0.2, "correction": Correction(level="none", max_drift=0.15)}
@@ -41,6 +49,8 @@ CASES: dict[str, Algorithm] = {
     "best_of_n/nll": RAFT(keep="best", correction=OFF),
     "raft_pp/clip": RAFT(threshold=1.0, clip=0.2, correction=OFF),
     "pref/rpo_nll_seq_mean": DPO(nll_coef=1.0),
+    "pref/rpo_nll_token_mean": DPOWithNLL(),
+    "pref/cpo": DPOWithNLL(reference_free=True),
     "pref/apo_zero": DPO(form="apo_zero"),
     "pref/apo_down": DPO(form="apo_down"),
     "pref/nca_pair": DPO(form="nca"),
@@ -79,7 +89,7 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
         mask, logp_of, groups = RL2["mask"], RL2["logp"], rl_groups(given, poison)
         if name.startswith(COMPUTED):
             groups = alg.compute_advantages(rl_groups(None, poison))
-    tokens = batch_of_groups(alg, groups, dtype).tokens
+    batch = batch_of_groups(alg, groups, dtype)
     kept = torch.cat([torch.from_numpy(s.loss_mask[2:].copy()) for g in groups for s in g])
     whole = torch.tensor([x for row in logp_of for x in row], dtype=dtype)
     logp = whole[kept].requires_grad_()
@@ -87,14 +97,76 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     if name == "pref/wpo":
         collision = torch.tensor([x for row in PREF2["log_sum_pi_sq"] for x in row], dtype=dtype)[kept]
         measures["collision"] = collision.exp().requires_grad_()
-    loss, _ = alg.objective(Policy(logp=logp, measures=measures), tokens)
-    total = (loss * tokens.weight).sum()
+    loss = compute_objective(alg, Policy(logp=logp, measures=measures), batch).loss
+    total = (loss * batch.tokens.weight).sum()
     total.backward()
     torch.testing.assert_close(total.detach(), torch.tensor(case["loss"], dtype=dtype), rtol=rtol, atol=rtol / 100)
     want = torch.tensor([x for row in case["grad"]["logp"] for x in row], dtype=dtype)
     torch.testing.assert_close(logp.grad, want[kept], rtol=rtol, atol=rtol / 100)
     assert all(x.grad is None for x in measures.values()), "the weights of pairs are detached"
     assert want[~kept].abs().max() == 0 and int(kept.sum()) <= sum(map(sum, mask))
+
+
+class ThreeComponents(IPORL):
+    """prime-rl's components, routed by source: its RL loss, cross-entropy on answers, distillation from a teacher."""
+
+    delta: float = 0.1
+    kl_tau: float = 1e-3
+
+    @property
+    def terms(self):
+        first, second = frozenset({"0"}), frozenset({"1"})
+        return (
+            Term("rl", self.loss, sources=first),
+            Term("ce", lambda policy, tokens: (-policy.logp, {}), on="observed", sources=first),
+            Term("ref_kl", self.distil, sources=second),
+        )
+
+    def distil(self, policy, tokens):
+        u, lp = (policy.logp - tokens.rollout_logp).exp(), policy.logp.detach()
+        dropped = lp.exp() - tokens.rollout_logp.exp() < -0.2
+        gain = ((tokens.teacher_logp - lp) * u).masked_fill(dropped, 0.0)
+        return self.kl_tau * (policy.logp - tokens.rollout_logp).square() - gain, {}
+
+
+TERMS: dict[str, Algorithm] = {
+    "echo/own_denominators": ECHO(correction=OFF),
+    "aux/nll_on_positives": PositiveNLL(correction=OFF),
+    "chord/phi": CHORD(mu=0.3, correction=OFF),
+    "chord/sft": CHORD(mu=0.3, phi=False, correction=OFF),
+    "luffy/token_mean": LUFFY(correction=OFF),
+    "luffy/constant": LUFFY(loss_norm="constant", correction=OFF),
+    "by_source/two_norms": BySource(
+        by_source={
+            "0": {"name": "grpo", "correction": OFF.model_dump()},
+            "1": {"name": "sft", "loss_norm": "sequence"},
+        },
+        coefs={"1": 0.5},
+    ),
+    "by_source/rl_ce_refkl": ThreeComponents(correction=OFF),
+}
+"""Cases of several terms."""
+DEMONSTRATIONS = dict.fromkeys(("chord/phi", "chord/sft", "luffy/token_mean", "luffy/constant"), "demo")
+DEMONSTRATIONS["by_source/two_norms"] = "source"
+"""Column that tells which rows are demonstrations, by case."""
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize(("dtype", "rtol"), TOLERANCES)
+@pytest.mark.parametrize("poison", [0.0, float("nan"), 1e6])
+def test_terms_have_the_oracles_losses(name, dtype, rtol, poison):
+    case, alg = CASES2[name], TERMS[name]
+    groups = rl_groups("adv", poison, demonstrates=DEMONSTRATIONS.get(name, ""))
+    batch = batch_of_groups(alg, groups, dtype)
+    logp, kept = rl_inputs(groups, alg, dtype)
+    found = compute_objective(alg, Policy(logp=logp), batch)
+    total = (found.loss * batch.tokens.weight).sum()
+    total.backward()
+    torch.testing.assert_close(total.detach(), torch.tensor(case["loss"], dtype=dtype), rtol=rtol, atol=rtol / 100)
+    want = torch.tensor(case["grad"]["logp"], dtype=dtype)
+    torch.testing.assert_close(logp.grad, want[kept], rtol=rtol, atol=rtol / 100)
+    assert want[~kept].abs().max() == 0
+    assert [len(weight) for weight, _ in found.of_terms] == case.get("extra", {}).get("tokens", [19, 5])
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

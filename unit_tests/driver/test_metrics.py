@@ -16,6 +16,7 @@ from algs import find_algorithm, list_algorithms
 from algs.base import PolicyGradient
 from algs.check import fixtures
 from algs.check.update import compute_advantages, make_policy, plan_batches
+from algs.objective import compute_objective
 from algs.ops import reaches_cap, reaches_clamp
 from configs.schema import RLConfig, SLConfig
 from configs.trainer_schema import StopWhenConfig
@@ -58,7 +59,8 @@ def metrics_of_algorithm(name: str) -> set[str]:
     values = world.now["values"][batch.labels]
     logged = {"loss"}
     if alg.model_kind == "policy":
-        logged |= alg.objective(make_policy(alg, batch, world.now), batch.tokens)[1].keys()
+        found = compute_objective(alg, make_policy(alg, batch, world.now), batch)
+        logged |= found.metrics.keys() | {name for _, metrics in found.of_terms for name in metrics}
     if alg.value_lr is not None or alg.model_kind == "reward":
         logged |= alg.value_loss(values, batch.tokens)[1].keys()
     if alg.value_lr is not None:

@@ -28,7 +28,7 @@ from data_feeds.packing.batches import plan_update
 from data_feeds.packing.splice import align, splice
 from driver.checks.explain import estimate_memory
 from driver.load_recipe import load_recipe
-from driver.rl.teachers import Reader, check_sources, move_teachers, score_groups
+from driver.rl.teachers import Reader, check_teacher_sources, move_teachers, score_groups
 from unit_tests.helpers.examples import run_here, sample_of
 from unit_tests.helpers.golden2 import GOLDEN2
 from unit_tests.helpers.local_trainers import TEMPERATURE, trainer_of
@@ -218,7 +218,7 @@ def test_every_data_set_is_scored_by_its_own_teacher(tiny_path):
 
 def test_a_teacher_of_a_data_set_that_is_not_there_is_refused():
     with pytest.raises(UserError, match=r"for the data set 'maths', and data.train has 'code', 'math'"):
-        check_sources({"one": Teacher("m", sources=("maths",))}, {"math", "code"})
+        check_teacher_sources({"one": Teacher("m", sources=("maths",))}, {"math", "code"})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import torch
 from algs.base import Algorithm
 from core.types.arrays import DOUBLE
 from core.types.samples import Batch, Group, Prompt, make_sample
-from data_feeds.packing.batches import pack, token_weights
+from data_feeds.packing.batches import pack, share_out, token_weights
+from data_feeds.packing.terms import unite
 
 GOLDEN2 = json.loads((Path(__file__).parents[1] / "data" / "golden_losses2.json").read_text())
 CASES2 = GOLDEN2["cases"]
@@ -16,8 +17,11 @@ RL2, PREF2, LOGITS2 = (GOLDEN2["fixtures"][name] for name in ("rl", "pref", "log
 COLUMNS = {"ref_logp": "ref", "teacher_logp": "tea", "prox_logp": "old"}
 
 
-def rl_groups(advantage: str | None, poison: float) -> list[Group]:
-    """The responses as groups of samples, each with two prompt tokens before it. advantage: column, None for none."""
+def rl_groups(advantage: str | None, poison: float, *, demonstrates: str = "") -> list[Group]:
+    """The responses as groups of samples, each with two prompt tokens before it. advantage: column, None for none.
+
+    demonstrates: column of the fixture whose rows of 1 are demonstrations, which no policy sampled.
+    """
     groups: dict[int, Group] = {}
     for b, mask in enumerate(RL2["mask"]):
 
@@ -26,16 +30,22 @@ def rl_groups(advantage: str | None, poison: float) -> list[Group]:
             own = own if isinstance(own, list) else [own] * len(mask)
             return [poison, poison, *(x if m else poison for x, m in zip(own, mask, strict=True))]
 
+        given, n = demonstrates and bool(RL2[demonstrates][b]), len(mask) + 2
         sample = make_sample(
             dtype=DOUBLE,
-            prompt=Prompt(id=str(RL2["prompt"][b]), messages=[]),
-            token_ids=[5] * (len(mask) + 2),
+            prompt=Prompt(id=str(RL2["prompt"][b]), messages=[], source=str(RL2["source"][b])),
+            token_ids=[5] * n,
             action_mask=[False, False, *map(bool, mask)],
-            rollout_logp=column("beh"),
-            versions=[-1] * (len(mask) + 2),
+            rollout_logp=[0.0] * n if given else column("beh"),
+            versions=[-1] * n,
+            origin="demonstration" if given else "policy",
             reward=RL2["rewards"][b],
+            # the rows end in padding, which is no answer of an environment
+            excluded=[True, True, *(not (m or e) for m, e in zip(mask, RL2["env"][b], strict=True))],
             advantage=None if advantage is None else column(advantage),
-            columns={name: column(key) for name, key in COLUMNS.items()} | {"prox.collision": column("sum_pi_sq")},
+            # a demonstration has no log-probability of an old policy that a term may read
+            columns={k: [poison] * n if given and k == "prox_logp" else column(own) for k, own in COLUMNS.items()}
+            | {"prox.collision": column("sum_pi_sq")},
         )
         groups.setdefault(RL2["prompt"][b], []).append(sample)
     return list(groups.values())
@@ -61,10 +71,18 @@ def pref_groups(poison: float) -> list[Group]:
     return [rows[i : i + 2] for i in range(0, len(rows), 2)]
 
 
+def rl_inputs(groups: list[Group], alg: Algorithm, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logp of the tokens of all terms, with gradient, and their places in the rows, [8, 5] bool."""
+    shares = share_out(alg.terms, groups, alg.loss_norm, horizon=5)
+    kept = torch.stack([torch.from_numpy(mask[2:].copy()) for mask in unite(shares)])
+    return torch.tensor(RL2["logp"], dtype=dtype)[kept].requires_grad_(), kept
+
+
 def batch_of_groups(alg: Algorithm, groups: list[Group], dtype: torch.dtype) -> Batch:
     weights = token_weights(groups, alg.loss_norm, horizon=5)
     numbers = [n for n, g in enumerate(groups) for _ in g] if alg.whole_groups else None
-    return pack([s for g in groups for s in g], weights, groups=numbers, dtype=dtype)
+    terms = share_out(alg.terms, groups, alg.loss_norm, horizon=5)
+    return pack([s for g in groups for s in g], weights, groups=numbers, terms=terms, dtype=dtype)
 
 
 def table_of(key: str, dtype: torch.dtype) -> torch.Tensor:

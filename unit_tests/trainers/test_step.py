@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from transformers import AutoModelForCausalLM
 
 from algs.grpo import GRPO
+from algs.objective import Objective
 from algs.opd import OPD
 from algs.sft import SFT
 from algs.terms import KL
@@ -240,7 +241,7 @@ def test_means_are_weighted_and_each_source_has_its_own():
         for cut in updates:
             observers.begin_update()
             for which in cut:
-                observers.on_batch(BatchSeen.detached(batch_of(which), None, loss[which], {}))
+                observers.on_batch(BatchSeen.detached(batch_of(which), None, Objective(loss=loss[which])))
             observers.on_update({"grad_norm": 3.0})
         return observers.finish()
 
