@@ -88,7 +88,7 @@ def record(root: Path, kept: Path, tier: Tier) -> Record:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "COVERAGE_FILE": str(folder / "lines"),
-            "PYTHONPATH": str(root / HERE / "child"),
+            "PYTHONPATH": os.pathsep.join([str(root / HERE / "child"), str(root)]),
             "LINES_CONFIG": str(config),
         }
         workers = "auto" if tier == "fast" else "1"
