@@ -478,6 +478,28 @@ def test_what_a_resumed_run_changes_moves_on_with_every_resume(server, tmp_path)
         assert int(tags.get("resumed.steps", "2")) == steps and "resumed.seed" not in tags
 
 
+@pytest.mark.slow
+def test_long_values_are_shortened_and_compared_as_they_are_kept(server, tmp_path, monkeypatch):
+    """Also where MLflow has been told to refuse them."""
+    monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")
+    address, _, _ = server
+    (tmp_path / "config.yaml").write_text("steps: 2")
+    told = {"config": {"data.system": "é" * 9000 + "!", "k" * 400: 1}, "facts": {"git": "x" * 9000 + "!"}}
+    run = replace(a_run(tmp_path), settings=TrackingConfig(mlflow_uri=address), **told)
+    identity = None
+    for _ in range(2):
+        tracker = Mlflow()
+        identity = tracker.start(replace(run, previous=identity))
+        tracker.finish(Outcome(exit_reason="error: " + "y" * 9000 + "!", model="z" * 9000 + "!"))
+    data = ask(address, "runs/get", run_id=identity.id)["run"]["data"]
+    params = {p["key"]: p["value"] for p in data["params"]}
+    tags = {tag["key"]: tag["value"] for tag in data["tags"]}
+    assert params["k" * 250] == "1"
+    for value in (params["data.system"], *(tags[name] for name in ("git", "exit_reason", "model"))):
+        assert len(value) > 5900 and "[" in value and value.endswith("!")
+    assert not [key for key in tags if key.startswith("resumed.")]
+
+
 KILLING = """
 import os, signal
 def score(prompt, messages):
