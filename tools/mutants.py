@@ -19,6 +19,7 @@ import compileall
 import importlib
 import os
 import py_compile
+import re
 import shutil
 import signal
 import subprocess
@@ -81,6 +82,8 @@ class Outcome:
     line: int
     killed: bool
     seconds: float
+    by: str = ""
+    """First test that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +124,14 @@ def copy_tracked(root: Path, home: Path) -> None:
 
 
 def copy_repository(root: Path, home: Path) -> None:
-    """Copy a repository, and compile it so that a file whose text changes is compiled anew."""
+    """Copy a repository, and compile it so that a file whose text changes is compiled anew.
+
+    The copy is a repository of git too, of one commit: some tests ask for it.
+    """
     copy_tracked(root, home)
+    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com"]
+    for words in (["init", "--quiet"], ["add", "--all"], [*who, "commit", "--quiet", "--no-verify", "-m", "a copy"]):
+        subprocess.run(["git", *words], cwd=home, check=True)
     # by hash and not by time: a bug is planted and removed within the same second
     compileall.compile_dir(home, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
@@ -206,16 +215,19 @@ def without_parts(tests: list[str]) -> list[str]:
     return [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
 
 
-def run_all(mutants: list[Mutant], root: Path, folder: Path, *, jobs: int) -> Iterator[Outcome]:
+def run_all(
+    mutants: list[Mutant], root: Path, folder: Path, *, jobs: int, known_to_pass: bool = False
+) -> Iterator[Outcome]:
     """Plant each bug alone in one of `jobs` copies below `folder`; yield what became of it.
 
     Where tests run out of time or end without a verdict, they run again without the bug: they must pass then, or it is
-    the machine that was noticed.
+    the machine that was noticed. known_to_pass: all tests have passed without a bug.
     """
     homes = [folder / f"copy{n}" for n in range(min(jobs, len(mutants)))]
     for home in homes:
         copy_repository(root, home)
-    check_without_bugs(mutants, homes[0])
+    if not known_to_pass:
+        check_without_bugs(mutants, homes[0])
     # reversed, because pop takes from the end
     left, running = list(reversed(mutants)), dict[int, Run]()
     try:
@@ -260,7 +272,10 @@ def judge(run: Run, code: int, root: Path, seconds: float) -> Outcome:
         said = log_of(run.home).read_text(errors="replace")[-3000:]
         raise ListIsWrong(f"{run.mutant.file}:{line}: without the bug pytest ended with exit code {code}:\n{said}")
     killed = code == (SOME_FAILED if run.planted else ALL_PASSED)
-    return Outcome(mutant=run.mutant, line=line, killed=killed, seconds=seconds)
+    log = log_of(run.home).read_text(errors="replace")
+    failed = re.findall(r"^(?:FAILED|ERROR) unit_tests/(\S+)", log, re.MULTILINE)
+    by = failed[0] if failed else "no test, but the end of pytest" if killed else ""
+    return Outcome(mutant=run.mutant, line=line, killed=killed, seconds=seconds, by=by)
 
 
 def summarize(outcomes: list[Outcome], equivalent: int) -> tuple[list[str], bool]:

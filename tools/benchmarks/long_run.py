@@ -171,6 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of the recipe")
     args = parser.parse_args(argv)
+    # what a shell starts in the background ignores Ctrl-C, and so would the run
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="long_run_") as folder:
         readings, wrong = run_long(Path(folder), args.minutes, args.set)
     heads = ("minute", "steps", "MiB", "processes", "handles", "files", "growing", "other bytes")

@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,12 +17,22 @@ from typing import Literal
 
 import coverage
 
+from tools.mutants import copy_repository
+
 Tier = Literal["fast", "slow"]
 HERE = Path("tools/drawn_mutants")
 MARKS: dict[Tier, str] = {"fast": "not slow and not verify and not gpu", "slow": "slow and not verify and not gpu"}
 
 ENDLESS = "unit_tests/configs/test_hostile_inputs.py::test_an_endless_import_ends_with_file_and_line"
 """Test that does not end under coverage. A line that only it runs counts as one that no test runs."""
+UNSEEN: dict[str, tuple[str, ...]] = {
+    "rewards/sandbox/inside/": (
+        "unit_tests/rewards/test_code_reward.py",
+        "unit_tests/rewards/test_sandbox.py",
+        "unit_tests/rollouts/test_python_tool.py",
+    ),
+}
+"""Test files of code that runs where coverage cannot write: in a sandbox."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +44,17 @@ class Record:
     """Repository whose lines these are."""
 
     @cached_property
+    def failed(self) -> set[str]:
+        """Test functions that failed while they were recorded: nothing follows from their failures."""
+        cases = ElementTree.parse(self.folder / "tests.xml").iter("testcase")
+        return {name_of(case) for case in cases if {"failure", "error"} & {part.tag for part in case}}
+
+    @cached_property
     def seconds(self) -> dict[str, float]:
         """Seconds of each test function, over all its parameters, by its name as pytest takes it."""
         found: defaultdict[str, float] = defaultdict(float)
         for case in ElementTree.parse(self.folder / "tests.xml").iter("testcase"):
-            file = case.attrib["classname"].replace(".", "/") + ".py"
-            found[f"{file}::{case.attrib['name'].partition('[')[0]}"] += float(case.attrib["time"])
+            found[name_of(case)] += float(case.attrib["time"])
         return found
 
     def find_tests(self, file: str, line: int, budget_s: float) -> list[str]:
@@ -49,12 +65,17 @@ class Record:
         """
         by_line = self._of_file(file)
         tests = by_line.get(line, set())
+        for part, homes in UNSEEN.items():
+            if file.startswith(part):
+                tests = {test for test in self.seconds if test.startswith(homes)}
         if not tests or self._runs_at_import(file, line):
-            tests = {test for seen in by_line.values() for test in seen}
+            tests = tests | {test for seen in by_line.values() for test in seen}
         home = f"unit_tests/{file.split('/')[0]}/"
         chosen: list[str] = []
         spent = 0.0
-        for test in sorted(tests, key=lambda test: (not test.startswith(home), self.seconds.get(test, 0.0))):
+        for test in sorted(
+            tests - self.failed, key=lambda test: (not test.startswith(home), self.seconds.get(test, 0.0))
+        ):
             spent += self.seconds.get(test, 0.0)
             if chosen and spent > budget_s:
                 break
@@ -79,31 +100,51 @@ class Record:
         return not any(node.body[0].lineno <= line <= (node.end_lineno or 0) for node in inside)
 
 
+def name_of(case: ElementTree.Element) -> str:
+    """Return the name of a test function, as pytest takes it, of a case of tests.xml."""
+    *packages, name = case.attrib["classname"].split(".")
+    # a class of tests, such as a state machine of hypothesis
+    inside = f"::{name}" if name[0].isupper() else f"/{name}"
+    file = "/".join(packages) + (f".py{inside}" if name[0].isupper() else f"{inside}.py")
+    return f"{file}::{case.attrib['name'].partition('[')[0]}"
+
+
 def record(root: Path, kept: Path, tier: Tier) -> Record:
-    """Run the tests of a tier under coverage, unless this was done for these files. kept: folder of the records."""
-    folder = kept / hash_files(root) / tier
+    """Run the tests of a tier under coverage, unless this was done for these files. kept: folder of the records.
+
+    They run in a copy of the repository, as bugs are planted in copies: what fails there is known from then on.
+    """
+    folder = (kept / hash_files(root) / tier).absolute()
     if not (folder / "tests.xml").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        config = root / HERE / "coverage.ini"
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "COVERAGE_FILE": str(folder / "lines"),
-            "PYTHONPATH": os.pathsep.join([str(root / HERE / "child"), str(root)]),
-            "LINES_CONFIG": str(config),
-        }
-        workers = "auto" if tier == "fast" else "1"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS[tier], "-n", workers, "--dist", "worksteal"]
-        command += ["--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
-        command += [f"--junitxml={folder / 'running.xml'}", "--timeout", "300", f"--deselect={ENDLESS}"]
-        subprocess.run(command, cwd=root, env=environment, check=False)
-        children = sorted(map(str, folder.glob("lines.*")))
-        whole = coverage.Coverage(data_file=str(folder / "lines"), config_file=str(config))
-        if children:
-            whole.load()
-            whole.combine(children)
-            whole.save()
-        (folder / "running.xml").rename(folder / "tests.xml")
+        with tempfile.TemporaryDirectory(prefix="lines_", ignore_cleanup_errors=True) as made:
+            home = Path(made) / "copy"
+            copy_repository(root, home)
+            run_tests(home, folder, tier)
     return Record(folder, root)
+
+
+def run_tests(home: Path, folder: Path, tier: Tier) -> None:
+    """Run the tests of a tier under coverage, and write the lines and the times into a folder."""
+    config = home / HERE / "coverage.ini"
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "COVERAGE_FILE": str(folder / "lines"),
+        "PYTHONPATH": os.pathsep.join([str(home / HERE / "child"), str(home)]),
+        "LINES_CONFIG": str(config),
+    }
+    workers = "auto" if tier == "fast" else "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS[tier], "-n", workers, "--dist", "worksteal"]
+    command += ["-p", "keep_tracing", "--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
+    command += [f"--junitxml={folder / 'running.xml'}", "--timeout", "300", f"--deselect={ENDLESS}"]
+    subprocess.run(command, cwd=home, env=environment, check=False)
+    children = sorted(map(str, folder.glob("lines.*")))
+    whole = coverage.Coverage(data_file=str(folder / "lines"), config_file=str(config))
+    if children:
+        whole.load()
+        whole.combine(children)
+        whole.save()
+    (folder / "running.xml").rename(folder / "tests.xml")
 
 
 def hash_files(root: Path) -> str:
