@@ -7,8 +7,9 @@
 
 A line is drawn first, by the seed, then one bug of its rules (rules.py). Only tests that run the line are asked, for at
 most a minute. A line that no fast test runs is left to the slow tier, where one that no test runs counts as a bug that
-survived. equivalent.yaml explains bugs that nobody could notice; they leave the count. It prints the share noticed by folder with its 95 % interval (Wilson). Exit code 1 where
-the lower end is below 0.90, or where more than 5 % of the sample are explained away.
+survived. equivalent.yaml explains bugs that nobody could notice; they leave the count. It prints the share noticed by
+folder with its 95 % interval (Wilson). Exit code 1 where the lower end is below 0.90, or where more than 5 % of the
+sample are explained away.
 """
 
 from __future__ import annotations
