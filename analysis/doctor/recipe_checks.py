@@ -22,7 +22,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, Which, load_groups, load_prompts
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel, check_user_code
-from driver.checks.output_folder import check_output_folders
+from driver.checks.output_folder import check_output_folders, check_run_dir
 from driver.load_recipe import Loaded
 from driver.records.trackers import check_trackers
 from driver.rl import setup as rl_setup
@@ -105,6 +105,7 @@ class Parts:
 
     def describe_folders(self) -> str:
         cfg = self.cfg
+        check_run_dir(cfg.run_dir)
         check_output_folders(cfg, self.alg)
         check_hub_upload(cfg)
         check_trackers(cfg.trackers, cfg.tracking)

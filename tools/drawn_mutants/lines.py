@@ -11,7 +11,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -64,11 +64,12 @@ class Record:
         that the tests may take together; one test is returned in any case.
         """
         by_line = self._of_file(file)
-        tests = by_line.get(line, set())
+        span = find_span(self._tree_of(file), line)
+        tests = {test for at in span for test in by_line.get(at, set())}
         for part, homes in UNSEEN.items():
             if file.startswith(part):
                 tests = {test for test in self.seconds if test.startswith(homes)}
-        if not tests or self._runs_at_import(file, line):
+        if self._runs_at_import(file, line):
             tests = tests | {test for seen in by_line.values() for test in seen}
         home = f"unit_tests/{file.split('/')[0]}/"
         chosen: list[str] = []
@@ -93,11 +94,35 @@ class Record:
         # a context is test|phase, or nothing at import
         return {line: {c.partition("[")[0].partition("|")[0] for c in contexts if c} for line, contexts in seen.items()}
 
+    def _tree_of(self, file: str) -> ast.Module:
+        return parse(self.root / file)
+
     def _runs_at_import(self, file: str, line: int) -> bool:
         """Return whether a line stands outside of every function's body."""
-        nodes = ast.walk(ast.parse((self.root / file).read_text()))
+        nodes = ast.walk(self._tree_of(file))
         inside = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         return not any(node.body[0].lineno <= line <= (node.end_lineno or 0) for node in inside)
+
+
+@cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def find_span(tree: ast.Module, line: int) -> range:
+    """Return the lines of the statement at a line; of one that holds others, the lines before those.
+
+    Coverage knows the lines at which something is computed, and a bug may stand on another line of the statement.
+    """
+    spans: list[range] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            first = node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
+            body: list[ast.stmt] = getattr(node, "body", [])
+            end = body[0].lineno - 1 if body else (getattr(node, "end_lineno", None) or first)
+            if first <= line <= max(first, end):
+                spans.append(range(first, max(first, end) + 1))
+    return min(spans, key=len, default=range(line, line + 1))
 
 
 def name_of(case: ElementTree.Element) -> str:
