@@ -271,6 +271,17 @@ def test_rows_of_samples_hold_strings_and_numbers():
     assert {type(value) for row in rows for value in row.values()} <= {int, float, str, type(None)}
 
 
+@pytest.mark.parametrize(("name", "longest"), [("group", 100), ("notes", 5000), ("tags", 64)])
+def test_what_describes_a_run_is_as_long_as_all_trackers_take(name, longest):
+    def settings(length: int) -> TrackingConfig:
+        return TrackingConfig(**{name: ["x" * length] if name == "tags" else "x" * length})
+
+    settings(longest), settings(1)
+    for length in (0, longest + 1):
+        with pytest.raises(ValueError, match="should have at (most|least)"):
+            settings(length)
+
+
 def test_a_secret_of_ones_own_stands_in_no_file(tmp_path, recipe):
     """Nor in a checkpoint, whose settings are compared when the run is resumed."""
     settings = {"url": "https://ann:planted-1@judge.example", "api_key": "planted-2", "stop_token": "kept"}
