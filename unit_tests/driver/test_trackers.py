@@ -278,7 +278,7 @@ def test_what_describes_a_run_is_as_long_as_all_trackers_take(name, longest):
 
     settings(longest), settings(1)
     for length in (0, longest + 1):
-        with pytest.raises(ValueError, match="should have at (most|least)"):
+        with pytest.raises(ValueError, match=r"should have at (most|least)"):
             settings(length)
 
 
