@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
+from algs.check.distributions import draw_distributions, measure_columns
 from core.types.arrays import DOUBLE, Floats
-from core.types.samples import Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
+from core.types.samples import TOKEN_REWARDS, Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 from core.types.turns import find_runs
 
 Tables = dict[str, Tensor]
-"""logp, entropy and values of every token under the current models, [N] float64 each."""
+"""logp, entropy and values of every token under the current models, [N] float64 each; and made-up logits, [N, SIZE]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,15 @@ def get_kind(alg: Algorithm) -> Kind:
 def made_up_step(alg: Algorithm) -> MadeUpStep:
     """Return the step for the algorithm's kind, prepared by `prepare_groups`; always the same."""
     drawn, now, scored = _draw_step(get_kind(alg))
-    groups = [[_with_columns(s, scored) for s in group] for group in alg.prepare_groups([[*g] for g in drawn])]
+    scored = scored | measure_columns(alg, now)
+    # columns with names of the algorithm's own are those of some teacher
+    scored = dict.fromkeys(alg.required_columns, scored["teacher_logp"]) | scored
+    without = {name: table for name, table in scored.items() if name != TOKEN_REWARDS}
+    # a group in two has token rewards
+    groups = [
+        [_with_columns(s, without if i % 2 else scored) for s in group]
+        for i, group in enumerate(alg.prepare_groups([[*g] for g in drawn]))
+    ]
     return MadeUpStep(groups=groups, now=now)
 
 
@@ -89,6 +98,7 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
     groups: list[Group] = []
     rows: dict[str, list[Tensor]] = {"logp": [], "entropy": [], "values": []}
     scored: dict[ScoredColumn, list[Tensor]] = {"prox_logp": [], "ref_logp": [], "teacher_logp": [], "values": []}
+    scored[TOKEN_REWARDS] = []
     first = 0
     for g, rewards in enumerate(STEP[kind]):
         groups.append([])
@@ -102,6 +112,8 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
             values = draw_noise(n, 0.5)
             columns: dict[ScoredColumn, Tensor] = {"prox_logp": prox, "ref_logp": ref, "teacher_logp": teacher}
             columns["values"] = values
+            # not drawn: they change no other number
+            columns[TOKEN_REWARDS] = 0.05 * (torch.arange(n, dtype=torch.float64) % 3 - 1)
             for name, column in columns.items():
                 scored[name].append(column)
             made = _make_sample(draw, rollout, group=g, first=first, reward=reward, turns=kind == "policy gradient")
@@ -112,7 +124,7 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
             first += n
     # one truncated sample, for overlong.mode and bootstrap_truncated
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
-    now = {name: torch.cat(parts) for name, parts in rows.items()}
+    now = {name: torch.cat(parts) for name, parts in rows.items()} | draw_distributions(first)
     return groups, now, {name: torch.cat(parts) for name, parts in scored.items()}
 
 
@@ -130,12 +142,13 @@ def _make_sample(
     mask = [prompt <= t and (chosen[t] or t == n - 1) for t in range(n)]
     return make_sample(
         dtype=DOUBLE,
-        prompt=Prompt(id=f"check/{group}", messages=[]),
+        prompt=Prompt(id=f"check/{group}", messages=[{"role": "user", "content": "?"}], answer="!"),
         token_ids=list(range(first, first + n)),
         action_mask=mask,
         rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
         versions=[0 if m else -1 for m in mask],
         reward=reward,
+        completion=f"reply {first}",
         turn_rewards=[0.25 * (-1) ** k * (k + 1) for k in range(len(find_runs(np.array(mask)) if turns else ()))],
     )
 
@@ -148,11 +161,16 @@ def _with_prompt_of(first: Sample, s: Sample) -> Sample:
 
 
 def keep_columns(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Group]:
-    """Return the groups with only these columns; a sample without trained tokens is never scored and has none."""
-    return [
-        [replace(s, columns={name: s.columns[name] for name in sorted(names)} if s.n_trained else {}) for s in g]
-        for g in groups
-    ]
+    """Return the groups with only these columns; a sample without trained tokens is never scored and has none.
+
+    Token rewards stay: they come with a sample and not from a trainer.
+    """
+
+    def keep(sample: Sample, own: frozenset[ScoredColumn]) -> Sample:
+        kept = sorted(own & sample.columns.keys()) if sample.n_trained else []
+        return replace(sample, columns={name: sample.columns[name] for name in kept})
+
+    return [[keep(s, names | {TOKEN_REWARDS}) for s in g] for g in groups]
 
 
 def shuffle_groups(groups: list[Group], seed: int) -> list[Group]:
@@ -167,8 +185,14 @@ def shuffle_groups(groups: list[Group], seed: int) -> list[Group]:
 
 PoisonableColumn = Column | Literal["rollout_logp", "advantage"]
 POISONABLE_COLUMNS: list[PoisonableColumn] = [
-    "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"
+    "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage",
+    "token_rewards",
 ]  # fmt: skip
+
+
+def list_poisonable(alg: Algorithm) -> list[PoisonableColumn]:
+    """List the columns that a sample of the algorithm may have."""
+    return [*POISONABLE_COLUMNS, *sorted(alg.required_columns - {*POISONABLE_COLUMNS})]
 
 
 def has_column(sample: Sample, name: PoisonableColumn) -> bool:
@@ -263,11 +287,12 @@ def sample_bandit(logits: Tensor, columns: dict[ScoredColumn, Tensor], draw: tor
 def _make_arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: dict[Column, list[float]]) -> Sample:
     return make_sample(
         dtype=DOUBLE,
-        prompt=Prompt(id=prompt, messages=[]),
+        prompt=Prompt(id=prompt, messages=[{"role": "user", "content": "?"}], answer="!"),
         token_ids=ids,
         action_mask=[False, True],
         rollout_logp=[0.0, logp],
         versions=[-1, 0],
         reward=reward,
+        completion=f"reply {ids[-1]}",
         columns=columns,
     )

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from algs import find_algorithm
 from algs.base import PolicyGradient, assign_advantages
 from algs.validate import check_advantages
 from configs.load import validate
 from core.errors import UserError
-from core.types.samples import Column, Group, Sample
+from core.types.samples import TOKEN_REWARDS, Column, Group, Sample
 from driver.load_recipe import with_length_limit
 
 # no slash: a label is one part of the names of metrics
@@ -68,7 +70,7 @@ def credit_groups(loss: NamedLoss, groups: list[Group], *, stale: bool) -> list[
 
     stale: with several updates per step there is the proximal policy's column too.
     """
-    kept: set[Column] = {*loss.alg.required_columns}
+    kept: set[Column] = {*loss.alg.required_columns, TOKEN_REWARDS}  # earned, whatever the algorithm
     if stale:
         kept.add("prox_logp")
     plain = [[_without_credit(s, kept) for s in g] for g in groups]
@@ -80,4 +82,6 @@ def credit_groups(loss: NamedLoss, groups: list[Group], *, stale: bool) -> list[
 def _without_credit(sample: Sample, columns: Collection[Column]) -> Sample:
     # advantages and exclusions of the run's own algorithm must not leak into another one
     own = {name: values for name, values in sample.columns.items() if name in columns}
-    return replace(sample, advantage=None, excluded=None, columns=own)
+    # a sample without a teacher has no column, and is trained on by no loss that reads it
+    excluded = None if own.keys() == {*columns} else np.ones_like(sample.action_mask)
+    return replace(sample, advantage=None, excluded=excluded, columns=own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from core.types.arrays import list_fields, with_tensors, without_tensors
 from core.types.images import EncodedImage
+from core.types.kept_sets import KeptTokens
 
 
 class MissingColumn(AttributeError):
@@ -61,7 +63,10 @@ class Tokens:
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[M] float each, detached; columns whose names an algorithm chose. Read as `tokens.column(name)`."""
     totals: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
+    """Totals of the whole update, all ranks; see Algorithm.totals."""
+    first: dict[str, Tensor] = field(default_factory=dict)
+    """[M] each, the values whose order statistics are in `totals`, as the forward pass of the totals computed them; NaN
+    where a token did not count. Compare these with a threshold: computed again, a last bit may differ."""
 
     def __post_init__(self) -> None:
         for name in list_fields(Tokens):
@@ -136,6 +141,8 @@ class Batch:
     media: dict[str, Tensor] = field(default_factory=dict)
     """Inputs of the vision tower, by argument name of the model's forward(): `pixel_values`, `image_grid_thw`, ... The
     process of the forward pass computes them from `images`."""
+    kept: KeptTokens | None = None
+    """Sets of ids that the trained tokens were sampled from, over which their softmax is taken; None: no truncation."""
     compared: dict[str, Tokens] = field(default_factory=dict)
     """The same tokens with the columns of compared losses, by the name of the loss; see the key `compare_losses`."""
 
@@ -147,7 +154,9 @@ class Batch:
         tokens = self.tokens.replace(**_move_tensors(self.tokens, device))
         compared = {name: seen.replace(**_move_tensors(seen, device)) for name, seen in self.compared.items()}
         media = {name: tensor.to(device) for name, tensor in self.media.items()}
-        return replace(self, **_move_tensors(self, device), tokens=tokens, compared=compared, media=media)
+        kept = None if self.kept is None else self.kept.to(device)
+        moved = _move_tensors(self, device)
+        return replace(self, **moved, tokens=tokens, compared=compared, media=media, kept=kept)
 
 
 def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[str, Any]:
@@ -169,6 +178,30 @@ class Policy:
     entropy: Tensor | None = None
     """[M] entropy, in nats, of the distribution that the token was drawn from; None if the algorithm does not need it.
     """
+    measures: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """[M] each, the algorithm's measures of that distribution. Read as `policy.<name>`."""
+
+    def __getattr__(self, name: str) -> Tensor:  # called for absent attributes only
+        # unpickling asks for attributes before there are any
+        if name.startswith("__") or name in list_fields(Policy):
+            raise AttributeError(name)
+        if name not in self.measures:
+            raise MissingColumn(
+                f"policy.{name} is not there; name it in the algorithm's measures, and not in required_columns, which "
+                f"computes it before the update instead. Measures of this pass: {', '.join(self.measures) or 'none'}"
+            )
+        return self.measures[name]
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Policy:
+        """Return the policy with every tensor changed, such as detached."""
+        entropy = None if self.entropy is None else change(self.entropy)
+        return Policy(
+            logp=change(self.logp), entropy=entropy, measures={name: change(v) for name, v in self.measures.items()}
+        )
+
+    def list_tensors(self) -> list[Tensor]:
+        """Return all tensors, in the same order for every policy of a pass."""
+        return [self.logp, *([] if self.entropy is None else [self.entropy]), *self.measures.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,19 +9,15 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from algs.base import Algorithm
+from algs.schedules import Schedule
+from algs.teachers import START, list_paths
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
 from driver.checks.explain_devices import describe_gpus, describe_processes
 from driver.checks.explain_texts import describe_texts
-from driver.checks.memory_estimate import (
-    CUDA_GIB,
-    GIB,
-    BytesEach,
-    MemoryEstimate,
-    estimate_engine_gib,
-    find_gpu_gib,
-)
+from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate, estimate_engine_gib, find_gpu_gib
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded
 from driver.start.devices import check_devices, count_gpus, uses_gpus
@@ -34,7 +30,13 @@ def explain(loaded: Loaded[Any]) -> str:
     """Return the resolved configuration of a training run and derived facts."""
     cfg: RunConfig = loaded.cfg
     texts = describe_texts(cfg.model, cfg.data)
-    facts = [*describe_arithmetic(loaded), *texts, *describe_placement(cfg), *describe_memory(loaded)]
+    facts = [
+        *describe_arithmetic(loaded),
+        *describe_schedules(loaded.alg),
+        *texts,
+        *describe_placement(cfg),
+        *describe_memory(loaded),
+    ]
     return format_explanation(cfg, facts, check_devices(cfg))
 
 
@@ -89,6 +91,15 @@ def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         ("the run", f"{cfg.steps} steps -> {cfg.steps * samples:,} sequences -> {cfg.total_updates} optimizer updates"),
         ("generation", describe_schedule(cfg)),
     ]
+
+
+def describe_schedules(alg: Algorithm) -> list[tuple[str, str]]:
+    """Describe the hyper-parameters that change with the steps."""
+
+    def describe(part: Schedule) -> str:
+        return f"{part.start:g} -> {part.end:g} in {part.steps} steps ({part.shape})"
+
+    return [(f"alg.{name}", ", then ".join(map(describe, parts))) for name, parts in alg.schedules.items()]
 
 
 def describe_schedule(cfg: RLConfig) -> str:
@@ -206,8 +217,11 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     in_training = (n - tower if lora is None else adapter) + max(0, critic - tower)
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
-    beside = [path for path in alg.frozen_models.values() if path or not spared]
-    frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) if path else n for path in beside)
+    starts = [] if spared else [t for t in alg.teachers.values() if t.model == START and not t.moves]
+    frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) for path in list_paths(alg.teachers))
+    frozen += n if starts else 0  # teachers of the same weights share a model
+    # float32 copies of the policy's trained weights
+    moving = sum(t.moves for t in alg.teachers.values()) * (n - tower if lora is None else adapter)
     # Otherwise only the adapter is saved.
     merges = lora is None or lora.merge_on_save
     return MemoryEstimate(
@@ -216,10 +230,10 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
         weights=(in_training * each.weights + (n + adapter + critic - in_training) * each.idle) / GIB,
         gradients=in_training * each.gradients / GIB,
         optimizer=in_training * each.optimizer / GIB,
-        frozen=frozen * each.reference / GIB,
+        frozen=(frozen * each.reference + moving * each.moving) / GIB,
         buckets=count_buckets(cfg) / GIB,
         per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
-        checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
+        checkpoint=(in_training * (4 + states) + moving * 4) / GIB,  # float32 weights and the optimizer
         saved=((n if merges else 0) + adapter + critic) * held / GIB,
     )
 
@@ -247,6 +261,7 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
             weights=4 / parts,
             idle=held / ranks,
             reference=held / ranks,
+            moving=4 / parts,
             gradients=4 / parts,
             optimizer=count_states(cfg) / parts,
         )
@@ -256,6 +271,7 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
         weights=weights,
         idle=weights,
         reference=held,
+        moving=4 / (ranks if stage >= 1 else 1),
         gradients=4 / (ranks if stage >= 2 else 1),
         optimizer=(master + count_states(cfg)) / (ranks if stage >= 1 else 1),
     )

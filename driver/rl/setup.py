@@ -24,12 +24,19 @@ from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.feed import Feed, load_prompts
+from driver.alg_state import restore_algorithm
 from driver.checkpoint import Checkpoint
 from driver.checks.engine import check_images, check_sampling
 from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
-from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel, check_user_code
+from driver.checks.models import (
+    check_policy,
+    check_room,
+    check_sequence_parallel,
+    check_teacher_models,
+    check_user_code,
+)
 from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
 from driver.context import RunContext
@@ -43,6 +50,7 @@ from driver.rl.colocation import make_colocation, offload_after_start, share_dev
 from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import ObserverPlan, RunObservers, StartedRun
 from driver.rl.run import Run
+from driver.rl.teachers import check_sources
 from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices, shares_devices
 from driver.start.observers import plan_observers
@@ -91,6 +99,8 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on given text: run it with main_sl.py")
     if alg.needs_siblings and cfg.group_size < 2:
         raise UserError("group_size is 1, and a group of one has no other sample to compare with: set it to 2 or more")
+    if not alg.with_state(alg.state, step=cfg.steps - 1).trains_policy:
+        raise UserError(f"steps={cfg.steps} are over before the policy is trained: raise steps, or lower critic_warmup")
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_output_folders(cfg, alg)
@@ -115,9 +125,10 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     rollouts = replace(rollouts, data=cfg.data)
     check_policy(cfg.model, tokenizer)
     allowed_tokens = check_sampling(cfg, tokenizer)
-    check_frozen_models(alg, tokenizer, cfg.model)
+    check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
+    check_sources(alg.teachers, {prompt.source for prompt in prompts.all()})
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
@@ -168,15 +179,16 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         layout = await trainers.call_one(0, Trainer.describe_layout)
     # Colocated trainers were reloaded above: a checkpoint is loaded into their tensors.
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
+    alg = await restore_algorithm(prepared.alg, trainers, prepared.checkpoint)
     availability = watch_engines(cfg, engines, context)
     generation = make_generation(prepared, context, engines, availability, first_step)
     evaluation = None
     if prepared.held_out is not None:
         evaluator = Evaluator(cfg, prepared.held_out.all(), generation)
         evaluation = RunEvaluation(evaluator, context, cfg.eval_every)
-    return Run(
+    run = Run(
         cfg=cfg,
-        alg=prepared.alg,
+        alg=alg,
         prompts=feed,
         evaluation=evaluation,
         tokenizer=prepared.tokenizer,
@@ -192,6 +204,8 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         time=await TimeBreakdown.start(context.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
         observers=start_observers(prepared, context, trainers, layout),
     )
+    generation.accept_group = run.accept_group  # by the algorithm of the step, which the run replaces
+    return run
 
 
 def make_generation(
