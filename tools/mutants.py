@@ -19,6 +19,7 @@ import compileall
 import importlib
 import os
 import py_compile
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tools" / "mutants.yaml"
 WANTED = 0.97
 TIMEOUT_S = 300.0
-"""A bug that keeps its tests busy for longer is noticed: they did not pass."""
+"""Seconds that the tests of a bug may take."""
 ALL_PASSED, SOME_FAILED = 0, 1
-"""Exit codes of pytest; any other means that the tests could not be asked."""
+"""Exit codes of pytest."""
+OUT_OF_TIME = -1000
+"""In place of an exit code."""
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -79,6 +82,19 @@ class Outcome:
     line: int
     killed: bool
     seconds: float
+    by: str = ""
+    """First test that failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Tests that run in a copy of the repository."""
+
+    mutant: Mutant
+    home: Path
+    since: float
+    planted: bool = True
+    """False where the same tests run without the bug."""
 
 
 def read_list(path: Path) -> tuple[list[Mutant], list[str]]:
@@ -108,8 +124,14 @@ def copy_tracked(root: Path, home: Path) -> None:
 
 
 def copy_repository(root: Path, home: Path) -> None:
-    """Copy a repository, and compile it so that a file whose text changes is compiled anew."""
+    """Copy a repository, and compile it so that a file whose text changes is compiled anew.
+
+    The copy is a repository of git too, of one commit: some tests ask for it.
+    """
     copy_tracked(root, home)
+    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com"]
+    for words in (["init", "--quiet"], ["add", "--all"], [*who, "commit", "--quiet", "--no-verify", "-m", "a copy"]):
+        subprocess.run(["git", *words], cwd=home, check=True)
     # by hash and not by time: a bug is planted and removed within the same second
     compileall.compile_dir(home, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
@@ -126,6 +148,8 @@ def start_tests(home: Path, tests: list[str], *, slow: bool, log: Path) -> int:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         os.chdir(home)
+        # also where a test starts a process in another folder
+        os.environ["PYTHONPATH"] = str(home)
         sys.path[:] = [
             str(home),
             # the original must not be importable, or the tests would run without the bug
@@ -154,7 +178,7 @@ def kill_all_of(pid: int) -> None:
 
 
 def wait_for_one(running: dict[int, float], timeout_s: float) -> tuple[int, int]:
-    """Wait until a process ends, or kill one that runs for too long; return its number and its exit code."""
+    """Wait until a process ends, or kill one that runs for too long. Return its number and its exit code."""
     while True:
         # polled, because a blocking wait could not kill a process that runs for too long
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -165,7 +189,7 @@ def wait_for_one(running: dict[int, float], timeout_s: float) -> tuple[int, int]
             if time.monotonic() - since > timeout_s:
                 kill_all_of(pid)
                 os.waitpid(pid, 0)
-                return pid, SOME_FAILED
+                return pid, OUT_OF_TIME
         time.sleep(0.02)
 
 
@@ -191,40 +215,67 @@ def without_parts(tests: list[str]) -> list[str]:
     return [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
 
 
-def run_all(mutants: list[Mutant], root: Path, folder: Path, *, jobs: int) -> Iterator[Outcome]:
-    """Plant each bug alone in one of `jobs` copies below `folder`; yield what became of it."""
+def run_all(
+    mutants: list[Mutant], root: Path, folder: Path, *, jobs: int, known_to_pass: bool = False
+) -> Iterator[Outcome]:
+    """Plant each bug alone in one of `jobs` copies below `folder`; yield what became of it.
+
+    Where tests run out of time or end without a verdict, they run again without the bug: they must pass then, or it is
+    the machine that was noticed. known_to_pass: all tests have passed without a bug.
+    """
     homes = [folder / f"copy{n}" for n in range(min(jobs, len(mutants)))]
     for home in homes:
         copy_repository(root, home)
-    check_without_bugs(mutants, homes[0])
+    if not known_to_pass:
+        check_without_bugs(mutants, homes[0])
     # reversed, because pop takes from the end
-    left, running = list(reversed(mutants)), dict[int, tuple[Mutant, Path, float]]()
+    left, running = list(reversed(mutants)), dict[int, Run]()
     try:
         while left or running:
             while left and homes:
                 mutant, home = left.pop(), homes.pop()
                 (home / mutant.file).write_text(mutant.plant((root / mutant.file).read_text()))
-                pid = start_tests(home, list(mutant.tests), slow=mutant.slow, log=home.with_suffix(".log"))
-                running[pid] = mutant, home, time.monotonic()
-            pid, code = wait_for_one({pid: since for pid, (_, _, since) in running.items()}, TIMEOUT_S)
-            mutant, home, since = running.pop(pid)
-            (home / mutant.file).write_text((root / mutant.file).read_text())
-            homes.append(home)
-            yield judge(mutant, code, root, home.with_suffix(".log"), time.monotonic() - since)
+                run = Run(mutant=mutant, home=home, since=time.monotonic())
+                running[start_tests_of(run)] = run
+            pid, code = wait_for_one({pid: run.since for pid, run in running.items()}, TIMEOUT_S)
+            run = running.pop(pid)
+            (run.home / run.mutant.file).write_text((root / run.mutant.file).read_text())
+            if run.planted and not has_verdict(code, log_of(run.home)):
+                again = replace(run, since=time.monotonic(), planted=False)
+                running[start_tests_of(again)] = again
+                continue
+            homes.append(run.home)
+            yield judge(run, code, root, time.monotonic() - run.since)
     finally:
         for pid in running:
             kill_all_of(pid)
 
 
-def judge(mutant: Mutant, code: int, root: Path, log: Path, seconds: float) -> Outcome:
+def log_of(home: Path) -> Path:
+    return home.with_suffix(".log")
+
+
+def start_tests_of(run: Run) -> int:
+    return start_tests(run.home, list(run.mutant.tests), slow=run.mutant.slow, log=log_of(run.home))
+
+
+def has_verdict(code: int, log: Path) -> bool:
+    """Return whether tests passed or failed, rather than crashed or ran out of time. log: what pytest said."""
+    return code == ALL_PASSED or (code == SOME_FAILED and "from pytest-timeout" not in log.read_text(errors="replace"))
+
+
+def judge(run: Run, code: int, root: Path, seconds: float) -> Outcome:
     """Return whether the tests noticed a mutant, by their exit code."""
-    text = (root / mutant.file).read_text()
-    line = text[: text.index(mutant.old)].count("\n") + 1
-    # a usage error or a crash of pytest says nothing about the bug
-    if code not in (ALL_PASSED, SOME_FAILED):
-        said = log.read_text()[-3000:]
-        raise ListIsWrong(f"{mutant.file}:{line}: {mutant.breaks}: pytest ended with exit code {code}:\n{said}")
-    return Outcome(mutant=mutant, line=line, killed=code == SOME_FAILED, seconds=seconds)
+    text = (root / run.mutant.file).read_text()
+    line = text[: text.index(run.mutant.old)].count("\n") + 1
+    if code not in (ALL_PASSED, SOME_FAILED, OUT_OF_TIME):
+        said = log_of(run.home).read_text(errors="replace")[-3000:]
+        raise ListIsWrong(f"{run.mutant.file}:{line}: without the bug pytest ended with exit code {code}:\n{said}")
+    killed = code == (SOME_FAILED if run.planted else ALL_PASSED)
+    log = log_of(run.home).read_text(errors="replace")
+    failed = re.findall(r"^(?:FAILED|ERROR) unit_tests/(\S+)", log, re.MULTILINE)
+    by = failed[0] if failed else "no test, but the end of pytest" if killed else ""
+    return Outcome(mutant=run.mutant, line=line, killed=killed, seconds=seconds, by=by)
 
 
 def summarize(outcomes: list[Outcome], equivalent: int) -> tuple[list[str], bool]:

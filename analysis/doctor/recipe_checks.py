@@ -28,7 +28,7 @@ from driver.checks.models import (
     check_teacher_models,
     check_user_code,
 )
-from driver.checks.output_folder import check_output_folders
+from driver.checks.output_folder import check_output_folders, check_run_dir
 from driver.load_recipe import Loaded
 from driver.records.trackers import check_trackers
 from driver.rl import setup as rl_setup
@@ -111,6 +111,7 @@ class Parts:
 
     def describe_folders(self) -> str:
         cfg = self.cfg
+        check_run_dir(cfg.run_dir)
         check_output_folders(cfg, self.alg)
         check_hub_upload(cfg)
         check_trackers(cfg.trackers, cfg.tracking)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,20 @@ def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
         raise UserError(f"{key} lies below {there}, which is a file: name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"{key}: {there} cannot be written to: name another folder")
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Raise UserError if no run folder can be made in `run_dir`, or in its nearest parent where it does not exist."""
+    folder = Path(run_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        # tried, because the rights of a folder do not say all
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"run_dir={run_dir}: no folder can be made in {there} ({error.strerror}): name another folder, or make room"
+        ) from error
 
 
 async def save_in_one_step(folder: Path, write: Callable[[Path], Any], facts: dict[str, Any]) -> None:

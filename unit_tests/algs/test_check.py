@@ -351,9 +351,17 @@ class CountsFailures(GRPO):
         return super().compute_advantages([[replace(s, reward=s.reward or 0.0) for s in g] for g in groups])
 
 
+class SumsUnderOtherNorms(GRPO):
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        is_own = self.loss_norm == GRPO().loss_norm
+        return loss * (1 if is_own else len(tokens.weight)), metrics
+
+
 @pytest.mark.parametrize(
     ("cls", "letter", "said"),
     [
+        (SumsUnderOtherNorms, "a", "in one"),
         (CountsFailures, "e", r"is \S+ instead of \S+ without them: a failure counts as a reward of 0"),
         (DividesByNothing, "e", "a group of one: the loss is nan, the largest gradient nan"),
         (

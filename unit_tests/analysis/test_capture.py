@@ -23,6 +23,7 @@ from analysis.capture.gradient import compute_update, inner
 from analysis.capture.pieces import PieceDecoder
 from analysis.capture.replay import main as replay_main
 from analysis.capture.snapshot import read_snapshot
+from analysis.capture.table import MEANINGS
 from analysis.capture.tokens import (
     MANIFEST,
     TOKEN_COLUMNS,
@@ -444,7 +445,8 @@ def test_weights_are_found_in_a_checkpoint_and_in_a_folder_by_name(step, tmp_pat
 def test_the_command_prints_a_table_or_json_and_exits_with_the_verdict(folder, capsys):
     assert replay_main([str(folder), "--alg", "grpo", "--alg", "{as: dr_grpo, name: grpo, loss_norm: constant}"]) == 0
     said = capsys.readouterr().out
-    assert "\nreproduced: loss" in said and "\ndr_grpo: lowest cosine in " in said
+    assert "\nreproduced: loss" in said and "\ndr_grpo: lowest cosine in " in said and "\nrun: lowest" not in said
+    assert all(f"\n{line}" in said for line in MEANINGS)
     assert replay_main([str(folder), "--alg", "grpo", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["reproduced"] is True and [row["name"] for row in found["losses"]] == ["run", "grpo"]

@@ -234,6 +234,19 @@ def test_the_first_toggle_that_closes_the_gap_is_the_cause():
     assert found.sentence == said
 
 
+def test_the_json_of_an_examination_holds_its_facts_and_every_trial():
+    facts, trials = some_facts(second=a_gap(0.3), changed=1), [a_trial(Toggle.DTYPE, 0.2), a_trial(Toggle.BATCH, 1e-5)]
+    verdict = decide(facts, trials, temperature=1.0, fitted=None)
+    found = Examined(verdict=verdict, facts=facts, trials=trials, about={"engine": "hf"}).to_json()
+    gaps = {mean: {"mean": mean, "p99": mean, "largest": mean, "kl": 0.0, "tokens": 64} for mean in (0.3, 0.2, 1e-5)}
+    assert json.loads(json.dumps(found["trials"])) == [
+        {"toggle": "dtype", "change": "dtype off", "before": gaps[0.3], "after": gaps[0.2], "closes": False},
+        {"toggle": "batch", "change": "batch off", "before": gaps[0.3], "after": gaps[1e-5], "closes": True},
+    ]
+    assert (found["engine"], found["second"], found["changed"]) == ("hf", gaps[0.3], 1)
+    assert (found["verdict"], found["cause"], found["sentence"]) == ("cause", "batch", verdict.sentence)
+
+
 def test_a_small_gap_that_becomes_a_little_smaller_is_not_closed():
     assert not a_trial(Toggle.BATCH, 0.0019, before=0.0021).closes(0.002)
     assert a_trial(Toggle.BATCH, 0.0006, before=0.0021).closes(0.002)
@@ -340,6 +353,27 @@ def test_every_mistake_of_a_recipe_is_shown(recipe, tmp_path, capsys):
 def test_a_model_that_is_not_there_is_one_error(recipe):
     findings, _ = check_recipe(find_target(recipe({"model.path": "models/missing"}), []).loaded, lambda _: None)
     assert [f.check for f in findings if f.level == "error"] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "said"),
+    [
+        ({"model.lora": {"r": 4096}}, "model", "model.lora.r=4096 is above"),
+        (
+            {"rollout.max_new_tokens": 100_000, "trainer.micro_batch_tokens": 200_000},
+            "model",
+            "one sample may reach 100032 tokens",
+        ),
+        ({"push_to": "mine/model"}, "folders", "push_to=mine/model"),
+        ({"run_dir": "/proc/nowhere"}, "folders", "/proc/nowhere"),
+    ],
+)
+def test_what_a_run_refuses_the_doctor_refuses(changes, check, said, recipe):
+    path = recipe(changes)
+    findings, _ = check_recipe(find_target(path, []).loaded, lambda _: None)
+    [refused] = [f.found for f in findings if f.check == check and f.level == "error"]
+    code, err = run_here(main_rl, "--config", path)
+    assert code == 2 and said in refused and said in err
 
 
 def test_a_check_that_only_the_program_makes_is_not_missing(recipe):

@@ -215,6 +215,16 @@ def test_no_row_that_fits_is_refused_by_the_bound(chat, text, times, limit):
         assert len(chat.render(messages)) > limit
 
 
+def test_a_row_of_long_tokens_that_fits_is_not_refused(tiny_path):
+    """Where the bound cuts a token, its characters may be many tokens."""
+    chat = ChatTokenizer(tiny_path, "chat")
+    long = "1" * 200
+    chat.hf.add_tokens([long])
+    messages: Any = [{"role": "user", "content": long * 8}]
+    limit = len(chat.render(messages))
+    assert limit < 20 and chat.bound_tokens(messages, limit=limit) is None
+
+
 def test_many_rows_tell_how_far_they_are(chat, tmp_path, monkeypatch, capsys):
     (tmp_path / "x.jsonl").write_text(LINE * 3)
     prompts_of(chat, tmp_path / "x.jsonl")

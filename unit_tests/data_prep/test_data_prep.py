@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups
 from data_feeds.rows.sources import read_records as read_records_of
-from data_prep import arithmetic, chats, code_tasks, deepscaler, gsm8k, hh_rlhf, math_sets, smollm2, tiny_model
+from data_prep import arithmetic, chats, code_tasks, deepscaler, gsm8k, hh_rlhf, math_sets, script, smollm2, tiny_model
 from data_prep.arithmetic import Task
 from data_prep.rows import read_records
 
@@ -441,3 +442,13 @@ def test_who_imports_a_script_may_still_train_on_a_gpu() -> None:
     without = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     done = subprocess.run([sys.executable, "-c", code], env=without, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None"
+
+
+@pytest.mark.parametrize("text", ["-0.01", "1.01", "nan", "inf", "half", ""])
+def test_a_share_outside_of_0_to_1_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="give a share between 0 and 1, found "):
+        script.share(text)
+
+
+def test_a_share_may_be_nothing_or_all():
+    assert [script.share(text) for text in ("0", "0.25", "1")] == [0.0, 0.25, 1.0]

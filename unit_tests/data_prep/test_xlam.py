@@ -88,6 +88,13 @@ def test_rows_that_cannot_be_used_are_counted_by_reason():
     assert len(xlam.make(records)[0]) == 2, "without --sft a question that needs no call is one too"
 
 
+@pytest.mark.parametrize(("column", "reason"), [("tools", "bad_tools"), ("answers", "bad_answer")])
+def test_what_is_wrong_with_a_column_is_said(column, reason):
+    for text, why in (("[{", "is no JSON: Expecting property name"), ("3", "must be JSON text of a list, found 3")):
+        _, invalid = xlam.make([original(0) | {column: text}], sft=True)
+        assert invalid.cases[reason].why.startswith(f"{column} {why}")
+
+
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_what_the_script_writes_is_what_a_run_reads(form, tmp_path: Path, tiny_path, capsys):
     """Two rows whose calls have different arguments: in Parquet none of them gets the other's as null."""

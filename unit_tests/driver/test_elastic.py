@@ -144,6 +144,27 @@ def test_an_engine_that_leaves_gets_no_more_groups_and_keeps_its_own():
     run_in_virtual_time(body())
 
 
+def test_engines_on_machines_that_are_to_go_are_found_while_the_run_goes_on():
+    async def body() -> None:
+        said: list[str] = []
+        machines = Machines(TIMES, least=2, most=3)
+        _, engines = await begin(machines, said, least=2)
+        leaving: dict[int, str] = {}
+
+        async def find_leaving() -> dict[int, str]:
+            return leaving
+
+        engines.start_watch(find_leaving, every_s=2.0)
+        await asyncio.sleep(5.0)
+        assert engines.serving() == [0, 1] and said == []
+        leaving[1] = "its machine is to go"
+        await asyncio.sleep(3.0)
+        assert engines.serving() == [0] and said == ["engine 1 leaves: its machine is to go"], "once, not every 2 s"
+        await engines.stop()
+
+    run_in_virtual_time(body())
+
+
 def test_an_engine_leaves_between_two_syncs():
     async def body() -> None:
         machines = Machines(replace(TIMES, sync=5.0), least=2, most=3)

@@ -271,6 +271,17 @@ def test_rows_of_samples_hold_strings_and_numbers():
     assert {type(value) for row in rows for value in row.values()} <= {int, float, str, type(None)}
 
 
+@pytest.mark.parametrize(("name", "longest"), [("group", 100), ("notes", 5000), ("tags", 64)])
+def test_what_describes_a_run_is_as_long_as_all_trackers_take(name, longest):
+    def settings(length: int) -> TrackingConfig:
+        return TrackingConfig(**{name: ["x" * length] if name == "tags" else "x" * length})
+
+    settings(longest), settings(1)
+    for length in (0, longest + 1):
+        with pytest.raises(ValueError, match=r"should have at (most|least)"):
+            settings(length)
+
+
 def test_a_secret_of_ones_own_stands_in_no_file(tmp_path, recipe):
     """Nor in a checkpoint, whose settings are compared when the run is resumed."""
     settings = {"url": "https://ann:planted-1@judge.example", "api_key": "planted-2", "stop_token": "kept"}
@@ -476,6 +487,28 @@ def test_what_a_resumed_run_changes_moves_on_with_every_resume(server, tmp_path)
         tags = {tag["key"]: tag["value"] for tag in data["tags"]}
         assert {p["key"]: p["value"] for p in data["params"]} == {"steps": "2", "seed": "0"}
         assert int(tags.get("resumed.steps", "2")) == steps and "resumed.seed" not in tags
+
+
+@pytest.mark.slow
+def test_long_values_are_shortened_and_compared_as_they_are_kept(server, tmp_path, monkeypatch):
+    """Also where MLflow has been told to refuse them."""
+    monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")
+    address, _, _ = server
+    (tmp_path / "config.yaml").write_text("steps: 2")
+    told = {"config": {"data.system": "é" * 9000 + "!", "k" * 400: 1}, "facts": {"git": "x" * 9000 + "!"}}
+    run = replace(a_run(tmp_path), settings=TrackingConfig(mlflow_uri=address), **told)
+    identity = None
+    for _ in range(2):
+        tracker = Mlflow()
+        identity = tracker.start(replace(run, previous=identity))
+        tracker.finish(Outcome(exit_reason="error: " + "y" * 9000 + "!", model="z" * 9000 + "!"))
+    data = ask(address, "runs/get", run_id=identity.id)["run"]["data"]
+    params = {p["key"]: p["value"] for p in data["params"]}
+    tags = {tag["key"]: tag["value"] for tag in data["tags"]}
+    assert params["k" * 250] == "1"
+    for value in (params["data.system"], *(tags[name] for name in ("git", "exit_reason", "model"))):
+        assert len(value) > 5900 and "[" in value and value.endswith("!")
+    assert not [key for key in tags if key.startswith("resumed.")]
 
 
 KILLING = """

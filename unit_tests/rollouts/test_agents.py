@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
 import sys
 import textwrap
 import time
@@ -31,6 +32,8 @@ from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from unit_tests.helpers.chat_families import ADD, WEATHER
 from unit_tests.helpers.one_reward import one_reward
+from unit_tests.helpers.processes import wait_until
+from unit_tests.helpers.runs import ROOT
 from unit_tests.helpers.scripted_policy import Policy
 
 MARK = f"{os.getpid()}.{time.monotonic_ns() % 10**6:06d}"
@@ -503,3 +506,36 @@ def test_a_launcher_that_was_killed_is_started_again(qwen, tmp_path, capfd):
     groups = play(plan, Policy(qwen, lambda _: "Seven."), groups=2)
     assert [sample.failure for sample in groups] == ["", ""]
     assert "was killed, and is started again" in capfd.readouterr().err
+
+
+WORKER = """import asyncio, sys
+from configs.rollout_schema import AgentConfig
+from rollouts.agents.processes import AgentProcesses
+from rollouts.agents.task import Task
+from rollouts.registry import resolve_agent
+
+agents = AgentProcesses(resolve_agent(AgentConfig(file=sys.argv[1])))
+task = Task(base_url="http://127.0.0.1:9", api_key="k", model="policy", messages=[])
+asyncio.run(agents.run(task, timeout_s=60.0, log=bytearray()))
+"""
+
+
+@pytest.mark.slow
+def test_agents_end_with_a_worker_that_is_killed(tmp_path):
+    write_agent(
+        tmp_path,
+        f"""
+        def run(task):
+            subprocess.Popen(["sleep", "9" + os.environ["TEST_OF_AGENTS"]], start_new_session=True)
+            os.mkdir({str(tmp_path / "begun")!r})
+            time.sleep(60)
+        """,
+    )
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path / "my_agent.py")], cwd=ROOT)
+    try:
+        wait_until((tmp_path / "begun").exists)
+        assert find_processes("rollouts.agents.launcher") and find_processes("sleep 9")
+    finally:
+        worker.kill()
+        worker.wait()
+    wait_until(lambda: not find_processes("rollouts.agents.launcher") and not find_processes("sleep 9"), within_s=10.0)

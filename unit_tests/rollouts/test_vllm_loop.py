@@ -168,8 +168,9 @@ def test_a_refused_request_fails_alone_and_a_failed_iteration_ends_vllm() -> Non
         assert tokens_of(good) == [0, 1] and isinstance(bad, ValueError)
         llm.fails = True
         for _ in range(2):
-            with pytest.raises(ProcessDied, match=r"vLLM failed: RuntimeError.*device-side assert"):
+            with pytest.raises(ProcessDied, match=r"vLLM failed: RuntimeError.*device-side assert") as died:
                 await loop.request({}, 2)
+            assert isinstance(died.value.__cause__, RuntimeError), "whose traceback says where it failed"
         llm.seconds = 0.05
         first = asyncio.create_task(loop.request({}, 2))
         await asyncio.sleep(0.01)

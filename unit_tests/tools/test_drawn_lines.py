@@ -19,6 +19,9 @@ def far(x):
 
 def child():
     return "never"
+
+def short_child():
+    return "once"
 """
 TESTS = """import subprocess, sys, time
 from core.product import far
@@ -36,6 +39,9 @@ def test_child():
     time.sleep(2)
     process.kill()
     process.wait()
+
+def test_short_child():
+    subprocess.run([sys.executable, "-c", "import core.product; core.product.short_child()"], check=True)
 """
 
 
@@ -54,6 +60,7 @@ def test_the_tests_of_a_line_are_recorded_once(tmp_path: Path):
     mine = "unit_tests/core/test_product.py::test_"
     assert found.find_tests("core/product.py", 4, 60.0) == [f"{mine}far"]
     assert found.find_tests("core/product.py", 7, 60.0) == [f"{mine}child"]
+    assert found.find_tests("core/product.py", 10, 60.0) == [f"{mine}short_child"]
     assert {*found.find_tests("core/product.py", 1, 60.0)} >= {f"{mine}far", f"{mine}child"}
     assert len(found.find_tests("core/product.py", 1, 0.0)) == 1
     made = (found.folder / "tests.xml").stat().st_mtime_ns

@@ -99,6 +99,46 @@ def test_survivors_are_told_and_the_repository_stays_as_it_is(repository):
     assert plant(repository, NOTICED, CANNOT_TELL).returncode == 0
 
 
+def outcomes_of(repository: Path, folder: Path, *mutants_: Mutant) -> list[bool]:
+    folder.mkdir()
+    return [one.killed for one in mutants.run_all([*mutants_], repository, folder, jobs=1)]
+
+
+@pytest.mark.slow
+def test_a_slow_machine_notices_no_bug(repository, monkeypatch):
+    """Tests that run out of time say something about a bug only if they end without it."""
+    monkeypatch.setattr(mutants, "TIMEOUT_S", 4.0)  # the tests of one bug
+    start = {"file": "code_of_ours.py", "old": "    return x / 2\n", "breaks": "it", "tests": ("test_slow.py",)}
+    hangs = Mutant(**start, new="    while True:\n        pass\n")
+    harmless = Mutant(**start, new="    return x / 2.0\n")
+    test = repository / "unit_tests" / "test_slow.py"
+    test.write_text("from code_of_ours import half\n\n\ndef test_half():\n    assert half(4) == 2\n")
+    assert outcomes_of(repository, repository / "build1", hangs, harmless) == [True, False]
+    # the second time takes too long, and so does every later time
+    test.write_text(SLOWER)
+    assert outcomes_of(repository, repository / "build2", harmless) == [False]
+
+
+SLOWER = """import pathlib, time
+from code_of_ours import half
+
+
+def test_half():
+    with pathlib.Path("times").open("a") as file:
+        file.write("x")
+    time.sleep(10 if len(pathlib.Path("times").read_text()) > 1 else 0)
+    assert half(4) == 2
+"""
+
+
+@pytest.mark.slow
+def test_a_bug_by_which_nothing_can_be_imported_is_noticed(repository):
+    broken = Mutant(
+        file="code_of_ours.py", old="def double(x):", new="1 / 0\ndef double(x):", breaks="it", tests=("test_code.py",)
+    )
+    assert outcomes_of(repository, repository / "build", broken) == [True]
+
+
 @pytest.mark.verify
 @pytest.mark.timeout(7200)
 def test_nearly_every_planted_bug_is_noticed():

@@ -9,11 +9,14 @@ import time
 from collections import deque
 from typing import Any, ClassVar
 
+from core.text.plain_text import shorten_middle
 from core.text.secrets import hide_secrets
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 
 PER_REQUEST = 100
 """MLflow's limit of parameters or tags per request; the limit for metrics is higher."""
+LONGEST_PARAM, LONGEST_TAG = 5950, 7950
+"""MLflow's limits of values are 6000 and 8000 characters. Beyond them it cuts the end, or refuses the request."""
 TABLES_TAG, MOST_TABLES = "mlflow.loggedArtifacts", 100
 """Tag that lists the files MLflow shows as tables; a tag's length allows about 140 of ours. All files are kept."""
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
@@ -94,7 +97,7 @@ class Mlflow(Tracker):
         assert self.run_id is not None
         found = self.client.get_run(self.run_id).data
         there = found.params
-        values = {make_name(key): str(value) for key, value in run.config.items()}
+        values = {make_name(key): shorten_middle(str(value), LONGEST_PARAM) for key, value in run.config.items()}
         params = [Param(key, value) for key, value in values.items() if key not in there]
         changed = {
             f"resumed.{key}": value
@@ -106,7 +109,7 @@ class Mlflow(Tracker):
         own |= {"group": asked.group} if asked.group else {}
         own |= {"mlflow.note.content": asked.notes} if asked.notes else {}
         facts = run.facts | {"run_folder": str(run.folder)} | own | changed
-        tags = [RunTag(make_name(key), value) for key, value in facts.items()]
+        tags = [RunTag(make_name(key), shorten_middle(value, LONGEST_TAG)) for key, value in facts.items()]
         for first in range(0, len(params), PER_REQUEST):
             self.client.log_batch(self.run_id, params=params[first : first + PER_REQUEST])
         for first in range(0, len(tags), PER_REQUEST):
@@ -133,9 +136,9 @@ class Mlflow(Tracker):
 
     def finish(self, outcome: Outcome) -> None:
         assert self.run_id is not None
-        self.client.set_tag(self.run_id, "exit_reason", outcome.exit_reason)
+        self.client.set_tag(self.run_id, "exit_reason", shorten_middle(outcome.exit_reason, LONGEST_TAG))
         if outcome.model is not None:
-            self.client.set_tag(self.run_id, "model", outcome.model)
+            self.client.set_tag(self.run_id, "model", shorten_middle(outcome.model, LONGEST_TAG))
         self.client.set_terminated(self.run_id, outcome.status.upper())
 
 

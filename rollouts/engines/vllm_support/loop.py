@@ -162,8 +162,10 @@ class EngineLoop:
                         request.answer.set_exception(request.refusal)
         except Exception as error:
             # vLLM cannot go on after a failed iteration
-            died = error if isinstance(error, ProcessDied) else ProcessDied(f"vLLM failed: {error!r}")
-            died.__cause__ = error
+            died = error
+            if not isinstance(error, ProcessDied):
+                died = ProcessDied(f"vLLM failed: {error!r}")
+                died.__cause__ = error
             failed = [*self._live.values(), *self._queued]  # those that came meanwhile, too
             self._live, self._queued = {}, []
             for request in failed:

@@ -1,5 +1,6 @@
-"""Coverage of a process that a test starts: saved every moment, because most of them are killed in the end."""
+"""Coverage of a process that a test starts: saved every moment, because many of them are killed, and at its end."""
 
+import atexit
 import os
 import threading
 
@@ -16,4 +17,5 @@ if os.environ.get("PYTEST_CURRENT_TEST") and "PYTEST_XDIST_WORKER" in os.environ
     measured = coverage.Coverage(config_file=os.environ["LINES_CONFIG"], data_suffix=True)
     measured.start()
     measured.switch_context(f"{test}|child")
+    atexit.register(measured.save)
     threading.Thread(target=_save_for_ever, args=(measured,), daemon=True).start()
