@@ -100,16 +100,14 @@ class Algorithm(Stateful):
     def totals(self, policy: Policy, tokens: Tokens) -> Stage | Stages:
         """Return what the loss needs of the whole update, as `tokens.totals`: sums, or reductions (algs/reductions.py).
 
-        As a generator it yields one dict after another, and is sent the results so far. It costs an extra forward pass
-        per update. In return, a quantity that is not linear in tokens does not depend on the split.
+        As a generator it yields one dict after another, and is sent the results so far. It costs a forward pass.
         """
         return {}
 
     def prepare_update(self, groups: list[Group]) -> list[Group]:
-        """Change advantages, columns or `excluded` of the samples of an update, after `compute_advantages`.
+        """Change advantages, columns or `excluded` of an update's samples, for what depends on all of its tokens.
 
-        For what depends on all tokens of an update, but not on the policy in training. Called on all groups of the
-        update at once; an episode may be several samples here.
+        Called on all groups of the update, after `compute_advantages`; an episode may be several samples here.
         """
         return groups
 
@@ -157,10 +155,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def not_on_policy(self) -> str:
-        """Reason why the on-policy gradient of `loss` is not -weight x advantage, for algs.check; "" if it is.
-
-        On policy means that policy, proximal policy and engine agree.
-        """
+        """Reason why the gradient of `loss` is not -weight x advantage even on policy, for algs.check; "" if it is."""
         return ""
 
     @property

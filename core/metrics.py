@@ -328,12 +328,7 @@ for _activity in (*ENGINE_ACTIVITIES, IDLE):
 for _kind, _activities in (("trainer", TRAINER_TURNS), ("engine", ENGINE_TURNS)):
     for _activity in _activities:
         _declare(DEVICE_SECONDS.format(_kind, _activity), "seconds", f"mean {_kind}: {_activity}", _TURNS)
-_declare(
-    DEVICE_SECONDS.format("engine", Activity.RESTART),
-    "seconds",
-    "mean engine: dead or restarting, once one has died",
-    RL,
-)
+_declare(DEVICE_SECONDS.format("engine", Activity.RESTART), "seconds", "mean engine: dead, or restarting", RL)
 IDLE_FRACTION = "time/{}s/idle_fraction"
 _declare(IDLE_FRACTION.format("trainer"), "fraction", "the mean trainer rank's time without work", RL)
 ENGINE_IDLE = _declare(IDLE_FRACTION.format("engine"), "fraction", "the mean engine's time without work", RL)
