@@ -31,7 +31,7 @@ from modeling.images.processor import ImageProcessor
 from trainers.local import LocalTrainer
 from trainers.observers import ObserverFactory
 from unit_tests.helpers import seeing
-from unit_tests.helpers.examples import a_changed, families, some_answers
+from unit_tests.helpers.examples import a_changed, families, some_answers, with_kept
 from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.pretend_cuda import PretendDevice, pretend_cuda
@@ -58,6 +58,8 @@ class Case:
     dtype: str = "float32"
     text_only: bool = False
     """True for samples without images, of a model that sees."""
+    kept: bool = False
+    """True for samples with kept sets."""
     updates: int = 1
     max_tokens: int = 60
     lora: LoraConfig | None = None
@@ -97,6 +99,8 @@ KINDS: dict[str, Case] = {
     "adapters": Case(lora=LoraConfig(r=4), alg_settings={"kl": {"coef": 0.1}}),
     "allowed tokens": Case(allowed_tokens=AllowedTokens(allowed=tuple(range(70)))),
     "banned tokens": Case(allowed_tokens=AllowedTokens(banned=(90, 91)), layout="padded"),
+    "kept sets": Case(kept=True, alg_settings={"entropy_coef": 0.01}),
+    "kept sets, head in chunks": Case(kept=True, trainer={"logits_mib": 1}, model="wide"),
     "head in chunks": Case(trainer={"logits_mib": 1}, model="wide"),
     "layers computed again": Case(trainer={"gradient_checkpointing": True}),
     "clipped norm, AdamW": Case(trainer={"optimizer": "adamw", "max_grad_norm": 0.1, "lr": 0.01}),
@@ -149,7 +153,7 @@ def make_groups(case: Case, alg: Algorithm, models: Models) -> list[Group]:
         groups = seeing.seeing_groups(ImageProcessor(models.find(case.model)))
         groups = [g for g in groups if not (case.text_only and any(s.images for s in g))]
     elif alg.rows == "conversations":
-        groups = families()
+        groups = with_kept(families()) if case.kept else families()
     else:
         groups = some_answers(alg.rows, 5)
     return alg.prepare_groups([[a_changed(s, advantage=None) for s in g] for g in groups])
