@@ -87,7 +87,7 @@ def test_adaptive_weights_reach_the_objective():
     slopes = []
     for one in (alg, fixed):
         tokens = batch_of_groups(one, rl_groups("adv", 0.0), torch.float64).tokens
-        policy = Policy(logp=tokens.ref_logp.clone().requires_grad_(), entropy=torch.ones_like(tokens.ref_logp))
+        policy = Policy(logp=(tokens.ref_logp + 0.1).requires_grad_(), entropy=torch.ones_like(tokens.ref_logp))
         policy.entropy.requires_grad_()
         loss, _ = one.objective(policy, tokens)
         slopes.append(torch.autograd.grad((loss * tokens.weight).sum(), [policy.logp, policy.entropy]))
