@@ -34,9 +34,9 @@ from core.strict_model import StrictModel
 from core.types.arrays import Floats
 from core.types.samples import Group, Sample
 
-State = Mapping[str, float | Floats]
-"""Numbers and arrays [n] by name."""
-STRUCTURE = ("required_columns", "frozen_models", "needs_entropy", "needs_siblings", "whole_groups", "whole_episodes")
+State = Mapping[str, Any]
+"""Floats and arrays [n] by name."""
+STRUCTURE = ("required_columns", "needs_entropy", "needs_siblings", "whole_groups", "whole_episodes")
 """Properties that are read once, at the start, so that no schedule may change them."""
 HIDDEN = (
     "{who}.accept_group reads {what}, which moves from step to step, and with max_staleness above 0 groups finish "

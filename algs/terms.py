@@ -8,10 +8,13 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from algs.credit import overlong_penalty
+from algs.divergences import kl_divergence
 from algs.ops import importance_ratio, k2, k3, sequence_mean, sequence_ratio
 from algs.state import Controller, State, Stateful, StepSeen
+from algs.teachers import START, Teacher
 from core.strict_model import StrictModel
-from core.types.samples import Sample, Tokens
+from core.types.measures import At, Measure
+from core.types.samples import Policy, Sample, ScoredColumn, Tokens
 
 
 class Correction(StrictModel):
@@ -96,10 +99,20 @@ class KL(Controller):
     """Samples in which the coefficient changes by a fifth at most, for target."""
     place: Literal["loss", "reward"] = "loss"
     """loss: added to the loss, per token. reward: subtracted from the reward, before advantages are computed."""
-    estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased"] = "auto"
+    estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased", "full", "full_forward"] = "auto"
     """auto: unbiased in the loss, k1 in the reward. Gradient in the loss under on-policy samples: k2 and k3plus (value
     of k3) that of KL(pi||ref); k3 that of KL(ref||pi), as published with GRPO; unbiased (live ratio x k3,
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy."""
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy. full: no estimate, the
+    sum over the vocabulary of KL(pi||ref) at each token; full_forward: of KL(ref||pi)."""
+    reset_every: int | None = Field(default=None, ge=1)
+    """Number of steps after which the reference is the policy again (ProRL, https://arxiv.org/abs/2505.24864, 2.3.2);
+    unset: never."""
+    reset_optimizer: bool = False
+    """true: a reset also clears the moments of the optimizer, as in ProRL."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Rate of a reference that is a moving average of the policy's weights; unset: it rests."""
+    ema_every: int = Field(default=1, ge=1)
+    """Number of steps between two moves of the average."""
 
     @model_validator(mode="after")
     def gradient_is_a_kl_gradient(self) -> KL:
@@ -113,6 +126,26 @@ class KL(Controller):
         return self
 
     @model_validator(mode="after")
+    def reference_moves_as_told(self) -> KL:
+        if self.reset_optimizer and self.reset_every is None:
+            raise ValueError("reset_optimizer has no effect without a reset: set reset_every, or leave it out")
+        if self.ema_every > 1 and self.ema is None:
+            raise ValueError("ema_every has no effect without ema: set ema, or leave it out")
+        if self.coef == 0 and self.reference.moves:
+            raise ValueError("coef is 0, so no reference would move: set coef, or leave out reset_every and ema")
+        return self
+
+    @property
+    def reference(self) -> Teacher:
+        """The reference model."""
+        return Teacher(
+            START,
+            ema=self.ema,
+            ema_every=self.ema_every,
+            reset_every=self.reset_every,
+            with_optimizer=self.reset_optimizer,
+        )
+
     def adapts_a_penalty(self) -> KL:
         if self.target is not None and self.coef == 0:
             raise ValueError("target adapts coef, and 0 stays 0: set coef, such as to 0.1")
@@ -139,9 +172,32 @@ class KL(Controller):
     def in_reward(self) -> bool:
         return self.coef > 0 and self.place == "reward"
 
-    def compute_penalty(self, logp: Tensor, tokens: Tokens) -> Tensor:
-        """Compute the penalty of each token, [M] -> [M], with gradient."""
+    @property
+    def required_columns(self) -> frozenset[ScoredColumn]:
+        """Columns that the penalty needs."""
+        if self.in_reward:
+            return frozenset({"ref_logp", "prox_logp"})
+        return frozenset({"ref_logp"} if self.in_loss else ())
+
+    @property
+    def measures(self) -> dict[str, Measure]:
+        """Exact divergence from the reference, read as policy.kl, if that is the estimator."""
+        if not self.in_loss or self.estimator not in ("full", "full_forward"):
+            return {}
+        of_policy = self.estimator == "full"
+
+        def exact(s: Tensor, at: At) -> Tensor:
+            ref = at.teacher("ref_logp")
+            return kl_divergence(s, ref) if of_policy else kl_divergence(ref, s)
+
+        return {"kl": Measure(exact, teachers=("ref_logp",))}
+
+    def compute_penalty(self, policy: Policy, tokens: Tokens) -> Tensor:
+        """Compute the penalty of each token, [M], with gradient."""
+        logp = policy.logp
         match self.estimator:
+            case "full" | "full_forward":
+                return policy.kl
             case "k2":
                 return k2(logp, tokens.ref_logp)
             case "k3":

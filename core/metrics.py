@@ -225,7 +225,8 @@ CUT = (*SILENCED, CAPPED)
 _declare("train/drift", "nats", "mean of log pi(a) minus the anchor's", "dro")
 _declare("train/sequence_weight", "", "mean weight of the sequences; 1 on policy", "vespo")
 _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")
-_declare("train/teacher_kl", "nats", "estimate of KL(pi || teacher) on the sampled tokens", "opd")
+_declare("train/teacher_kl", "nats", "KL(pi || teacher): an estimate on the sampled tokens, or exact", "opd, minillm")
+_declare("train/teacher_divergence", "nats", "divergence of policy and teacher, over the vocabulary", "gkd")
 _declare("train/ess", "fraction", "effective sample size of the update", "p3o, p4o")
 _declare("train/ess_prox", "fraction", "effective sample size against the proximal policy", "p4o")
 _declare("train/value/loss", "", "loss of the value model", "ppo")
@@ -237,11 +238,12 @@ EXPLAINED_VARIANCE = _declare(
     "train/value/explained_variance", "", "1 - Var(return - prediction) / Var(return); 0 for a constant", "ppo"
 )
 _declare("train/value/grad_norm", "", "norm of the value model's gradient before clipping", "ppo")
-_PAIRS = "dpo, orpo, reward_model"
+_PAIRS = "dpo, wpo, orpo, reward_model"
 _declare("train/pair/chosen", "", "implicit reward of the chosen completion", _PAIRS)
 _declare("train/pair/rejected", "", "implicit reward of the rejected completion", _PAIRS)
 _declare("train/pair/margin", "", "implicit reward of the chosen minus that of the rejected", _PAIRS)
 _declare("train/pair/accuracy", "fraction", "pairs with a positive margin", _PAIRS)
+_declare("train/pair/weight", "", "weight of a pair, by how likely the policy is to write it", "wpo")
 _declare("train/nll", "nats", "negative log-likelihood of the chosen completion", "orpo")
 _declare("train/odds_loss", "", "odds-ratio term of the loss", "orpo")
 _declare("train/kto/z0", "", "KTO's reference point", "kto")

@@ -7,23 +7,25 @@ its scaling of logits, runs only on the positions of trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from core.patches import read_attention
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.measures import Measure
 from core.types.samples import Batch, Policy
 from modeling.attention import BY_SEQUENCE, can_share_prefixes
-from modeling.head import choose_chunk, score_in_chunks
+from modeling.head import choose_chunk, compute_hidden, score_in_chunks
 from modeling.pretrained import runs_own_code
 from modeling.segments import Segments
 from modeling.sequence_parallel import SequenceGroup
+from modeling.softmax import Softmax, TeacherLogits
 
 Layout = Literal["padded", "packed"]
 
@@ -43,9 +45,6 @@ def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -
 TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
 """Attention kernels that receive the sequence boundaries of a packed row and need no mask."""
 
-CHUNK_LOGITS = 2**24
-"""Number of logits upcast to float32 at a time: 64 MiB."""
-
 
 def forward(
     module: nn.Module,
@@ -54,42 +53,57 @@ def forward(
     *,
     layout: Layout,
     temperature: float,
-    entropy: bool = False,
     logits_mib: int = 0,
     allowed_tokens: AllowedTokens = EVERY_TOKEN,
     sequence_group: SequenceGroup | None = None,
+    measures: Mapping[str, Measure] = MappingProxyType({}),
+    teachers: Mapping[str, TeacherLogits] = MappingProxyType({}),
+    measured: bool = False,
 ) -> Policy:
-    """Compute log-probability (and entropy) of every trained token, [M] float32, with gradient if gradients are on.
+    """Compute log-probability and measures of every trained token, [M] float32, with gradient if gradients are on.
 
     module: the callable (DeepSpeed's engine, or the model itself). model: the Hugging Face causal LM inside it.
     log-softmax is in float32 at the sampling temperature, by which the engine also divides its logits. logits_mib:
     memory for logits, above which they are computed in chunks; 0 computes all at once. allowed_tokens: tokens of the
     softmax, equal to those that the engine samples from; all tokens for SFT and preferences, which train on given text.
     No trained token may be outside (AllowedTokens.check_labels). sequence_group: ranks that compute this batch
-    together; each returns the whole result.
+    together; each returns the whole result. teachers: logits of the frozen models that the measures read, by column;
+    see `KeptStates`. measured: True if any pass of the run computes measures, so that all have the same chunks.
     """
     part = _lay_out_part(model, batch, layout, sequence_group)
-    size = choose_chunk(model, len(part.labels), logits_mib)
+    softmax = Softmax(
+        labels=part.labels,
+        temperature=temperature,
+        allowed_tokens=allowed_tokens,
+        measures=measures,
+        read_column=lambda name: batch.tokens.column(name)[part.mine],
+        teachers=teachers,
+    )
+    size = choose_chunk(model, len(part.labels), logits_mib, measured=measured)
     if size is None:
         with _head_only_at(model, *part.at):
             logits = module(**part.inputs, use_cache=False).logits  # [1, M, V]
         # squeeze, not [0]: the gradient of an index would be a copy as large as all logits
-        own = compute_token_logp(
-            logits.squeeze(0), part.labels, temperature=temperature, entropy=entropy, allowed_tokens=allowed_tokens
-        )
+        own = softmax.compute_at_once(logits.squeeze(0))
     else:
+        own = score_in_chunks(module, model, part.inputs, part.at, softmax.compute, size)
+    return softmax.name_rows(own if sequence_group is None else sequence_group.gather(own, part.mine))
 
-        def score(logits: Tensor, labels: Tensor) -> Tensor:
-            found = _compute_chunk(logits, labels, temperature, entropy, allowed_tokens)
-            return torch.stack([x for x in found if x is not None])
 
-        logp, *rest = score_in_chunks(module, model, part.inputs, part.at, part.labels, score, size)
-        own = Policy(logp=logp, entropy=rest[0] if entropy else None)
-    if sequence_group is None:
-        return own
-    found = torch.stack([own.logp] if own.entropy is None else [own.logp, own.entropy])
-    logp, *rest = sequence_group.gather(found, part.mine)
-    return Policy(logp=logp, entropy=rest[0] if entropy else None)
+def compute_states(
+    module: nn.Module,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    layout: Layout,
+    sequence_group: SequenceGroup | None = None,
+) -> Tensor:
+    """Compute the hidden states that predict the trained tokens, [m, H], without gradient; see `KeptStates`.
+
+    sequence_group: as in `forward`; the states are those of this rank's part.
+    """
+    part = _lay_out_part(model, batch, layout, sequence_group)
+    return compute_hidden(module, model, part.inputs, part.at)
 
 
 def compute_values(
@@ -115,33 +129,6 @@ def compute_values(
     row, column = part.at
     own = values[row, column, 0].float()
     return own if sequence_group is None else sequence_group.gather(own, part.mine)
-
-
-def compute_token_logp(
-    logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool, allowed_tokens: AllowedTokens = EVERY_TOKEN
-) -> Policy:
-    """Compute log-softmax of [M, V] logits at [M] labels, in float32 by chunks, without a full float32 copy."""
-    # checkpoint() recomputes each chunk in the backward pass; otherwise autograd would keep all float32 chunks.
-    size = max(1, CHUNK_LOGITS // logits.shape[-1])
-    parts = [
-        checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, allowed_tokens, use_reentrant=False)
-        for chunk, chosen in zip(logits.split(size), labels.split(size), strict=True)
-    ]
-    return Policy(
-        logp=torch.cat([logp for logp, _ in parts]),
-        entropy=torch.cat([h for _, h in parts if h is not None]) if entropy else None,
-    )
-
-
-def _compute_chunk(
-    logits: Tensor, labels: Tensor, temperature: float, entropy: bool, allowed_tokens: AllowedTokens
-) -> tuple[Tensor, Tensor | None]:
-    # divided by the temperature before the softmax, so that logp is that of the distribution the engine samples from
-    logits = allowed_tokens.restrict(logits, temperature)  # [m, A]
-    norm = logits.logsumexp(-1)  # [m]
-    logp = logits.gather(-1, allowed_tokens.to_columns(labels)[:, None])[:, 0] - norm
-    # H = log sum exp(z) - sum p z, which needs no log of p
-    return logp, norm - (torch.softmax(logits, -1) * logits).sum(-1) if entropy else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

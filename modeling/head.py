@@ -25,9 +25,11 @@ COPIES_AT_ONCE = 3
 """Tensors of the logits' size if computed at once: logits, and their gradient in pieces and as a whole."""
 BYTES_PER_LOGIT = 20
 """Memory per logit of a chunk in the backward pass: float32, and four more tensors of autograd."""
+BYTES_OF_MEASURES = 60
+"""The same for all measures of the distribution: some fifteen more tensors."""
 
-Score = Callable[[Tensor, Tensor], Tensor]
-"""Function of the logits [m, V] of m tokens and their labels [m]; k numbers per token, [k, m]."""
+Score = Callable[[Tensor, slice], Tensor]
+"""Function of the logits [m, V] of m tokens and their place among the M; k numbers per token, [k, m]."""
 
 
 class ScoringHead(nn.Linear):
@@ -65,8 +67,10 @@ def use_scoring_head(model: nn.Module) -> None:
     hf.set_output_embeddings(ours.train(head.training))
 
 
-def choose_chunk(model: nn.Module, n_tokens: int, mib: int) -> int | None:
+def choose_chunk(model: nn.Module, n_tokens: int, mib: int, *, measured: bool = False) -> int | None:
     """Return the chunk size in tokens; None if all logits and their gradient fit into `mib` MiB, or mib is 0.
+
+    measured: whether measures are computed of the logits.
 
     It ignores whether gradients are on, so that scoring and training give equal log-probabilities to the bit.
     """
@@ -77,7 +81,16 @@ def choose_chunk(model: nn.Module, n_tokens: int, mib: int) -> int | None:
     if COPIES_AT_ONCE * hf.dtype.itemsize * n_tokens * vocabulary <= budget:
         return None
     # one token at least, even where the budget is smaller than its logits
-    return max(1, budget // (BYTES_PER_LOGIT * vocabulary))
+    return max(1, budget // ((BYTES_PER_LOGIT + measured * BYTES_OF_MEASURES) * vocabulary))
+
+
+def split_rows(n: int, size: int) -> list[slice]:
+    """Return the places of chunks of at most `size` rows; an empty chunk for none.
+
+    >>> split_rows(3, 2), split_rows(0, 2)
+    ([slice(0, 2, None), slice(2, 3, None)], [slice(0, 0, None)])
+    """
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)] or [slice(0, 0)]
 
 
 def score_in_chunks(
@@ -85,31 +98,25 @@ def score_in_chunks(
     model: nn.Module,
     inputs: dict[str, Tensor],
     at: tuple[Tensor, Tensor],
-    labels: Tensor,
     score: Score,
     size: int,
 ) -> Tensor:
-    """Run the model; return the scores [k, M] of `labels` [M], predicted by the hidden states in (rows, columns).
+    """Run the model; return the scores [k, M] of the M tokens predicted by the hidden states in (rows, columns).
 
     The model receives only the first token's logits instead of all. Its changes to them must equal `finish_logits`,
     which is applied to every chunk.
     """
-    hf: Any = model
-    head = hf.get_output_embeddings()
-    if not isinstance(head, ScoringHead):
-        raise _unknown(model, "its head is no plain linear layer")
+    head = get_head(model)
     scored: list[Tensor] = []
     first: list[Tensor] = []
 
-    def score_finished(logits: Tensor, labels: Tensor) -> Tensor:
-        return score(finish_logits(model, logits), labels)
+    def score_finished(logits: Tensor, rows: slice) -> Tensor:
+        return score(finish_logits(model, logits), rows)
 
     def compute_scores(hidden: Tensor) -> Tensor:
         chosen = hidden[at]  # [M, H]
-        with torch.no_grad():
-            # [1, 1, V] passes through the model's code after the head like any logits, at the cost of one token
-            first.append(linear(chosen[:1], head.weight, head.bias)[None])  # [1, 1, V]
-        return _Chunks.apply(chosen, labels, score_finished, size, *head.parameters())
+        first.append(_compute_first(head, chosen))
+        return _Chunks.apply(chosen, score_finished, size, *head.parameters())
 
     def keep_scores(_module: nn.Module, _args: Any, scores: Tensor) -> Tensor:
         scored.append(scores)
@@ -122,13 +129,51 @@ def score_in_chunks(
             finished = module(**inputs, use_cache=False).logits
     finally:
         hook.remove()
+    _check_finished(model, head, first[0], finished)
+    return _AlsoThrough.apply(scored[0], finished)
+
+
+@torch.no_grad()
+def compute_hidden(module: nn.Module, model: nn.Module, inputs: dict[str, Tensor], at: tuple[Tensor, Tensor]) -> Tensor:
+    """Run the model without its head; return the hidden states [M, H] at (rows, columns), without gradient."""
+    head = get_head(model)
+    kept: list[Tensor] = []
+
+    def keep(hidden: Tensor) -> Tensor:
+        chosen = hidden[at]
+        kept.extend((chosen, _compute_first(head, chosen)))
+        return kept[1]
+
+    with head.computing(keep):
+        finished = module(**inputs, use_cache=False).logits
+    _check_finished(model, head, kept[1], finished)
+    return kept[0]
+
+
+def get_head(model: nn.Module) -> ScoringHead:
+    """Return the head of a model whose scores can be computed in chunks. Raises UserError for any other."""
+    hf: Any = model
+    head = hf.get_output_embeddings()
+    if not isinstance(head, ScoringHead):
+        raise _unknown(model, "its head is no plain linear layer")
+    return head
+
+
+@torch.no_grad()
+def _compute_first(head: ScoringHead, chosen: Tensor) -> Tensor:
+    # [1, 1, V] passes through the model's code after the head like any logits, at the cost of one token
+    return linear(chosen[:1], head.weight, head.bias)[None]
+
+
+def _check_finished(model: nn.Module, head: ScoringHead, first: Tensor, finished: Tensor) -> None:
+    """Raise UserError unless the model changes its logits after the head as `finish_logits` does."""
     # One token is enough to tell: an unknown change after the head would make all log-probabilities wrong. The host
     # waits for the answer, so only the first pass is asked.
-    if not head.is_checked:
-        if not torch.allclose(finished.float(), finish_logits(model, first[0]).float(), rtol=1e-3, equal_nan=True):
-            raise _unknown(model, "it changes its logits after the head in a way that is not known here")
-        head.is_checked = True
-    return _AlsoThrough.apply(scored[0], finished)
+    if head.is_checked:
+        return
+    if not torch.allclose(finished.float(), finish_logits(model, first).float(), rtol=1e-3, equal_nan=True):
+        raise _unknown(model, "it changes its logits after the head in a way that is not known here")
+    head.is_checked = True
 
 
 def finish_logits(model: nn.Module, logits: Tensor) -> Tensor:
@@ -172,38 +217,36 @@ class _Chunks(torch.autograd.Function):
     """scores = score(hidden W^T + b, labels), chunk by chunk; the backward pass recomputes each chunk."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, labels: Tensor, score: Score, size: int, *parameters: Tensor
-    ) -> Tensor:  # [M, H], [M] -> [k, M]
-        ctx.save_for_backward(hidden, labels, *parameters)
+    def forward(ctx: Any, hidden: Tensor, score: Score, size: int, *parameters: Tensor) -> Tensor:  # [M, H] -> [k, M]
+        ctx.save_for_backward(hidden, *parameters)
         ctx.score, ctx.size = score, size
-        chunks = zip(hidden.split(size), labels.split(size), strict=True)
-        return torch.cat([score(linear(h, *parameters), chosen) for h, chosen in chunks], dim=-1)
+        places = split_rows(len(hidden), size)
+        return torch.cat([score(linear(hidden[rows], *parameters), rows) for rows in places], dim=-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, labels, *parameters = ctx.saved_tensors
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+        hidden, *parameters = ctx.saved_tensors
+        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
         of_hidden: list[Tensor | None] = []
         sums: list[Tensor | None] = [None] * len(parameters)
         # only the inputs were kept: the logits of a chunk exist once more, and are freed before the next chunk
-        for h, chosen, g in zip(hidden.split(ctx.size), labels.split(ctx.size), grad.split(ctx.size, -1), strict=True):
-            first, *rest = _differentiate_chunk(ctx.score, [h, *parameters], needs, chosen, g)
+        for rows in split_rows(len(hidden), ctx.size):
+            first, *rest = _differentiate_chunk(ctx.score, [hidden[rows], *parameters], needs, rows, grad[:, rows])
             of_hidden.append(first)
             sums = [_add_up(total, part) for total, part in zip(sums, rest, strict=True)]
         rounded = [None if total is None else total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
-        return torch.cat([x for x in of_hidden if x is not None]) if needs[0] else None, None, None, None, *rounded
+        return torch.cat([x for x in of_hidden if x is not None]) if needs[0] else None, None, None, *rounded
 
 
 def _differentiate_chunk(
-    score: Score, inputs: Sequence[Tensor], needs: Sequence[bool], labels: Tensor, grad: Tensor
+    score: Score, inputs: Sequence[Tensor], needs: Sequence[bool], rows: slice, grad: Tensor
 ) -> list[Tensor | None]:
     """Return the gradient of a chunk's hidden states [m, H], weight and bias; None if not needed."""
     # detached, so that the pass ends at the chunk and frees its logits at once
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
     with torch.enable_grad():
-        scores = score(linear(*leaves), labels)
+        scores = score(linear(*leaves), rows)
     computed = iter(torch.autograd.grad(scores, [x for x in leaves if x.requires_grad], grad))
     return [next(computed) if x.requires_grad else None for x in leaves]
 

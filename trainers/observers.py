@@ -31,8 +31,7 @@ class BatchSeen:
     def detached(batch: Batch, policy: Policy | None, loss: Tensor, metrics: Metrics) -> BatchSeen:
         """Return the record of a micro-batch whose graph may be freed."""
         if policy is not None:
-            entropy = None if policy.entropy is None else policy.entropy.detach()
-            policy = Policy(logp=policy.logp.detach(), entropy=entropy)
+            policy = policy.apply(Tensor.detach)
         metrics = {name: value.detach() for name, value in metrics.items()}
         return BatchSeen(batch=batch, policy=policy, loss=loss.detach(), metrics=metrics)
 

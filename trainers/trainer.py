@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from algs.base import Algorithm, Metrics, sum_totals
+from algs.base import Algorithm, Metrics
+from algs.measures import MeasurePlan, plan_measures
+from algs.totals import measure_near, sum_totals
 from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError, writing
@@ -27,6 +29,7 @@ from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Floats
 from core.types.batch import RowLayout
 from core.types.images import PlacedImage, list_written
+from core.types.measures import Measure
 from core.types.samples import Batch, Policy, Prompt, ScoredColumn, make_sample
 from core.types.weights import Bucket, ExportScope
 from data_feeds.packing.batches import pack
@@ -38,12 +41,15 @@ from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
+from trainers.columns import score_columns
+from trainers.distributions import keep_states
 from trainers.learner import Learner
 from trainers.meter import Meter, StepMetrics
 from trainers.models import ModelLoader
 from trainers.observers import BatchSeen, ObserverFactory, Observers
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
+from trainers.references import Reference
 
 
 class Trainer:
@@ -84,8 +90,10 @@ class Trainer:
         models = self.make_loader(model, alg)
         self.policy = self.make_learner(models.load_policy())
         self.critic: Learner | None = None if alg.value_lr is None else self.make_learner(models.load_scalar())
-        frozen = models.load_frozen(has_ref_logp=has_ref_logp)
-        self.frozen: dict[ScoredColumn, nn.Module] = {column: self.hold_frozen(m) for column, m in frozen}
+        self.frozen: dict[str, nn.Module] = {}
+        for names, model_of_them in models.load_teachers(has_ref_logp=has_ref_logp):
+            self.frozen |= dict.fromkeys(names, self.hold_frozen(model_of_them))
+        self.references = {name: Reference(self.policy) for name, t in alg.teachers.items() if t.moves}
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, **kind)
@@ -103,9 +111,18 @@ class Trainer:
         """Return the recipe keys, with values, that determine the checkpoint format."""
         return {"backend": "local", "trainer.ranks": 1}
 
+    @property
+    def measures(self) -> MeasurePlan:
+        """Measures of the algorithm as it is now: its hyper-parameters may change from step to step."""
+        return plan_measures(self.alg)
+
     def hold_frozen(self, model: nn.Module) -> nn.Module:
         """Return a frozen model on this rank's device."""
         return model.to(self.device)
+
+    def gather_parameter(self, parameter: Tensor) -> Tensor:
+        """Return a whole parameter of a model, without gradient, for reading. Collective where it is sharded."""
+        return parameter.detach()
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
         """Return `values`, computed from this rank's rows, summed over all rows; the same on every rank."""
@@ -172,11 +189,12 @@ class Trainer:
         if self.alg.model_kind == "reward":
             return None, *self._compute_value_loss(self.policy, batch)
         policy = self.forward(batch)
-        return policy, *check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
+        loss, metrics = check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
+        return policy, loss, metrics | measure_near(batch.tokens)
 
     def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
         """Run the forward pass of a value or reward model; return the loss [M] and the metrics."""
-        returned = self.alg.value_loss(self._compute_values(learner, batch), batch.tokens)
+        returned = self.alg.value_loss(self.compute_values_of(learner, batch), batch.tokens)
         return check_per_token(self.alg, returned, batch.tokens)
 
     def _backward(self, learner: Learner, loss: Tensor, batch: Batch) -> None:
@@ -222,28 +240,22 @@ class Trainer:
     ) -> list[dict[ScoredColumn, Floats]]:
         """Return the columns that an algorithm requires, under the current weights: arrays [M], per micro-batch."""
         with self.timer.measure(Activity.LOGP):
-            batches = map(self._load, micro_batches)
-            # sorted: sharded models gather weights in every forward pass, so the order is the same on all ranks
-            return [{c: self._compute_column(b, c).cpu().numpy() for c in sorted(columns)} for b in batches]
+            return score_columns(self, micro_batches, columns)
 
-    def _load(self, batch: Batch) -> Batch:
+    def move_teachers(self, rates: dict[str, float]) -> None:
+        """Move the teachers that follow the policy by a share of the way, by name; 1 is a reset."""
+        with self.timer.measure(Activity.TRAIN):
+            for name, rate in sorted(rates.items()):
+                self.references[name].move(self.policy, rate)
+                if rate == 1 and self.alg.teachers[name].with_optimizer:
+                    self.policy.clear_moments()
+
+    def load(self, batch: Batch) -> Batch:
         """Return the batch on the device. Raises RunStopped for a trained token that the policy may not choose."""
         self.allowed_tokens.check_labels(batch.labels)  # on the host, which would wait for a device's answer
         return self.media.load(batch)
 
-    def _compute_column(self, batch: Batch, column: ScoredColumn) -> Tensor:
-        if column == "values":
-            assert self.critic is not None
-            return self._compute_values(self.critic, batch)
-        if column == "prox_logp":
-            return self.forward(batch).logp
-        if column not in self.frozen:
-            # LoRA: the base model without the adapter is the reference, so no second model is loaded
-            with self.model.disable_adapter():
-                return self.forward(batch).logp
-        return self.forward(batch, frozen=self.frozen[column]).logp
-
-    def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
+    def compute_values_of(self, critic: Learner, batch: Batch) -> Tensor:
         together = self.sequence_group
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model, sequence_group=together)
 
@@ -262,23 +274,35 @@ class Trainer:
         )
         with self.timer.measure(Activity.SYNC):
             batch = self.media.load(pack([sample], [0.0]))
-            return self.forward(batch, as_given=True).logp.tolist()
+            return self.forward(batch, as_given=True, measures={}).logp.tolist()
 
-    def forward(self, batch: Batch, *, frozen: nn.Module | None = None, as_given: bool = False) -> Policy:
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        frozen: nn.Module | None = None,
+        as_given: bool = False,
+        measures: Mapping[str, Measure] | None = None,
+    ) -> Policy:
         """Run the model in training, with gradient, or a frozen one.
 
-        as_given: at temperature 1 and over all tokens, instead of the run's temperature and allowed_tokens.
+        as_given: at temperature 1 and over all tokens, instead of the run's temperature and allowed_tokens. measures:
+        those to compute; None: those of the loss.
         """
+        plan = self.measures
+        measures = plan.live if measures is None else measures
         return forward(
             self.policy.module if frozen is None else frozen,
             self.model if frozen is None else frozen,
             batch,
             layout=self.layout if frozen is None else layout_for(self.cfg.layout, frozen),
             temperature=1.0 if as_given else self.temperature,
-            entropy=frozen is None and self.alg.needs_entropy,
             logits_mib=self.cfg.logits_mib,
             allowed_tokens=EVERY_TOKEN if as_given else self.allowed_tokens,
             sequence_group=self.sequence_group,
+            measures=measures,
+            teachers=keep_states(self, batch, measures),
+            measured=plan.any,
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
@@ -308,6 +332,7 @@ class Trainer:
             ranks=self.ranks,
             updates_done=self.updates_done,
             skipped_in_a_row=self.skipped_in_a_row,
+            references=self.references,
             learners={"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {}),
             settings={**self.get_file_settings(), "trainer.optimizer": self.cfg.optimizer},
         )
@@ -318,7 +343,7 @@ class Trainer:
         Batches are loaded lazily: the pixels of a whole update may take more memory than the tokens.
         """
         with torch.no_grad():
-            seen = ((self.forward(batch), batch.tokens) for batch in map(self._load, micro_batches))
-            totals = sum_totals(self.alg, seen, self.sum_over_rows)
-        for batch in map(self._load, micro_batches):
-            yield replace(batch, tokens=batch.tokens.replace(totals=totals))
+            seen = ((self.forward(batch), batch.tokens) for batch in map(self.load, micro_batches))
+            totals = sum_totals(self.alg, seen, self)
+        for batch, own in zip(map(self.load, micro_batches), totals, strict=False):  # without end if there are none
+            yield replace(batch, tokens=own.add_to(batch.tokens))

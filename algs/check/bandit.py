@@ -7,6 +7,7 @@ from torch import Tensor
 
 from algs.base import Algorithm
 from algs.check import fixtures
+from algs.check.distributions import FROZEN, NOW, measure_columns
 from algs.check.fixtures import Tables
 from algs.check.replay import see_step
 from algs.check.update import ObligationFailed, compute_advantages, plan_batches, run_update
@@ -45,6 +46,8 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
             "teacher_logp": fixtures.TEACHER,
         }
         scored["values"] = now["values"]
+        scored |= measure_columns(alg, now)
+        scored = dict.fromkeys(alg.required_columns, fixtures.TEACHER) | scored
         # the engine samples from other logits, as one that rounds differently does
         groups = [g for g in fixtures.sample_bandit(logits + tilt, scored, draw) if alg.accept_group(g)]
         groups = compute_advantages(alg, groups, stale=per_step > 1)
@@ -61,4 +64,11 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
 def bandit_tables(logits: Tensor, value: Tensor) -> Tables:
     """Return logp, entropy and values of every arm, [arms] each: label k is arm k."""
     logp = logits.log_softmax(-1)
-    return {"logp": logp, "entropy": -(logp.exp() * logp).sum().expand(len(logp)), "values": value.expand(len(logp))}
+    return {
+        "logp": logp,
+        "entropy": -(logp.exp() * logp).sum().expand(len(logp)),
+        "values": value.expand(len(logp)),
+        # the arms are the vocabulary, and every arm is drawn from the same distribution
+        NOW: logits.expand(len(logp), -1),
+        FROZEN: fixtures.TEACHER.expand(len(logp), -1),
+    }

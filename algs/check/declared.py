@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from algs.check.fixtures import MadeUpStep
 from algs.check.instruments import record_reads, with_settings
 from algs.check.replay import make_up_step_seen
 from algs.check.update import ObligationFailed, describe_any_difference, update_on_groups
+from algs.teachers import check_teachers
 
 
 def reads_what_it_declares(alg: Algorithm) -> str:
@@ -42,7 +44,7 @@ def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[A
     outputs: list[Any] = [
         alg.required_columns,
         alg.needs_entropy,
-        alg.frozen_models,
+        *describe_teachers(alg, step),
         alg.value_lr,
         alg.trains_policy,
         [alg.accept_group(g) for g in step.groups],
@@ -56,6 +58,15 @@ def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[A
         state = {name: np.asarray(value).tolist() for name, value in moved.state.items()}
         outputs += [state, got.loss, *(g.tolist() for g in got.gradient.values())]
     return outputs
+
+
+def describe_teachers(alg: Algorithm, step: MadeUpStep) -> list[Any]:
+    """Return the teachers, and the prompts that they have of their own on the made-up step."""
+    teachers = alg.teachers
+    check_teachers(teachers, alg.required_columns)
+    # two functions are never equal, so their results are compared
+    plain = {name: replace(t, prompt=None if t.prompt is None else list, when=None) for name, t in teachers.items()}
+    return [plain, [t.prompt(s, g) for t in teachers.values() if t.prompt for g in step.groups for s in g]]
 
 
 def output_differs(alg: Algorithm, step: MadeUpStep, reads: set[str], *, before: list[Any]) -> bool:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
+from algs.check.distributions import draw_distributions, measure_columns
 from core.types.arrays import DOUBLE, Floats
 from core.types.samples import TOKEN_REWARDS, Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 from core.types.turns import find_runs
 
 Tables = dict[str, Tensor]
-"""logp, entropy and values of every token under the current models, [N] float64 each."""
+"""logp, entropy and values of every token under the current models, [N] float64 each; and made-up logits, [N, SIZE]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,9 @@ def get_kind(alg: Algorithm) -> Kind:
 def made_up_step(alg: Algorithm) -> MadeUpStep:
     """Return the step for the algorithm's kind, prepared by `prepare_groups`; always the same."""
     drawn, now, scored = _draw_step(get_kind(alg))
+    scored = scored | measure_columns(alg, now)
+    # columns with names of the algorithm's own are those of some teacher
+    scored = dict.fromkeys(alg.required_columns, scored["teacher_logp"]) | scored
     without = {name: table for name, table in scored.items() if name != TOKEN_REWARDS}
     # a group in two has token rewards
     groups = [
@@ -120,7 +124,7 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
             first += n
     # one truncated sample, for overlong.mode and bootstrap_truncated
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
-    now = {name: torch.cat(parts) for name, parts in rows.items()}
+    now = {name: torch.cat(parts) for name, parts in rows.items()} | draw_distributions(first)
     return groups, now, {name: torch.cat(parts) for name, parts in scored.items()}
 
 
@@ -138,12 +142,13 @@ def _make_sample(
     mask = [prompt <= t and (chosen[t] or t == n - 1) for t in range(n)]
     return make_sample(
         dtype=DOUBLE,
-        prompt=Prompt(id=f"check/{group}", messages=[]),
+        prompt=Prompt(id=f"check/{group}", messages=[{"role": "user", "content": "?"}], answer="!"),
         token_ids=list(range(first, first + n)),
         action_mask=mask,
         rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
         versions=[0 if m else -1 for m in mask],
         reward=reward,
+        completion=f"reply {first}",
         turn_rewards=[0.25 * (-1) ** k * (k + 1) for k in range(len(find_runs(np.array(mask)) if turns else ()))],
     )
 
@@ -183,6 +188,11 @@ POISONABLE_COLUMNS: list[PoisonableColumn] = [
     "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage",
     "token_rewards",
 ]  # fmt: skip
+
+
+def list_poisonable(alg: Algorithm) -> list[PoisonableColumn]:
+    """List the columns that a sample of the algorithm may have."""
+    return [*POISONABLE_COLUMNS, *sorted(alg.required_columns - {*POISONABLE_COLUMNS})]
 
 
 def has_column(sample: Sample, name: PoisonableColumn) -> bool:
@@ -277,11 +287,12 @@ def sample_bandit(logits: Tensor, columns: dict[ScoredColumn, Tensor], draw: tor
 def _make_arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: dict[Column, list[float]]) -> Sample:
     return make_sample(
         dtype=DOUBLE,
-        prompt=Prompt(id=prompt, messages=[]),
+        prompt=Prompt(id=prompt, messages=[{"role": "user", "content": "?"}], answer="!"),
         token_ids=ids,
         action_mask=[False, True],
         rollout_logp=[0.0, logp],
         versions=[-1, 0],
         reward=reward,
+        completion=f"reply {ids[-1]}",
         columns=columns,
     )

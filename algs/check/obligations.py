@@ -4,8 +4,8 @@
     python -m algs.check my_loss.py temper=0.5         a file, with hyper-parameters
 
 (d) (f) (h) (j) to (l) apply to policy gradients, (i) to algorithms on given rows (conversations, pairs, unpaired
-rows), and the others to all. All numbers are float64, and micro-batches are the real ones of
-data_feeds/packing/batches.py. Exit code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a
+rows), (o) to algorithms with measures, and the others to all. All numbers are float64, and micro-batches are the real
+ones of data_feeds/packing/batches.py. Exit code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a
 hyper-parameter. With schedules, the algorithm is that of the first step.
 """
 
@@ -22,12 +22,15 @@ from torch import Tensor
 from algs.base import Algorithm, PolicyGradient
 from algs.check import fixtures, instruments
 from algs.check.bandit import learns_a_bandit
+from algs.check.chunks import does_not_depend_on_the_chunk
 from algs.check.cuts import SPLITS as BRANCHED_SPLITS
 from algs.check.cuts import cut_in_alternation, may_be_cut_into_samples
 from algs.check.declared import reads_what_it_declares
+from algs.check.distributions import NOW, SIZE
 from algs.check.fixtures import MadeUpStep, Tables
 from algs.check.instruments import with_settings
 from algs.check.off_policy import binds_outwards, clips_on_the_right_side, corrects_the_engine_once
+from algs.check.partitions import changes_no_bit
 from algs.check.replay import replays_its_state
 from algs.check.update import (
     SPLITS,
@@ -48,6 +51,7 @@ from algs.check.update import (
     update_on_groups,
     with_totals,
 )
+from algs.measures import plan_measures
 from core.types.samples import Batch, LossNorm, Sample
 
 # with float64 a difference over 1e-4 has some 1e-12 of rounding, far below the bound
@@ -86,7 +90,7 @@ def ignores_untrained_tokens(alg: Algorithm) -> str:
     for stale in (False, True):
         clean = compute_advantages(alg, step.groups, stale=stale)
         want = run_update(alg, plan_batches(alg, clean, step.now), step.now)
-        there = [n for n in fixtures.POISONABLE_COLUMNS if fixtures.has_column(clean[0][0], n)]
+        there = [n for n in fixtures.list_poisonable(alg) if fixtures.has_column(clean[0][0], n)]
         for name in there:
             for bad in (math.nan, 1e6):
                 late = fixtures.poison_column(clean, name, bad)
@@ -130,6 +134,7 @@ def compare_with_differences(alg: Algorithm, step: MadeUpStep, batch: Batch, *, 
     gradient = compute_gradient(base, leaves)
     done, kinks, size = 0, 0, max_abs(gradient)
     compared = {"logp": True, "entropy": alg.needs_entropy, "values": alg.value_lr is not None}
+    compared[NOW] = bool(plan_measures(alg).live.keys() - {"entropy"})
     for name in (n for n, yes in compared.items() if yes):
         for token in batch.labels.tolist():
             right, left = one_sided_slopes(loss_at, leaves, name, token=token, base=float(base.detach()))
@@ -137,7 +142,10 @@ def compare_with_differences(alg: Algorithm, step: MadeUpStep, batch: Batch, *, 
             if not abs(right - left) <= BEND * (abs(right) + abs(left) + size) + 1e-9:
                 kinks += 1
                 continue
-            by_backward, slope = float(gradient[name][token]) if name in gradient else 0.0, (right + left) / 2
+            by_backward, slope = (
+                float(gradient[name][pick(token, name)]) if name in gradient else 0.0,
+                (right + left) / 2,
+            )
             if not abs(by_backward - slope) <= BEND * (abs(slope) + size) + 1e-9:
                 numbers = (
                     f"backward() says {by_backward:.4g}, central differences with detached values held {slope:.4g}"
@@ -147,6 +155,11 @@ def compare_with_differences(alg: Algorithm, step: MadeUpStep, batch: Batch, *, 
     return done, kinks
 
 
+def pick(token: int, name: str) -> tuple[int, ...]:
+    """Return the place in a table that is moved for a token: of its logits, one after the other."""
+    return (token, token // SIZE % SIZE) if name == NOW else (token,)
+
+
 def one_sided_slopes(
     loss_at: Callable[[Tables], Tensor], leaves: Tables, name: str, *, token: int, base: float
 ) -> tuple[float, float]:
@@ -154,7 +167,7 @@ def one_sided_slopes(
 
     def loss_moved_by(by: float) -> float:
         table = leaves[name].detach().clone()
-        table[token] += by
+        table[pick(token, name)] += by
         return float(loss_at(leaves | {name: table.requires_grad_()}).detach())
 
     try:
@@ -271,11 +284,13 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("j", "an episode may be cut into several samples", may_be_cut_into_samples),
     ("k", "the engine is corrected once", corrects_the_engine_once),
     ("l", "far from ratio 1 the gradient keeps its direction, and a clip binds outwards", binds_outwards),
-    ("m", "a resumed run has the state of one that was not stopped", replays_its_state),
+    ("m", "no partition of the rows, on any ranks, changes a bit", changes_no_bit),
+    ("n", "a resumed run has the state of one that was not stopped", replays_its_state),
+    ("o", "measures do not depend on the chunk", does_not_depend_on_the_chunk),
 ]
 APPLICABLE: dict[fixtures.Kind, str] = {
-    "policy gradient": "abcdefghjklm",
-    "conversations": "abcegim",
-    "pairs": "abcegim",
-    "unpaired": "abcegim",
+    "policy gradient": "abcdefghjklmno",
+    "conversations": "abcegimno",
+    "pairs": "abcegimno",
+    "unpaired": "abcegimno",
 }

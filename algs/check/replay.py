@@ -1,4 +1,4 @@
-"""Obligation (m): a run that is stopped and resumed has the state of one that was not."""
+"""Obligation (n): a run that is stopped and resumed has the state of one that was not."""
 
 from __future__ import annotations
 

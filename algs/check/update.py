@@ -10,9 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from algs.base import Algorithm, assign_advantages, sum_totals
+from algs.base import Algorithm, assign_advantages
 from algs.check import fixtures
+from algs.check.distributions import draw_distributions, measure_policy
 from algs.check.fixtures import MadeUpStep, Tables
+from algs.totals import Alone, sum_totals
 from algs.validate import check_per_token
 from core.types.samples import Batch, Group, Policy, ScoredColumn
 from data_feeds.packing.batches import Plan, plan_update
@@ -98,13 +100,12 @@ def make_plan(alg: Algorithm, groups: list[Group], *, split: Split = WHOLE, hori
 
 def with_totals(alg: Algorithm, batches: list[Batch], tables: Tables) -> list[Batch]:
     """Add the algorithm's totals to every micro-batch, summed as in training."""
-    totals = sum_totals(alg, ((make_policy(alg, b, tables), b.tokens) for b in batches), lambda values: values)
-    return [replace(b, tokens=b.tokens.replace(totals=totals)) for b in batches]
+    totals = sum_totals(alg, [(make_policy(alg, b, tables), b.tokens) for b in batches], Alone())
+    return [replace(b, tokens=own.add_to(b.tokens)) for b, own in zip(batches, totals, strict=False)]
 
 
 def make_policy(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:
-    at = batch.labels
-    return Policy(logp=tables["logp"][at], entropy=tables["entropy"][at] if alg.needs_entropy else None)
+    return measure_policy(alg, batch.tokens, batch.labels, tables)
 
 
 def compute_losses(alg: Algorithm, batch: Batch, tables: Tables) -> list[Tensor]:
@@ -157,8 +158,8 @@ def max_abs(gradient: Tables) -> float:
 def find_largest_difference(got: Tables, want: Tables) -> tuple[float, str, int]:
     """Return the largest difference, with its table and token."""
     # NaN counts as infinitely far, or max() could pass over it
-    gaps = {name: (g - want[name]).abs().nan_to_num(nan=math.inf) for name, g in got.items()}
-    return max((float(gap.max()), name, int(gap.argmax())) for name, gap in gaps.items())
+    gaps = {name: (g - want[name]).abs().nan_to_num(nan=math.inf).view(len(g), -1) for name, g in got.items()}
+    return max((float(gap.max()), name, int(gap.amax(-1).argmax())) for name, gap in gaps.items())
 
 
 def describe_difference(step: MadeUpStep, got: Tables, want: Tables) -> str:
@@ -167,7 +168,9 @@ def describe_difference(step: MadeUpStep, got: Tables, want: Tables) -> str:
     # the constant is for a gradient of exactly 0, of which no share allows any rounding
     if gap <= SAME * max_abs(want) + 1e-15:
         return ""
-    numbers = f"{got[name][token]:.4g} instead of {want[name][token]:.4g}"
+    one, other = got[name][token].flatten(), want[name][token].flatten()
+    column = int((one - other).abs().argmax())  # 0, but for a table of logits
+    numbers = f"{one[column]:.4g} instead of {other[column]:.4g}"
     return f"the gradient by {name} at {step.locate_token(token)} is {numbers}"
 
 
@@ -191,6 +194,7 @@ def slopes_by_ratio(
     """
     groups, logp = fixtures.ratio_arms(log_ratios, advantages, engine_gap=engine_gap)
     tables = {"logp": logp, "entropy": torch.ones_like(logp), "values": torch.zeros_like(logp)}
+    tables |= draw_distributions(len(logp))
     [batch] = plan_batches(alg, groups, tables)
     slopes = run_update(alg, [batch], tables).gradient["logp"] / batch.tokens.weight[0]
     return slopes.view(len(log_ratios), len(advantages))

@@ -103,7 +103,7 @@ def _add_gradient(trainer: LocalTrainer, alg: Algorithm, batch: Batch, meter: Me
     """Add the gradient of a micro-batch; return slope and clip mark of each token, [M] each."""
     policy = trainer.forward(batch)
     # detached leaves, because the slopes are read at the log-probabilities and not only at the weights
-    cut = Policy(logp=_leaf(policy.logp), entropy=None if policy.entropy is None else _leaf(policy.entropy))
+    cut = policy.apply(_leaf)
     loss, metrics = check_per_token(alg, alg.objective(cut, batch.tokens), batch.tokens)
     if not loss.requires_grad:
         raise UserError(f"{type(alg).__name__}: the loss has no gradient: compute it from policy.logp")
@@ -112,11 +112,13 @@ def _add_gradient(trainer: LocalTrainer, alg: Algorithm, batch: Batch, meter: Me
     meter.add(batch.tokens.weight, {"loss": loss, **metrics})
     # a loss may depend on the entropy alone, and then no gradient arrives at the log-probabilities
     slope = torch.zeros_like(cut.logp) if cut.logp.grad is None else cut.logp.grad
-    # the trainer's own backward pass takes a scalar: this one has the gradient of the loss
+    # the trainer's own backward pass takes a scalar: this one has the gradient of the loss, which may also depend on
+    # the entropy and other measures
+    pairs = zip(policy.list_tensors(), cut.list_tensors(), strict=True)
     total = (policy.logp * slope).sum()
-    if policy.entropy is not None and cut.entropy is not None and cut.entropy.grad is not None:
-        # the entropy is a function of the weights too, and not of the sampled token's log-probability
-        total = total + (policy.entropy * cut.entropy.grad).sum()
+    for whole, leaf in list(pairs)[1:]:
+        if leaf.grad is not None:
+            total = total + (whole * leaf.grad).sum()
     learner: Learner = trainer.policy
     learner.backward(total)
     return slope, find_clipped(metrics)

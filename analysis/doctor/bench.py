@@ -18,6 +18,7 @@ from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES
 from core.types.arrays import Floats
 from core.types.images import PlacedImage, as_argument
+from core.types.measures import ENTROPY
 from core.types.samples import Batch, Policy, Prompt, Sample, ScoredColumn, make_sample
 from core.types.weights import ExportScope
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -220,8 +221,8 @@ class Bench:
             batch,
             layout=layout_for(self.cfg.trainer.layout, hf),
             temperature=temperature or self.cfg.rollout.temperature,
-            entropy=entropy,
             logits_mib=self.cfg.trainer.logits_mib if in_chunks else 0,
+            measures=ENTROPY if entropy else {},
             allowed_tokens=self.trainer.allowed_tokens,
         )
 

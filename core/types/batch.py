@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,7 +62,10 @@ class Tokens:
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[M] float each, detached; columns whose names an algorithm chose. Read as `tokens.column(name)`."""
     totals: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
+    """Totals of the whole update, all ranks; see Algorithm.totals."""
+    first: dict[str, Tensor] = field(default_factory=dict)
+    """[M] each, the values whose order statistics are in `totals`, as the forward pass of the totals computed them; NaN
+    where a token did not count. Compare these with a threshold: computed again, a last bit may differ."""
 
     def __post_init__(self) -> None:
         for name in list_fields(Tokens):
@@ -169,6 +173,30 @@ class Policy:
     entropy: Tensor | None = None
     """[M] entropy, in nats, of the distribution that the token was drawn from; None if the algorithm does not need it.
     """
+    measures: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """[M] each, the algorithm's measures of that distribution. Read as `policy.<name>`."""
+
+    def __getattr__(self, name: str) -> Tensor:  # called for absent attributes only
+        # unpickling asks for attributes before there are any
+        if name.startswith("__") or name in list_fields(Policy):
+            raise AttributeError(name)
+        if name not in self.measures:
+            raise MissingColumn(
+                f"policy.{name} is not there; name it in the algorithm's measures, and not in required_columns, which "
+                f"computes it before the update instead. Measures of this pass: {', '.join(self.measures) or 'none'}"
+            )
+        return self.measures[name]
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Policy:
+        """Return the policy with every tensor changed, such as detached."""
+        entropy = None if self.entropy is None else change(self.entropy)
+        return Policy(
+            logp=change(self.logp), entropy=entropy, measures={name: change(v) for name, v in self.measures.items()}
+        )
+
+    def list_tensors(self) -> list[Tensor]:
+        """Return all tensors, in the same order for every policy of a pass."""
+        return [self.logp, *([] if self.entropy is None else [self.entropy]), *self.measures.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,12 @@ from algs.gspo import GSPO
 from algs.ppo import PPO
 from core.cli import run_guarded
 from core.strict_model import StrictModel
+from core.types.measures import At, Measure
 from core.types.samples import Policy, Sample, Tokens
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list_algorithms()
-NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
+NEEDED: dict[str, dict[str, Any]] = {name: {"teacher": "somewhere"} for name in ("opd", "gkd", "minillm")}
 OFF = {"correction": {"level": "none"}}
 KL_IN_REWARD = {"kl": {"coef": 0.05, "place": "reward"}}
 Variant = tuple[str, dict[str, Any]]
@@ -49,9 +50,15 @@ VARIANTS: list[Variant] = [
     ("reinforce_pp", {"baseline": True, **KL_IN_REWARD}),
     ("ppo", {"credit": "turn", "turn_discount": 0.9, "bootstrap_truncated": True, **KL_IN_REWARD}),
     ("sft", {"dft": True}),
+    ("grpo", {"kl": {"coef": 0.1, "estimator": "full"}}),
     ("dpo", {"reference_free": True, "length_norm": True, "beta": 2.0, "target_margin": 1.0}),
 ]
 MORE: list[Variant] = [
+    ("gkd", {"divergence": {"beta": 0.0, "topk": 3, "rest": "renormalise"}}),
+    ("gkd", {"divergence": {"beta": 1.0, "topk": 3, "support": "student"}, "kl": {"coef": 0.1}}),
+    ("minillm", {"length_norm": False}),
+    ("wpo", {"form": "ipo", "nll_coef": 0.5}),
+    ("grpo", {"kl": {"coef": 0.1, "estimator": "full_forward"}, "entropy_coef": 0.01}),
     ("dro", {"anchor": "ref", "level": "sequence", "loss_norm": "sequence_sum"}),
     ("dro", {"anchor": "rollout", **OFF}),
     # with the published k_neg of 3 the weight is a power above 1 of the ratio to the engine, which (k) tells
@@ -100,7 +107,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
-    assert supervised == (name in ("sft", "dpo", "orpo", "kto", "bco", "reward_model"))
+    assert supervised == (name in ("sft", "dpo", "wpo", "orpo", "kto", "bco", "reward_model"))
 
 
 @pytest.mark.slow
@@ -153,7 +160,7 @@ PLANTED: dict[str, tuple[str, str, dict[str, str]]] = {
     "a statistic of the micro-batch for the step's": (
         SURROGATE,
         SURROGATE.replace("advantage,", "advantage / (1 + tokens.advantage.abs().sum()),"),
-        {"a": IN_HALF},
+        {"a": IN_HALF, "m": IN_HALF},
     ),
     "an advantage with gradient": (
         SURROGATE, SURROGATE.replace("advantage,", "advantage - 0.1 * policy.logp,"), {"d": ON_POLICY.format(r"1\.\d+")}
@@ -210,7 +217,7 @@ def unplanted(tmp_path_factory) -> list[Result]:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_an_author_may_get_wrong_is_named_with_its_numbers(name, tmp_path, unplanted):
-    assert [r.status for r in unplanted] == ["ok"] * 11
+    assert [r.status for r in unplanted] == ["ok"] * 12 + ["n/a"]
     old, new, said = PLANTED[name]
     results = check(str(copy_of_grpo(tmp_path, old, new)), letters="".join(said))
     assert [r.letter for r in results] == [*said]
@@ -223,8 +230,8 @@ def test_the_command_line_tells_what_failed_and_ends_with_1(tmp_path, capsys):
     assert run([str(copy_of_grpo(tmp_path, old, new))]) == 1
     lines = capsys.readouterr().out.splitlines()
     failed = [line[:3] for line in lines if "FAILED" in line and line.startswith("(")]
-    assert {"(d)", "(f)"} <= {*failed} and len(lines) == 13
-    assert lines[-1].startswith(f"{len(failed)} of 11 FAILED: {' '.join(failed)}")
+    assert {"(d)", "(f)"} <= {*failed} and len(lines) == 15
+    assert lines[-1].startswith(f"{len(failed)} of 12 FAILED: {' '.join(failed)}")
 
 
 def test_a_right_backward_and_what_is_detached_on_purpose_are_borne(tmp_path):
@@ -246,9 +253,10 @@ def test_a_sum_over_the_micro_batch_in_place_of_the_totals_is_caught(tmp_path):
     text, old = (ROOT / "algs/p3o.py").read_text(), "effective_sample_size(tokens.totals)"
     assert old in text
     file = tmp_path / "planted.py"
-    file.write_text(text.replace(old, "effective_sample_size(self.totals(policy, tokens))"))
-    [a] = check(str(file), letters="a")
-    assert a.status == "FAILED" and re.search(IN_HALF, a.detail)
+    text = text.replace("from algs.terms", "from algs.totals import total_alone\nfrom algs.terms")
+    file.write_text(text.replace(old, "effective_sample_size(total_alone(self, policy, tokens).totals)"))
+    for result in check(str(file), letters="am"):
+        assert result.status == "FAILED" and "in one piece" in result.detail, result
 
 
 class Sharp(StrictModel):
@@ -285,6 +293,33 @@ class Unmoved(GRPO):
 def test_a_key_without_effect_is_a_note_and_no_failure():
     [g] = check(Unmoved, letters="g")
     assert (g.status, g.detail) == ("ok", "scaled; note: no effect seen of scaled")
+
+
+class MixesRows(GRPO):
+    """Its measure is a share of the chunk's."""
+
+    shift: float = 0.0
+
+    @property
+    def measures(self) -> dict[str, Measure]:
+        def share(s: torch.Tensor, at: At) -> torch.Tensor:
+            entropy = -(s.exp() * s).sum(-1)
+            return entropy / entropy.mean() if not self.shift else entropy - math.inf
+
+        return {"share": Measure(share)}
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        return loss + policy.share, metrics
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({}, r"the measure share at token \d+ is \S+ in chunks of 1 and"), ({"shift": 1.0}, "share is not finite")],
+)
+def test_a_measure_that_depends_on_its_chunk_is_caught(settings, said):
+    [o] = check(MixesRows, settings, letters="o")
+    assert o.status == "FAILED" and re.search(said, o.detail), o
 
 
 class ReadsThePrompt(GRPO):
@@ -371,10 +406,10 @@ def test_what_changes_when_an_episode_is_cut_is_caught(cls, said):
 
 
 def test_the_command_line_says_it_all(capsys):
-    assert run(["grpo", "clip_high=0.3", "kl.coef=0.1"]) == 0
+    assert run(["grpo", "clip_high=0.3", "kl.coef=0.1", "kl.target=0.5"]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
     assert head == "GRPO, a policy gradient"
-    assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefghjkl"]
+    assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefghjklmn"]
     assert re.fullmatch(r"all obligations hold \(.* s\)", last)
 
 

@@ -11,10 +11,12 @@ from algs.gpg import GPG
 from algs.grpo import GRPO
 from algs.ipo_rl import IPORL
 from algs.opo import OPO
+from algs.otb import OTB
 from algs.passk import PassK
 from algs.raft import RAFT
 from algs.terms import Correction
 from algs.vespo import VESPO
+from algs.wpo import WPO
 from core.types.samples import Policy
 from unit_tests.helpers.golden import TOLERANCES
 from unit_tests.helpers.golden2 import CASES2, GOLDEN2, PREF2, RL2, batch_of_groups, pref_groups, rl_groups
@@ -32,6 +34,7 @@ CASES: dict[str, Algorithm] = {
     "dro/tinker": DRO(anchor="rollout", correction=OFF),
     "dro/richemond_sequence": DRO(anchor="ref", level="sequence", loss_norm="sequence_sum", correction=OFF),
     "advantage/opo": OPO(correction=OFF),
+    "advantage/otb_compact": OTB(correction=OFF),
     "advantage/gpg_paper": GPG(correction=OFF),
     "lite_ppo/token_mean": GRPO(scale_rewards="batch", correction=OFF),
     "raft_positive/nll": RAFT(threshold=1.0, correction=OFF),
@@ -47,6 +50,7 @@ CASES: dict[str, Algorithm] = {
     "pref/sppo_hard": DPO(form="sppo"),
     "pref/discopop": DPO(form="discopop"),
     "pref/ld_dpo": DPO(length_decay=0.5),
+    "pref/wpo": WPO(),
     "pref/f_forward_kl": DPO(divergence="forward_kl"),
     "pref/f_js": DPO(divergence="js"),
     "pref/f_alpha0.5": DPO(divergence="alpha"),
@@ -79,12 +83,17 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     kept = torch.cat([torch.from_numpy(s.loss_mask[2:].copy()) for g in groups for s in g])
     whole = torch.tensor([x for row in logp_of for x in row], dtype=dtype)
     logp = whole[kept].requires_grad_()
-    loss, _ = alg.objective(Policy(logp=logp), tokens)
+    measures = {}
+    if name == "pref/wpo":
+        collision = torch.tensor([x for row in PREF2["log_sum_pi_sq"] for x in row], dtype=dtype)[kept]
+        measures["collision"] = collision.exp().requires_grad_()
+    loss, _ = alg.objective(Policy(logp=logp, measures=measures), tokens)
     total = (loss * tokens.weight).sum()
     total.backward()
     torch.testing.assert_close(total.detach(), torch.tensor(case["loss"], dtype=dtype), rtol=rtol, atol=rtol / 100)
     want = torch.tensor([x for row in case["grad"]["logp"] for x in row], dtype=dtype)
     torch.testing.assert_close(logp.grad, want[kept], rtol=rtol, atol=rtol / 100)
+    assert all(x.grad is None for x in measures.values()), "the weights of pairs are detached"
     assert want[~kept].abs().max() == 0 and int(kept.sum()) <= sum(map(sum, mask))
 
 

@@ -34,7 +34,7 @@ from tools.benchmarks import rl_ceiling, rl_vs_trl, rl_work
 from unit_tests.helpers.examples import run_here, some_groups
 from unit_tests.helpers.runs import folder_of
 
-NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
+NEEDED: dict[str, dict[str, Any]] = {name: {"teacher": "somewhere"} for name in ("opd", "gkd", "minillm")}
 DIGITS = "def score(prompt, messages):\n    return {'digits': sum(map(str.isdigit, messages[-1]['content'])) / 8}\n"
 PAIRS = [{"messages": f"{i} plus 1", "chosen": f"{i + 1}", "rejected": "no"} for i in range(6)]
 COUNTS = dict.fromkeys(

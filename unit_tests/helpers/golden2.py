@@ -12,7 +12,7 @@ from data_feeds.packing.batches import pack, token_weights
 
 GOLDEN2 = json.loads((Path(__file__).parents[1] / "data" / "golden_losses2.json").read_text())
 CASES2 = GOLDEN2["cases"]
-RL2, PREF2 = GOLDEN2["fixtures"]["rl"], GOLDEN2["fixtures"]["pref"]
+RL2, PREF2, LOGITS2 = (GOLDEN2["fixtures"][name] for name in ("rl", "pref", "logits"))
 COLUMNS = {"ref_logp": "ref", "teacher_logp": "tea", "prox_logp": "old"}
 
 
@@ -35,7 +35,7 @@ def rl_groups(advantage: str | None, poison: float) -> list[Group]:
             versions=[-1] * (len(mask) + 2),
             reward=RL2["rewards"][b],
             advantage=None if advantage is None else column(advantage),
-            columns={name: column(key) for name, key in COLUMNS.items()},
+            columns={name: column(key) for name, key in COLUMNS.items()} | {"prox.collision": column("sum_pi_sq")},
         )
         groups.setdefault(RL2["prompt"][b], []).append(sample)
     return list(groups.values())
@@ -65,3 +65,38 @@ def batch_of_groups(alg: Algorithm, groups: list[Group], dtype: torch.dtype) -> 
     weights = token_weights(groups, alg.loss_norm, horizon=5)
     numbers = [n for n, g in enumerate(groups) for _ in g] if alg.whole_groups else None
     return pack([s for g in groups for s in g], weights, groups=numbers, dtype=dtype)
+
+
+def table_of(key: str, dtype: torch.dtype) -> torch.Tensor:
+    """A table of logits at the trained tokens, [M, V]."""
+    mask = torch.tensor(LOGITS2["mask"], dtype=torch.bool)
+    return torch.tensor(LOGITS2[key], dtype=dtype)[mask]
+
+
+def logit_groups(temperature: float, poison: float) -> list[Group]:
+    """The two rows of the fixture of logits, a group each; the proximal policy is the current one."""
+    columns = {"prox_logp": "logits", "ref_logp": "ref_logits", "teacher_logp": "teacher_logits", "": "beh_logits"}
+    groups: list[Group] = []
+    for b, mask in enumerate(LOGITS2["mask"]):
+
+        def column(values: list[float], mask=mask) -> list[float]:
+            return [poison, poison, *(x if m else poison for x, m in zip(values, mask, strict=True))]
+
+        scored: dict[str, list[float]] = {}
+        for name, key in columns.items():
+            logp = (torch.tensor(LOGITS2[key][b], dtype=torch.float64) / temperature).log_softmax(-1)
+            scored[name] = column(logp.gather(-1, torch.tensor(LOGITS2["labels"][b])[:, None])[:, 0].tolist())
+        rollout = scored.pop("")
+        sample = make_sample(
+            dtype=DOUBLE,
+            prompt=Prompt(id=str(b), messages=[]),
+            token_ids=[5, 5, *LOGITS2["labels"][b]],
+            action_mask=[False, False, *map(bool, mask)],
+            rollout_logp=rollout,
+            versions=[-1] * (len(mask) + 2),
+            reward=0.0,
+            advantage=column(LOGITS2["adv"][b]),
+            columns=scored,
+        )
+        groups.append([sample])
+    return groups

@@ -5,9 +5,11 @@ import random
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from core.types.samples import Policy
 from data_feeds.packing.batches import pack
 from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able
 from modeling.head import use_scoring_head
+from modeling.softmax import Softmax
 from unit_tests.helpers.examples import a_sample
 
 
@@ -33,6 +35,12 @@ def random_model(family: str, attention: str = "sdpa", **more):
     assert model.config._attn_implementation == attention
     use_scoring_head(model)
     return model
+
+
+def compute_policy(logits: torch.Tensor, labels: torch.Tensor, **softmax) -> Policy:
+    """What a forward pass computes of all logits at once, [M, V]. softmax: fields of Softmax."""
+    rows = Softmax(labels=labels, **softmax)
+    return rows.name_rows(rows.compute_at_once(logits))
 
 
 def some_samples(*lengths: int):

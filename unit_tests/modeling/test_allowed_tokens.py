@@ -19,16 +19,17 @@ from analysis.capture.recompute import replay
 from core.errors import RunStopped, UserError
 from core.types.action_tokens import list_action_tokens
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.measures import ENTROPY
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_prep import tiny_vision_model
 from driver.evaluation.suites.generations import WHOLE
-from modeling.forward import compute_token_logp, forward
+from modeling.forward import forward
 from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.engines.hf import HfEngine
 from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.local_trainers import trainer_of
-from unit_tests.helpers.models import packed, random_model, some_samples
+from unit_tests.helpers.models import compute_policy, packed, random_model, some_samples
 from unit_tests.helpers.runs import OWN_ENGINE, file_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,14 +49,14 @@ def allows(allowed_tokens: AllowedTokens) -> Tensor:
 @pytest.mark.parametrize("allowed_tokens", SETS.values(), ids=SETS)
 @pytest.mark.parametrize("chunk", [10**9, VOCABULARY * 7])
 def test_the_softmax_is_that_of_the_listed_tokens(allowed_tokens, chunk, monkeypatch):
-    monkeypatch.setattr("modeling.forward.CHUNK_LOGITS", chunk)
+    monkeypatch.setattr("modeling.softmax.CHUNK_LOGITS", chunk)
     may = allows(allowed_tokens)
     torch.manual_seed(0)
     logits = (
         torch.randn(30, VOCABULARY, dtype=torch.float64) + 30 * ~may
     ).requires_grad_()  # all love what they may not
     labels = may.nonzero()[:, 0][torch.randint(int(may.sum()), (30,))]
-    got = compute_token_logp(logits, labels, temperature=0.7, entropy=True, allowed_tokens=allowed_tokens)
+    got = compute_policy(logits, labels, temperature=0.7, measures=ENTROPY, allowed_tokens=allowed_tokens)
     assert got.entropy is not None
     logp = (logits[:, may] / 0.7).log_softmax(-1)
     column = may.cumsum(0)[labels] - 1
@@ -79,7 +80,7 @@ def test_a_head_in_chunks_takes_the_same_softmax(allowed_tokens):
             packed(rows),
             layout="padded",
             temperature=0.7,
-            entropy=True,
+            measures=ENTROPY,
             logits_mib=mib,
             allowed_tokens=allowed_tokens,
         )
@@ -140,9 +141,7 @@ def test_a_forbidden_favourite_is_never_sampled_and_the_trainer_agrees(kind, tmp
             ids = torch.tensor([prompt + done.token_ids])
             with torch.no_grad():
                 logits = model(ids).logits[0, len(prompt) - 1 : -1]
-            ours = compute_token_logp(
-                logits, ids[0, len(prompt) :], temperature=1.0, entropy=False, allowed_tokens=allowed_tokens
-            )
+            ours = compute_policy(logits, ids[0, len(prompt) :], temperature=1.0, allowed_tokens=allowed_tokens)
             assert done.logp == pytest.approx(ours.logp.tolist(), abs=1e-5)
     assert len({done.token_ids[0] for done in play(allowed_tokens)}) > 5
 

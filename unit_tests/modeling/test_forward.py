@@ -7,12 +7,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from core.types.measures import ENTROPY
 from data_feeds.packing.batches import micro_batches
 from modeling.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able
-from modeling.forward import compute_token_logp, compute_values, forward, layout_for
+from modeling.forward import compute_values, forward, layout_for
 from modeling.load import load_model, load_scalar_model
 from unit_tests.helpers.examples import some_groups
-from unit_tests.helpers.models import packed, random_model, some_samples
+from unit_tests.helpers.models import compute_policy, packed, random_model, some_samples
 
 KERNELS = [
     ("padded", "sdpa"),
@@ -145,7 +146,7 @@ def test_the_head_runs_on_learnt_positions_only():
 def test_entropy_is_that_of_the_distribution_sampled_from():
     model = random_model("llama")
     [[batch]] = micro_batches(some_groups(1, 1), "token", 10_000)
-    got = forward(model, model, batch, layout="padded", temperature=0.5, entropy=True).entropy
+    got = forward(model, model, batch, layout="padded", temperature=0.5, measures=ENTROPY).entropy
     logits = model(input_ids=batch.input_ids[None]).logits[0, batch.at] / 0.5
     torch.testing.assert_close(got, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5, rtol=1e-4)
 
@@ -165,7 +166,7 @@ def test_positions_begin_anew_with_every_sequence(layout):
 @torch.no_grad()
 def test_half_precision_logits_are_normalised_in_float32():
     logits, labels = torch.randn(40, 64).mul(8).bfloat16(), torch.arange(40)
-    got = compute_token_logp(logits, labels, temperature=0.7, entropy=True)
+    got = compute_policy(logits, labels, temperature=0.7, measures=ENTROPY)
     want = (logits.double() / 0.7).log_softmax(-1)
     assert got.logp.dtype == torch.float32 and got.entropy.dtype == torch.float32
     picked = want.gather(-1, labels[:, None])[:, 0].float()
@@ -178,7 +179,7 @@ def test_long_batches_are_scored_in_chunks(monkeypatch):
     model = random_model("llama")
     [[batch]] = micro_batches(some_groups(2, 2), "token", 10_000)
     whole = forward(model, model, batch, layout="padded", temperature=1.0).logp
-    monkeypatch.setattr("modeling.forward.CHUNK_LOGITS", 64 * 7)
+    monkeypatch.setattr("modeling.softmax.CHUNK_LOGITS", 64 * 7)
     torch.testing.assert_close(forward(model, model, batch, layout="padded", temperature=1.0).logp, whole)
 
 

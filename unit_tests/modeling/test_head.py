@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from algs import find_algorithm
 from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import UserError
+from core.types.measures import ENTROPY
 from core.types.samples import Policy
 from data_feeds.packing.batches import micro_batches
 from modeling.attention import FAMILIES
@@ -34,7 +35,15 @@ OWN = {
 
 def score(model: nn.Module, *, mib: int, entropy: bool = True, temperature: float = 0.7, lengths=(9, 20, 20, 3, 30)):
     batch = packed(some_samples(*lengths))
-    return forward(model, model, batch, layout="padded", temperature=temperature, entropy=entropy, logits_mib=mib)
+    return forward(
+        model,
+        model,
+        batch,
+        layout="padded",
+        temperature=temperature,
+        measures=ENTROPY if entropy else {},
+        logits_mib=mib,
+    )
 
 
 def gradient(model: nn.Module, policy: Policy) -> Tensor:

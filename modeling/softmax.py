@@ -1,0 +1,112 @@
+"""Numbers of a token from its logits: log-probability and measures of the distribution, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from core.errors import UserError
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.measures import At, Measure, Stored, check_rows
+from core.types.samples import Policy, Tokens
+from modeling.head import finish_logits, split_rows
+
+CHUNK_LOGITS = 2**24
+"""Number of logits upcast to float32 at a time: 64 MiB."""
+
+
+TeacherLogits = Callable[[slice], Tensor]
+"""Function of the place of m of the M tokens; a frozen model's logits of them, [m, V], without gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptStates:
+    """Hidden states of a frozen model at the trained tokens, and its head: enough to compute its distribution."""
+
+    model: nn.Module
+    """The Hugging Face model, for what it does to logits after the head."""
+    hidden: Tensor
+    """[M, H], without gradient."""
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None = None
+    """[V]"""
+
+    @torch.no_grad()
+    def compute_logits(self, rows: slice) -> Tensor:
+        """Compute the logits of some of the tokens, [m, V]."""
+        return finish_logits(self.model, linear(self.hidden[rows], self.weight, self.bias))
+
+
+NO_COLUMNS = Tokens(weight=torch.zeros(0)).column
+"""Reader of columns where there are none: it raises MissingColumn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softmax:
+    """Softmax at the sampling temperature over the allowed tokens, and what is computed of it at M tokens."""
+
+    labels: Tensor
+    """[M] int64, token ids."""
+    temperature: float
+    allowed_tokens: AllowedTokens = EVERY_TOKEN
+    measures: Mapping[str, Measure] = field(default_factory=dict[str, Measure])
+    read_column: Callable[[str], Tensor] = NO_COLUMNS
+    """Function of a column's name; the column at the M tokens."""
+    teachers: Mapping[str, TeacherLogits] = field(default_factory=dict[str, TeacherLogits])
+    """By column of the frozen model; see `Measure.teachers`."""
+
+    def compute(self, logits: Tensor, rows: slice) -> Tensor:
+        """Compute log-probability and measures of some of the tokens from their logits, [m, V] -> [1 + k, m]."""
+        # divided by the temperature before the softmax, so that logp is that of the distribution the engine samples
+        # from
+        logits = self.allowed_tokens.restrict(logits, self.temperature)  # [m, A]
+        norm = logits.logsumexp(-1)  # [m]
+        labels = self.allowed_tokens.to_columns(self.labels[rows])
+        # computed alike with and without measures, so that scoring and training agree to the bit
+        logp = logits.gather(-1, labels[:, None])[:, 0] - norm
+        if not self.measures:
+            return logp[None]
+        s = logits - norm[:, None]
+        at = At(
+            labels=labels,
+            read_column=lambda name: self.read_column(name)[rows],
+            compute_teacher=lambda name: self._compute_teacher(name, rows),
+            read_stored=lambda name: self._read_stored(name, rows),
+        )
+        return torch.stack([logp, *(check_rows(name, m.compute(s, at), s) for name, m in self.measures.items())])
+
+    def compute_at_once(self, logits: Tensor) -> Tensor:
+        """Compute the same of all logits, [M, V] -> [1 + k, M], without a full float32 copy of them."""
+        # checkpoint() recomputes each chunk in the backward pass; otherwise autograd would keep all float32 chunks.
+        size = max(1, CHUNK_LOGITS // logits.shape[-1])
+        places = split_rows(len(logits), size)
+        parts = [checkpoint(self.compute, logits[rows], rows, use_reentrant=False) for rows in places]
+        return torch.cat(parts, dim=-1)
+
+    def name_rows(self, computed: Tensor) -> Policy:
+        """Return the rows of [1 + k, M] under their names."""
+        logp, *rest = computed
+        named = dict(zip(self.measures, rest, strict=True))
+        return Policy(logp=logp, entropy=named.pop("entropy", None), measures=named)
+
+    @torch.no_grad()
+    def _compute_teacher(self, name: str, rows: slice) -> Tensor:
+        if name not in self.teachers:
+            there = ", ".join(sorted(self.teachers)) or "none"
+            raise UserError(
+                f"a measure reads at.teacher({name!r}), and those that it declares are: {there}; name it in "
+                f"Measure(..., teachers=({name!r},))"
+            )
+        logits = self.teachers[name](rows)
+        logits = self.allowed_tokens.restrict(logits, self.temperature)
+        # as `compute` does for the policy: a model beside itself has a divergence of exactly 0
+        return logits.sub_(logits.logsumexp(-1, keepdim=True))
+
+    def _read_stored(self, name: str, rows: slice) -> Stored:
+        raise NotImplementedError
