@@ -13,6 +13,8 @@ from pydantic import Field
 from algs.base import PolicyGradient
 from algs.bco import BCO
 from algs.check.checker import check
+from algs.check.obligations import OBLIGATIONS
+from algs.check.replay import replays_its_state
 from algs.grpo import GRPO
 from algs.rae import RAE
 from algs.schedules import Schedule, value_at
@@ -26,6 +28,7 @@ from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.golden2 import GOLDEN2, batch_of_groups, rl_groups
 
 STATE = GOLDEN2["state"]
+[REPLAY] = [letter for letter, _, obligation in OBLIGATIONS if obligation is replays_its_state]
 
 
 def step_of(number: int = 0, n: int = 1, **means: float) -> StepSeen:
@@ -87,7 +90,7 @@ def test_adaptive_weights_reach_the_objective():
     slopes = []
     for one in (alg, fixed):
         tokens = batch_of_groups(one, rl_groups("adv", 0.0), torch.float64).tokens
-        policy = Policy(logp=tokens.ref_logp.clone().requires_grad_(), entropy=torch.ones_like(tokens.ref_logp))
+        policy = Policy(logp=(tokens.ref_logp + 0.1).requires_grad_(), entropy=torch.ones_like(tokens.ref_logp))
         policy.entropy.requires_grad_()
         loss, _ = one.objective(policy, tokens)
         slopes.append(torch.autograd.grad((loss * tokens.weight).sum(), [policy.logp, policy.entropy]))
@@ -180,14 +183,14 @@ HIDDEN = {
 def test_a_memory_beside_the_state_is_found(name, tmp_path):
     move, words = HIDDEN[name]
     (tmp_path / "forgetful.py").write_text(FORGETFUL.replace("{move}", move))
-    [found] = check(str(tmp_path / "forgetful.py"), letters="m")
+    [found] = check(str(tmp_path / "forgetful.py"), letters=REPLAY)
     assert found.status == "FAILED" and words in found.detail, found
 
 
 def test_a_state_is_followed_and_none_is_said():
-    [found] = check("rae", letters="m")
+    [found] = check("rae", letters=REPLAY)
     assert found.status == "ok" and found.detail.endswith("player0")
-    [found] = check("grpo", letters="m")
+    [found] = check("grpo", letters=REPLAY)
     assert found.status == "n/a"
 
 
