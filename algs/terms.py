@@ -30,6 +30,9 @@ class Correction(StrictModel):
     """Tokens with A < 0 have no gradient in a sequence whose mean of log(pi_rollout / pi) is above this, in nats
     (DeepSeek-V3.2's off-policy sequence masking, https://arxiv.org/abs/2512.02556, Eq. 9); unset: no limit. With any
     level, none too. They stay in the mean."""
+    drift_from: Literal["rollout", "prox"] = "rollout"
+    """Policy from which max_drift measures: the engine's, as published, or the proximal one, which misses the
+    difference between the two."""
 
     @model_validator(mode="after")
     def bounds_are_in_order(self) -> Correction:
@@ -60,7 +63,8 @@ class Correction(StrictModel):
     def find_drifted(self, logp: Tensor, tokens: Tokens) -> Tensor:
         """Return True for the tokens that `max_drift` leaves without a gradient, [M]."""
         assert self.max_drift is not None
-        drift = sequence_mean(tokens.rollout_logp - logp.detach(), tokens.seq_ids)
+        anchor = tokens.rollout_logp if self.drift_from == "rollout" else tokens.prox_logp
+        drift = sequence_mean(anchor - logp.detach(), tokens.seq_ids)
         return (tokens.advantage < 0) & (drift > self.max_drift)
 
     def compute_weights(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor | None) -> Tensor:
@@ -89,10 +93,12 @@ class KL(StrictModel):
     """Coefficient of the penalty; 0: no reference model is loaded."""
     place: Literal["loss", "reward"] = "loss"
     """loss: added to the loss, per token. reward: subtracted from the reward, before advantages are computed."""
-    estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased"] = "auto"
+    estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased", "k2_is", "score", "abs"] = "auto"
     """auto: unbiased in the loss, k1 in the reward. Gradient in the loss under on-policy samples: k2 and k3plus (value
     of k3) that of KL(pi||ref); k3 that of KL(ref||pi), as published with GRPO; unbiased (live ratio x k3,
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy."""
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy. k2_is (ratio held,
+    x k2, https://arxiv.org/abs/2512.21852) and score (ratio held, x log(pi/ref) held, x log pi) have the gradient of
+    unbiased, and other values. abs: |log(pi/ref)|, no KL."""
 
     @model_validator(mode="after")
     def gradient_is_a_kl_gradient(self) -> KL:
@@ -123,6 +129,13 @@ class KL(StrictModel):
             case "k3plus":
                 # A factor of value 1: it adds the gradient of the sampling distribution, which k3 alone lacks.
                 return (logp - logp.detach()).exp() * k3(logp, tokens.ref_logp)
+            case "k2_is":
+                return importance_ratio(logp.detach(), tokens.rollout_logp) * k2(logp, tokens.ref_logp)
+            case "score":
+                now = logp.detach()
+                return importance_ratio(now, tokens.rollout_logp) * (now - tokens.ref_logp) * logp
+            case "abs":
+                return (logp - tokens.ref_logp).abs()
             case _:
                 # the live ratio brings the gradient of the sampling distribution, and corrects for the engine's
                 # policy

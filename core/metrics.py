@@ -209,7 +209,7 @@ _declare(
     "tokens whose k3 to the reference is beyond 10 nats, where it continues as a straight line",
     RL,
 )
-_CLIPPED = "grpo, ppo, gspo, reinforce_pp, passk, raft"
+_CLIPPED = "grpo, ppo, gspo, reinforce_pp, passk, raft, clip_cov"
 APPROX_KL = _declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)
 CLIP_FRACTIONS = (
     _declare("train/clip_frac_high", "fraction", "tokens whose gradient the upper clip bound removed", _CLIPPED),
@@ -226,6 +226,17 @@ _declare("train/drift", "nats", "mean of log pi(a) minus the anchor's", "dro")
 _declare("train/sequence_weight", "", "mean weight of the sequences; 1 on policy", "vespo")
 _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")
 _declare("train/teacher_kl", "nats", "estimate of KL(pi || teacher) on the sampled tokens", "opd")
+_declare("train/weighted_teacher_kl", "nats", "train/teacher_kl with the weights of iw_opd", "iw_opd")
+_declare("train/penalised", "fraction", "tokens with a penalty on |log pi / pi_prox|", "kl_cov")
+_declare("train/dropped", "fraction", "tokens that were dropped at random among the candidates", "clip_cov")
+_declare("train/high_entropy", "fraction", "tokens whose entropy is at the quantile or above", "top_entropy")
+_declare("train/tilt", "", "mean weight of the tokens by their loss; 1 if all tokens count the same", "tilted")
+_declare(
+    "train/near_threshold",
+    "fraction",
+    "tokens within 1e-5 of a threshold of the update, whose side the rounding of a forward pass may decide",
+    "kl_cov, clip_cov, top_entropy, tilted",
+)
 _declare("train/ess", "fraction", "effective sample size of the update", "p3o, p4o")
 _declare("train/ess_prox", "fraction", "effective sample size against the proximal policy", "p4o")
 _declare("train/value/loss", "", "loss of the value model", "ppo")

@@ -177,7 +177,10 @@ class _Rows:
         for name, values in totals.first.items():
             known = self.first.setdefault(part, totals.first)[name]
             if not same_bits(values, known):
-                raise ObligationFailed(f"{where}: the values of {name} in the first pass differ from another partition")
+                raise ObligationFailed(
+                    f"{where}: the values of {name} in the first pass differ from another partition: add with "
+                    "exact_sum what a threshold depends on"
+                )
 
     def compare_coefficients(self, part: Part, where: str) -> None:
         for name, got in self.differentiate(part).items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from algs.base import Algorithm, PolicyGradient, assign_advantages
+from algs.totals import prepare_update
 from configs.schema import SLConfig
 from core import metrics as names
 from core.cluster.workers import Workers, copy_to_groups
@@ -225,7 +226,7 @@ class Run:
         if columns:
             with self.context.clock.phase(Phase.LOGP):
                 groups = await compute_columns(self.trainers, groups, self._plan(groups), columns)
-        return assign_advantages(self.alg, groups)
+        return prepare_update(self.alg, assign_advantages(self.alg, groups))  # a step is a single update
 
     async def compute_reference(self) -> None:
         """Compute reference log-probabilities of all rows with the untrained model."""

@@ -24,9 +24,10 @@ from core.types.samples import Policy, Sample, Tokens
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list_algorithms()
-NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
+NEEDED: dict[str, dict[str, Any]] = {name: {"teacher": "somewhere"} for name in ("opd", "iw_opd")}
 OFF = {"correction": {"level": "none"}}
 KL_IN_REWARD = {"kl": {"coef": 0.05, "place": "reward"}}
+CANDIDATES = {"cov_above": 0.05, "cov_below": 0.6, "fraction": 0.12}
 Variant = tuple[str, dict[str, Any]]
 VARIANTS: list[Variant] = [
     (
@@ -40,6 +41,8 @@ VARIANTS: list[Variant] = [
     ("cispo", {"anchor": "rollout", **OFF}),
     ("reinforce_pp", {"baseline": True, **KL_IN_REWARD}),
     ("ppo", {"credit": "turn", "turn_discount": 0.9, "bootstrap_truncated": True, **KL_IN_REWARD}),
+    ("clip_cov", CANDIDATES),
+    ("kl_cov", {"fraction": 0.2}),
     ("sft", {"dft": True}),
     ("dpo", {"reference_free": True, "length_norm": True, "beta": 2.0, "target_margin": 1.0}),
 ]
@@ -49,6 +52,12 @@ MORE: list[Variant] = [
     # with the published k_neg of 3 the weight is a power above 1 of the ratio to the engine, which (k) tells
     ("vespo", {"anchor": "rollout", "k_neg": 2.5, **OFF}),
     ("grpo", {"correction": {"level": "none", "max_drift": 0.5}}),  # beyond the clip, or it hides that
+    ("gdpo", {"over": "token"}),
+    ("passk", {"form": "best"}),
+    ("gpg", {"counts": "nonzero"}),
+    ("tilted", {"beta": 2.0}),
+    ("top_entropy", {"quantile": 0.5, "entropy_coef": 0.01}),
+    ("grpo", {"kl": {"coef": 0.1, "estimator": "score"}, "correction": {"max_drift": 0.5, "drift_from": "prox"}}),
     ("ipo_rl", {"delta": 0.1, "kl_tau": 0.001}),
     ("raft", {"keep": "best", "clip": 0.2}),
     ("dpo", {"form": "exo", "label_smoothing": 0.1}),
@@ -92,7 +101,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
-    assert supervised == (name in ("sft", "dpo", "orpo", "kto", "reward_model"))
+    assert supervised == (name in ("sft", "dpo", "orpo", "kto", "aot", "reward_model"))
 
 
 @pytest.mark.slow
@@ -242,6 +251,67 @@ def test_a_sum_over_the_micro_batch_in_place_of_the_totals_is_caught(tmp_path):
     file.write_text(text.replace(old, "effective_sample_size(total_alone(self, policy, tokens).totals)"))
     for result in check(str(file), letters="am"):
         assert result.status == "FAILED" and "in one piece" in result.detail, result
+
+
+STAGED = """
+from algs.base import GroupRelative
+from algs.reductions import count, exact_sum, kth
+
+
+class Rare(GroupRelative):
+    share: float = 0.3
+
+    def totals(self, policy, tokens):
+        x = policy.logp
+        t = yield {"n": count(x), "sum": exact_sum(x)}
+        yield {"cut": kth((x - t["sum"] / t["n"]).abs(), fraction=self.share)}
+
+    @property
+    def not_on_policy(self):
+        return "rare tokens count twice"
+
+    def loss(self, policy, tokens):
+        rare = tokens.first["cut"] >= tokens.totals["cut"]
+        return -(1 + rare) * tokens.advantage * policy.logp, {"rare": 0.0 * policy.logp + rare}
+"""
+PLANTED_TOTALS: dict[str, tuple[str, str, str]] = {
+    "as it is": ("", "", "ok .* on 1, 2, 4 ranks, 8 splits and orders: equal"),
+    "a plain sum": ("exact_sum(x)", "x.sum()", "FAILED .*values of cut in the first pass .*exact_sum what a threshold"),
+    "the mean of a micro-batch": ('t["sum"] / t["n"]', "x.mean()", "FAILED .*the total cut is .* instead of"),
+    "a place that depends on the tokens": (
+        "fraction=self.share",
+        "k=max(1, len(x) // 3)",
+        "FAILED .*another reduction",
+    ),
+    "a stage that depends on the tokens": ('yield {"cut"', 'if len(x) > 9: yield {"cut"', "FAILED "),
+    "a threshold of its own": ('tokens.totals["cut"]', 'tokens.first["cut"].mean()', "FAILED .*in one piece"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED_TOTALS)
+def test_totals_of_a_users_file_are_examined_in_all_partitions(name, tmp_path):
+    old, new, said = PLANTED_TOTALS[name]
+    assert old in STAGED
+    file = tmp_path / "rare.py"
+    file.write_text(STAGED.replace(old, new) if old else STAGED)
+    [m] = check(str(file), letters="m")
+    assert re.search(said, str(m)), m
+
+
+class PlainSums(GRPO):
+    """A sum in floating point, on which no threshold depends."""
+
+    def totals(self, policy: Policy, tokens: Tokens) -> dict[str, torch.Tensor]:
+        return {"sum": policy.logp.sum()}
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        return loss * tokens.totals["sum"].abs(), metrics
+
+
+def test_plain_sums_may_round():
+    [m] = check(PlainSums, letters="m")
+    assert m.status == "ok" and "equal but for plain sums in totals, which exact_sum would make exact" in m.detail
 
 
 class Sharp(StrictModel):

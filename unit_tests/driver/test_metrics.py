@@ -17,6 +17,7 @@ from algs.base import PolicyGradient
 from algs.check import fixtures
 from algs.check.update import compute_advantages, make_policy, plan_batches
 from algs.ops import reaches_cap, reaches_clamp
+from algs.totals import measure_near
 from configs.schema import RLConfig, SLConfig
 from configs.trainer_schema import StopWhenConfig
 from core.errors import RunStopped
@@ -34,7 +35,7 @@ from tools.benchmarks import rl_ceiling, rl_vs_trl, rl_work
 from unit_tests.helpers.examples import run_here, some_groups
 from unit_tests.helpers.runs import folder_of
 
-NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
+NEEDED: dict[str, dict[str, Any]] = {name: {"teacher": "somewhere"} for name in ("opd", "iw_opd")}
 DIGITS = "def score(prompt, messages):\n    return {'digits': sum(map(str.isdigit, messages[-1]['content'])) / 8}\n"
 PAIRS = [{"messages": f"{i} plus 1", "chosen": f"{i + 1}", "rejected": "no"} for i in range(6)]
 COUNTS = dict.fromkeys(
@@ -59,6 +60,7 @@ def metrics_of_algorithm(name: str) -> set[str]:
     logged = {"loss"}
     if alg.model_kind == "policy":
         logged |= alg.objective(make_policy(alg, batch, world.now), batch.tokens)[1].keys()
+        logged |= measure_near(batch.tokens).keys()
     if alg.value_lr is not None or alg.model_kind == "reward":
         logged |= alg.value_loss(values, batch.tokens)[1].keys()
     if alg.value_lr is not None:

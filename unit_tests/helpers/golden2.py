@@ -34,6 +34,7 @@ def rl_groups(advantage: str | None, poison: float) -> list[Group]:
             rollout_logp=column("beh"),
             versions=[-1] * (len(mask) + 2),
             reward=RL2["rewards"][b],
+            reward_parts={f"part{k}": part[b] for k, part in enumerate(RL2["parts"])},
             advantage=None if advantage is None else column(advantage),
             columns={name: column(key) for name, key in COLUMNS.items()},
         )
