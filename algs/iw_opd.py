@@ -36,4 +36,4 @@ class IWOPD(OPD):
         return sample.with_advantage(graded)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        return -tokens.advantage * policy.logp, {"weighted_teacher_kl": -tokens.advantage / self.coef}
+        return -tokens.advantage * policy.logp, {}

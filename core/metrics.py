@@ -180,12 +180,7 @@ MISMATCH_KL = _declare(
     "train/mismatch/kl", "nats", "k3 estimate of KL(engine || trainer) on the sampled tokens, before the step", RL
 )
 _declare("train/mismatch/abs_logp", "nats", "mean absolute difference of log-probabilities, trainer and engine", RL)
-_declare(
-    "train/mismatch/clamped",
-    "fraction",
-    "tokens whose log-ratio between policy, proximal policy and engine reached 20, where it is clamped",
-    RL,
-)
+_declare("train/mismatch/clamped", "fraction", "tokens whose log-ratio of two policies is clamped at 20", RL)
 MISMATCH_RATIO = _declare(
     "train/mismatch/ratio", "", "mean importance weight pi_prox / pi_rollout before the correction", RL
 )
@@ -203,12 +198,7 @@ TRAIN_ENTROPY = _declare("train/entropy", "nats", "entropy of the policy, with a
 TRAIN_KL_REF = _declare(
     "train/kl_ref", "nats", "k3 estimate of KL(pi || reference) on the trained tokens, with a reference model", RL
 )
-_declare(
-    "train/kl_ref_capped",
-    "fraction",
-    "tokens whose k3 to the reference is beyond 10 nats, where it continues as a straight line",
-    RL,
-)
+_declare("train/kl_ref_capped", "fraction", "tokens whose k3 to the reference is beyond 10 nats: a straight line", RL)
 _CLIPPED = "grpo, ppo, gspo, reinforce_pp, passk, raft, clip_cov"
 APPROX_KL = _declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)
 CLIP_FRACTIONS = (
@@ -226,17 +216,12 @@ _declare("train/drift", "nats", "mean of log pi(a) minus the anchor's", "dro")
 _declare("train/sequence_weight", "", "mean weight of the sequences; 1 on policy", "vespo")
 _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")
 _declare("train/teacher_kl", "nats", "estimate of KL(pi || teacher) on the sampled tokens", "opd")
-_declare("train/weighted_teacher_kl", "nats", "train/teacher_kl with the weights of iw_opd", "iw_opd")
-_declare("train/penalised", "fraction", "tokens with a penalty on |log pi / pi_prox|", "kl_cov")
+_declare("train/penalised", "fraction", "tokens with a penalty on the size of their log-ratio", "kl_cov")
 _declare("train/dropped", "fraction", "tokens that were dropped at random among the candidates", "clip_cov")
 _declare("train/high_entropy", "fraction", "tokens whose entropy is at the quantile or above", "top_entropy")
 _declare("train/tilt", "", "mean weight of the tokens by their loss; 1 if all tokens count the same", "tilted")
-_declare(
-    "train/near_threshold",
-    "fraction",
-    "tokens within 1e-5 of a threshold of the update, whose side the rounding of a forward pass may decide",
-    "kl_cov, clip_cov, top_entropy, tilted",
-)
+_STAGED = "kl_cov, clip_cov, top_entropy, tilted"
+_declare("train/near_threshold", "fraction", "tokens within 1e-5 of a threshold, which rounding may move", _STAGED)
 _declare("train/ess", "fraction", "effective sample size of the update", "p3o, p4o")
 _declare("train/ess_prox", "fraction", "effective sample size against the proximal policy", "p4o")
 _declare("train/value/loss", "", "loss of the value model", "ppo")
@@ -251,7 +236,7 @@ EXPLAINED_VARIANCE = _declare(
     "ppo",
 )
 _declare("train/value/grad_norm", "", "norm of the value model's gradient before clipping", "ppo")
-_PAIRS = "dpo, orpo, reward_model"
+_PAIRS = "aot, dpo, orpo, reward_model"
 _declare("train/pair/chosen", "", "implicit reward of the chosen completion", _PAIRS)
 _declare("train/pair/rejected", "", "implicit reward of the rejected completion", _PAIRS)
 _declare("train/pair/margin", "", "implicit reward of the chosen minus that of the rejected", _PAIRS)
