@@ -168,7 +168,7 @@ def test_nothing_that_counts_and_nothing_finite_give_nan():
             Asks(lambda x, *_: {"sum": exact_sum(x)}), [torch.tensor([1.0, bad]), torch.tensor([2.0])], ranks=2
         )
         assert got[0].reduced["sum"].isnan()
-    got = reduce(Asks(lambda x, *_: {"cut": kth(x, k=1)}), [torch.tensor([1.0, math.nan])])
+    got = reduce(Asks(lambda x, *_: {"cut": kth(x, k=2)}), [torch.tensor([1.0, math.nan])])
     assert got[0].reduced["cut"].isnan()
 
 
