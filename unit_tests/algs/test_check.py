@@ -287,7 +287,7 @@ PLANTED_TOTALS: dict[str, tuple[str, str, str]] = {
     "a threshold of its own": (
         'tokens.totals["cut"]',
         'tokens.first["cut"].mean()',
-        "FAILED .* of the rows .*in one piece",
+        "FAILED .* of the rows .*the derivative by",
     ),
 }
 
