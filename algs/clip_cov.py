@@ -12,7 +12,6 @@ Others: verl and SkyRL take means and draw with torch.randperm in each micro-bat
 from __future__ import annotations
 
 from dataclasses import replace
-from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -69,11 +68,12 @@ class ClipCov(GroupRelative):
 
 def draw_keys(sample: Sample, seed: int) -> Floats:
     """Return a key in [0, 1) per token, [L], that depends on the seed, the prompt and the tokens up to this one."""
-    name = int.from_bytes(blake2b(sample.prompt.id.encode(), digest_size=8).digest())
     place = np.arange(len(sample.token_ids), dtype=np.uint64)
     own = mix(sample.token_ids.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9) + place)
+    name = np.frombuffer(sample.prompt.id.encode(), dtype=np.uint8).astype(np.uint64)
+    start = mix(name * np.uint64(0x94D049BB133111EB) + np.arange(len(name), dtype=np.uint64)).sum(dtype=np.uint64)
     # as many bits as a float32 holds
-    keys = mix(np.cumsum(own) + np.uint64((name + seed * 0x9E3779B97F4A7C15) % 2**64)) >> np.uint64(40)
+    keys = mix(np.cumsum(own) + start + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)) >> np.uint64(40)
     return (keys / 2**24).astype(sample.float_dtype)
 
 

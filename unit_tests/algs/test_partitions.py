@@ -9,7 +9,7 @@ import pytest
 from algs import find_algorithm, list_algorithms
 from algs.base import Algorithm
 from algs.check.partitions import changes_no_bit, list_partitions
-from unit_tests.algs.test_check import CANDIDATES, NEEDED, VARIANTS, name_variant
+from unit_tests.helpers.variants import CANDIDATES, NEEDED, VARIANTS, name_variant
 
 AS_THEY_COME: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in list_algorithms()]
 STAGED: list[tuple[str, dict[str, Any]]] = [
