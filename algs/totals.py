@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -70,7 +69,7 @@ def sum_totals(alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], group: Ran
     result has no end. All ranks make the same collectives, however many micro-batches they have.
     """
     if type(alg).totals is Algorithm.totals:
-        return repeat(Totals())
+        return iter(Totals, None)  # without end
     collective = reduce_totals(alg, seen, rank=group.rank, ranks=group.ranks)
     try:
         part = next(collective)
