@@ -159,6 +159,11 @@ class PolicyGradient(Algorithm):
         return ""
 
     @property
+    def not_outwards(self) -> str:
+        """Reason why far from ratio 1 the gradient may turn against the advantage, for algs.check; "" if it may not."""
+        return ""
+
+    @property
     def needs_siblings(self) -> bool:
         """True if a group of one sample has no training signal."""
         return False

@@ -5,12 +5,13 @@
 
 B counts the step's samples and M those of groups without signal, whose gradient is 0: alpha makes up for them.
 
-Others: verl counts samples whose score is 0 for M, so its alpha grows where the policy fails.
+Others: verl counts samples whose score is 0 for M (counts: nonzero), so its alpha grows where the policy fails.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -19,11 +20,16 @@ from core.types.samples import Group, Policy, Tokens
 
 
 class GPG(GroupRelative):
+    counts: Literal["signal", "nonzero"] = "signal"
+    """B - M: samples in groups with a signal, or with a reward that is not 0 (verl)."""
+
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         groups = super().compute_advantages(groups)
         scored = [sum(s.reward is not None for s in g) for g in groups]
         taught = [any(s.advantage is not None and s.advantage.any() for s in g) for g in groups]
         teaching = sum(n for n, any_signal in zip(scored, taught, strict=True) if any_signal)
+        if self.counts == "nonzero":
+            teaching = max(1, sum(bool(s.reward) for g in groups for s in g))
         alpha = sum(scored) / teaching if teaching else 1.0
         return [
             [replace(s, advantage=s.advantage * alpha) if s.advantage is not None else s for s in g] for g in groups

@@ -10,23 +10,28 @@ Of a group of N samples of which F fail, a group of k passes if one of its sampl
 This is the exact mean, over all groups of k that hold the sample, of the group's normalised reward. Failures cost
 little while one of k samples passes, so the policy keeps several ways of answering.
 
-Others: verl's GRPO_PASSK (https://arxiv.org/abs/2503.19595) is another method: it credits the best sample alone.
+form: best is another method, verl's GRPO_PASSK (https://arxiv.org/abs/2503.19595), without k and threshold:
+
+    A    = (R - second best R) / (std + 1e-6)                        of the only best sample, 0 of the others
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from algs.base import Metrics
 from algs.compared import ComparesGroup
+from algs.credit import reward_std
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
 from core.types.samples import Group, Policy, Tokens
 
 
 class PassK(ComparesGroup):
+    form: Literal["groups", "best"] = "groups"
     k: int = Field(2, ge=2)
     threshold: float = 0.5
     """Least reward of a sample that passes."""
@@ -35,6 +40,8 @@ class PassK(ComparesGroup):
 
     def compare(self, group: Group, rewards: list[float | None]) -> list[float]:
         """Return the advantage of each sample of a group; 0 without a reward, and if all groups of k are equal."""
+        if self.form == "best":
+            return credit_best(rewards)
         passed = [r >= self.threshold for r in rewards if r is not None]
         n, failed, k = len(passed), passed.count(False), self.k
         if n < k or not 0 < math.comb(failed, k) < math.comb(n, k):
@@ -48,3 +55,12 @@ class PassK(ComparesGroup):
         ratio = importance_ratio(policy.logp, tokens.prox_logp)
         loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high)
         return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)
+
+
+def credit_best(rewards: list[float | None]) -> list[float]:
+    """Return the lead of the best sample over the second best, in standard deviations, and 0 for all others."""
+    scored = sorted((r for r in rewards if r is not None), reverse=True)
+    if len(scored) < 2 or scored[0] == scored[1]:
+        return [0.0] * len(rewards)
+    lead = (scored[0] - scored[1]) / reward_std(rewards)
+    return [lead if r == scored[0] else 0.0 for r in rewards]

@@ -36,6 +36,9 @@ class Correction(StrictModel):
     """Tokens with A < 0 have no gradient in a sequence whose mean of log(pi_rollout / pi) is above this, in nats
     (DeepSeek-V3.2's off-policy sequence masking, https://arxiv.org/abs/2512.02556, Eq. 9); unset: no limit. With any
     level, none too. They stay in the mean."""
+    drift_from: Literal["rollout", "prox"] = "rollout"
+    """Policy from which max_drift measures: the engine's, as published, or the proximal one, which misses the
+    difference between the two."""
 
     @model_validator(mode="after")
     def bounds_are_in_order(self) -> Correction:
@@ -66,7 +69,8 @@ class Correction(StrictModel):
     def find_drifted(self, logp: Tensor, tokens: Tokens) -> Tensor:
         """Return True for the tokens that `max_drift` leaves without a gradient, [M]."""
         assert self.max_drift is not None
-        drift = sequence_mean(tokens.rollout_logp - logp.detach(), tokens.seq_ids)
+        anchor = tokens.rollout_logp if self.drift_from == "rollout" else tokens.prox_logp
+        drift = sequence_mean(anchor - logp.detach(), tokens.seq_ids)
         return (tokens.advantage < 0) & (drift > self.max_drift)
 
     def compute_weights(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor | None) -> Tensor:
@@ -101,11 +105,15 @@ class KL(Controller):
     """Samples in which the coefficient changes by a fifth at most, for target."""
     place: Literal["loss", "reward"] = "loss"
     """loss: added to the loss, per token. reward: subtracted from the reward, before advantages are computed."""
-    estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased", "full", "full_forward"] = "auto"
+    estimator: Literal[
+        "auto", "k1", "k2", "k3", "k3plus", "unbiased", "k2_is", "score", "abs", "full", "full_forward"
+    ] = "auto"
     """auto: unbiased in the loss, k1 in the reward. Gradient in the loss under on-policy samples: k2 and k3plus (value
     of k3) that of KL(pi||ref); k3 that of KL(ref||pi), as published with GRPO; unbiased (live ratio x k3,
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy. full: no estimate, the
-    sum over the vocabulary of KL(pi||ref) at each token; full_forward: of KL(ref||pi)."""
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy. k2_is (ratio held,
+    x k2, https://arxiv.org/abs/2512.21852) and score (ratio held, x log(pi/ref) held, x log pi) have the gradient of
+    unbiased, and other values. abs: |log(pi/ref)|, no KL. full: no estimate, the sum over the vocabulary of
+    KL(pi||ref) at each token; full_forward: of KL(ref||pi)."""
     reset_every: int | None = Field(default=None, ge=1)
     """Number of steps after which the reference is the policy again (ProRL, https://arxiv.org/abs/2505.24864, 2.3.2);
     unset: never."""
@@ -207,6 +215,13 @@ class KL(Controller):
             case "k3plus":
                 # A factor of value 1: it adds the gradient of the sampling distribution, which k3 alone lacks.
                 return (logp - logp.detach()).exp() * k3(logp, tokens.ref_logp)
+            case "k2_is":
+                return importance_ratio(logp.detach(), tokens.rollout_logp) * k2(logp, tokens.ref_logp)
+            case "score":
+                now = logp.detach()
+                return importance_ratio(now, tokens.rollout_logp) * (now - tokens.ref_logp) * logp
+            case "abs":
+                return (logp - tokens.ref_logp).abs()
             case _:
                 # the live ratio brings the gradient of the sampling distribution, and corrects for the engine's
                 # policy

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -21,9 +20,9 @@ from torch import Tensor
 
 from algs.base import Algorithm
 from algs.reductions import INTEGERS, Collective, Reduction, Stage, Stages, reduce_parts
-from algs.validate import Metrics
-from core.errors import UserError
-from core.types.samples import Policy, Tokens
+from algs.validate import Metrics, check_advantages
+from core.errors import RunStopped, UserError
+from core.types.samples import Group, Policy, Tokens
 
 NEAR = 1e-5
 """Distance of a value from a threshold at which a rounding of the forward pass may decide."""
@@ -70,7 +69,7 @@ def sum_totals(alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], group: Ran
     result has no end. All ranks make the same collectives, however many micro-batches they have.
     """
     if type(alg).totals is Algorithm.totals:
-        return repeat(Totals())
+        return iter(Totals, None)  # without end
     collective = reduce_totals(alg, seen, rank=group.rank, ranks=group.ranks)
     try:
         part = next(collective)
@@ -83,6 +82,19 @@ def sum_totals(alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], group: Ran
 def total_alone(alg: Algorithm, policy: Policy, tokens: Tokens) -> Tokens:
     """Return the tokens of an update that is a single micro-batch, with its totals."""
     return next(iter(sum_totals(alg, [(policy, tokens)], Alone()))).add_to(tokens)
+
+
+def prepare_update(alg: Algorithm, groups: list[Group]) -> list[Group]:
+    """Return the groups of an update as the algorithm prepares them. Raises RunStopped for other samples, or none."""
+    if type(alg).prepare_update is Algorithm.prepare_update:
+        return groups
+    prepared = alg.prepare_update(groups)
+    check_advantages(alg, groups, prepared, method="prepare_update")
+    if not any(s.n_trained for g in prepared for s in g) and any(s.n_trained for g in groups for s in g):
+        raise RunStopped(
+            f"{type(alg).__name__}.prepare_update left no token to train on: keep one, or set advantages to 0"
+        )
+    return prepared
 
 
 @torch.no_grad()

@@ -14,26 +14,28 @@ Metrics = dict[str, Tensor]
 """Per-token values, [M] each. The framework averages them with the token weights, over micro-batches and ranks."""
 
 
-def check_advantages(alg: object, given: list[Group], groups: list[Group]) -> None:
+def check_advantages(
+    alg: object, given: list[Group], groups: list[Group], *, method: str = "compute_advantages"
+) -> None:
     """Raise RunStopped unless groups and samples are unchanged and advantages are finite."""
-    check_samples(alg, given, groups)
+    check_samples(alg, given, groups, method=method)
     for sample in (s for g in groups for s in g):
         if sample.advantage is None or np.isfinite(sample.advantage).all():
             continue
         trained = sample.advantage[sample.loss_mask]
         if len(bad := trained[~np.isfinite(trained)]):
             raise RunStopped(
-                f"{type(alg).__name__}.compute_advantages gave the advantage {float(bad[0])} to a sample of "
+                f"{type(alg).__name__}.{method} gave the advantage {float(bad[0])} to a sample of "
                 f"{sample.prompt.id} with the reward {sample.reward}: advantages must be finite"
             )
 
 
-def check_samples(alg: object, given: list[Group], groups: list[Group]) -> None:
+def check_samples(alg: object, given: list[Group], groups: list[Group], *, method: str = "compute_advantages") -> None:
     """Raise RunStopped unless the samples are the given ones, in the same groups and order."""
     if not _have_same_tokens(given, groups):
         sizes = f"{len(given)} groups of {sum(map(len, given))} samples"
         raise RunStopped(
-            f"{type(alg).__name__}.compute_advantages was given {sizes} and returned {len(groups)} groups of "
+            f"{type(alg).__name__}.{method} was given {sizes} and returned {len(groups)} groups of "
             f"{sum(map(len, groups))}, or others: return every sample in its group and order, and leave one out by its "
             "`excluded`"
         )

@@ -8,7 +8,8 @@ falls to 0 on both sides, so a sequence that is far away teaches little. log W i
 
 anchor: rollout, the engine's policy; then no correction. prox: the trainer's policy when the step began.
 
-Others: TRL multiplies W by truncated token ratios of the correction, which makes it the ratio of neither policy.
+Others: TRL multiplies W by truncated token ratios of the correction (rollout_cap: 2), which makes it the ratio of
+neither policy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
@@ -34,9 +35,18 @@ class VESPO(GroupRelative):
     lambda_neg: float = Field(2.0, gt=0)
     anchor: Literal["rollout", "prox"] = "prox"
 
+    rollout_cap: float | None = Field(None, gt=0)
+    """Multiply W by min(pi_prox / pi_rollout, rollout_cap) of each token, for anchor: prox; then no correction."""
+
     @property
     def anchored_on_rollout(self) -> bool:
-        return self.anchor == "rollout"
+        return self.anchor == "rollout" or self.rollout_cap is not None
+
+    @model_validator(mode="after")
+    def caps_what_it_multiplies(self) -> VESPO:
+        if self.anchor == "rollout" and self.rollout_cap is not None:
+            raise ValueError("rollout_cap is for anchor: prox, W is pi / pi_rollout already: leave it out")
+        return self
 
     @property
     def whole_episodes(self) -> bool:
@@ -44,7 +54,10 @@ class VESPO(GroupRelative):
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         old = tokens.prox_logp if self.anchor == "prox" else tokens.rollout_logp
-        log_w = sequence_sum(policy.logp.detach() - old, tokens.seq_ids).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+        drift = policy.logp.detach() - old
+        if self.rollout_cap is not None:
+            drift = drift + (tokens.prox_logp - tokens.rollout_logp).clamp(max=math.log(self.rollout_cap))
+        log_w = sequence_sum(drift, tokens.seq_ids).clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
         up = tokens.advantage >= 0
         k = torch.where(up, self.k_pos, self.k_neg)
         lam = torch.where(up, self.lambda_pos, self.lambda_neg)

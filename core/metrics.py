@@ -181,12 +181,7 @@ MISMATCH_KL = _declare(
     "train/mismatch/kl", "nats", "k3 estimate of KL(engine || trainer) on the sampled tokens, before the step", RL
 )
 _declare("train/mismatch/abs_logp", "nats", "mean absolute difference of log-probabilities, trainer and engine", RL)
-_declare(
-    "train/mismatch/clamped",
-    "fraction",
-    "tokens whose log-ratio between policy, proximal policy and engine reached 20, where it is clamped",
-    RL,
-)
+_declare("train/mismatch/clamped", "fraction", "tokens whose log-ratio of two policies is clamped at 20", RL)
 MISMATCH_RATIO = _declare(
     "train/mismatch/ratio", "", "mean importance weight pi_prox / pi_rollout before the correction", RL
 )
@@ -204,13 +199,8 @@ TRAIN_ENTROPY = _declare("train/entropy", "nats", "entropy of the policy, with a
 TRAIN_KL_REF = _declare(
     "train/kl_ref", "nats", "k3 estimate of KL(pi || reference) on the trained tokens, with a reference model", RL
 )
-_declare(
-    "train/kl_ref_capped",
-    "fraction",
-    "tokens whose k3 to the reference is beyond 10 nats, where it continues as a straight line",
-    RL,
-)
-_CLIPPED = "grpo, ppo, gspo, reinforce_pp, passk, raft"
+_declare("train/kl_ref_capped", "fraction", "tokens whose k3 to the reference is beyond 10 nats: a straight line", RL)
+_CLIPPED = "grpo, ppo, gspo, reinforce_pp, passk, raft, clip_cov"
 APPROX_KL = _declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)
 CLIP_FRACTIONS = (
     _declare("train/clip_frac_high", "fraction", "tokens whose gradient the upper clip bound removed", _CLIPPED),
@@ -229,6 +219,12 @@ _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "
 _declare("train/term/<term>/<what>", "", "loss, coef of a term", "by_source, chord, dpo_nll, echo, luffy, positive_nll")
 _declare("train/teacher_kl", "nats", "KL(pi || teacher): an estimate on the sampled tokens, or exact", "opd, minillm")
 _declare("train/teacher_divergence", "nats", "divergence of policy and teacher, over the vocabulary", "gkd")
+_declare("train/penalised", "fraction", "tokens with a penalty on the size of their log-ratio", "kl_cov")
+_declare("train/dropped", "fraction", "tokens that were dropped at random among the candidates", "clip_cov")
+_declare("train/high_entropy", "fraction", "tokens whose entropy is at the quantile or above", "top_entropy")
+_declare("train/tilt", "", "mean weight of the tokens by their loss; 1 if all tokens count the same", "tilted")
+_STAGED = "kl_cov, clip_cov, top_entropy, tilted"
+_declare("train/near_threshold", "fraction", "tokens within 1e-5 of a threshold, which rounding may move", _STAGED)
 _declare("train/ess", "fraction", "effective sample size of the update", "p3o, p4o")
 _declare("train/ess_prox", "fraction", "effective sample size against the proximal policy", "p4o")
 _declare("train/value/loss", "", "loss of the value model", "ppo")
@@ -240,7 +236,7 @@ EXPLAINED_VARIANCE = _declare(
     "train/value/explained_variance", "", "1 - Var(return - prediction) / Var(return); 0 for a constant", "ppo"
 )
 _declare("train/value/grad_norm", "", "norm of the value model's gradient before clipping", "ppo")
-_PAIRS = "dpo, wpo, orpo, reward_model"
+_PAIRS = "aot, dpo, wpo, orpo, reward_model"
 _declare("train/pair/chosen", "", "implicit reward of the chosen completion", _PAIRS)
 _declare("train/pair/rejected", "", "implicit reward of the rejected completion", _PAIRS)
 _declare("train/pair/margin", "", "implicit reward of the chosen minus that of the rejected", _PAIRS)

@@ -99,6 +99,9 @@ def binds_outwards(alg: Algorithm) -> str:
     Outwards is where A has pushed the ratio: above 1 for A=+1, below 1 for A=-1. A token that has moved against its
     advantage must be able to come back, so a clip must not bind inwards alone.
     """
+    assert isinstance(alg, PolicyGradient)
+    if alg.not_outwards:
+        raise NotApplicable(f"declared: {alg.not_outwards}")
     start = weigh_on_policy(alg)
     both = torch.cat([-FAR, FAR])
     for log_ratios in (torch.cat([-AWAY, AWAY]), both):
@@ -209,7 +212,8 @@ def find_moved(
     narrow = with_settings(alg, {name: getattr(alg, name) / 2})
     if narrow is None:
         return []
-    after = slopes_by_ratio(narrow, log_ratios, (1.0, -1.0))
+    # the same totals: through them a bound may have an effect on every token
+    after = slopes_by_ratio(narrow, log_ratios, (1.0, -1.0), totals_of=alg)
     return [
         (1.0 - 2 * j, float(log_ratios[i]), float(before[i, j]), float(after[i, j]))
         for i, j in ((before - after).abs() > SAME).nonzero().tolist()

@@ -15,7 +15,7 @@ from algs.check import fixtures
 from algs.check.distributions import draw_distributions, measure_policy
 from algs.check.fixtures import MadeUpStep, Tables
 from algs.objective import add_totals, compute_objective, view_first
-from algs.totals import Alone, sum_totals
+from algs.totals import Alone, prepare_update, sum_totals
 from algs.validate import check_per_token
 from core.types.samples import Batch, Group, Policy, ScoredColumn
 from data_feeds.packing.batches import Plan, plan_update
@@ -87,7 +87,7 @@ def make_plan(alg: Algorithm, groups: list[Group], *, split: Split = WHOLE, hori
     whole = alg.whole_groups
     size = split.max_tokens * (2 if whole else 1)  # a whole group holds two completions
     return plan_update(
-        groups,
+        prepare_update(alg, groups),
         alg.loss_norm,
         size,
         ranks=split.ranks,
@@ -188,15 +188,20 @@ def describe_any_difference(step: MadeUpStep, got: Outcome, want: Outcome) -> st
 
 
 def slopes_by_ratio(
-    alg: Algorithm, log_ratios: Tensor, advantages: Sequence[float], *, engine_gap: float = 0.0
+    alg: Algorithm,
+    log_ratios: Tensor,
+    advantages: Sequence[float],
+    *,
+    engine_gap: float = 0.0,
+    totals_of: Algorithm | None = None,
 ) -> Tensor:
     """Return gradient / weight by ratio to the proximal policy and advantage, [R, A].
 
-    engine_gap: log(pi_prox / pi_rollout) of every token.
+    engine_gap: log(pi_prox / pi_rollout) of every token. totals_of: algorithm whose totals are used, if another.
     """
     groups, logp = fixtures.ratio_arms(log_ratios, advantages, engine_gap=engine_gap)
     tables = {"logp": logp, "entropy": torch.ones_like(logp), "values": torch.zeros_like(logp)}
     tables |= draw_distributions(len(logp))
-    [batch] = plan_batches(alg, groups, tables)
+    [batch] = plan_batches(totals_of or alg, groups, tables)
     slopes = run_update(alg, [batch], tables).gradient["logp"] / batch.tokens.weight[0]
     return slopes.view(len(log_ratios), len(advantages))

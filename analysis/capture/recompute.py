@@ -10,6 +10,7 @@ from typing import Any
 
 from algs import load_algorithm
 from algs.base import Algorithm
+from algs.totals import prepare_update
 from analysis.capture.compare import Comparison, compare_losses
 from analysis.capture.gradient import Distance, Gradient, compute_update
 from analysis.capture.losses import NamedLoss, credit_groups, parse_losses
@@ -114,6 +115,7 @@ def replay(
         credited = snapshot.groups_of(
             update, credit_groups(loss, snapshot.groups, stale=run.updates_per_step > 1)
         )  # over the whole step, as in a run
+        credited = prepare_update(loss.alg, credited)
         again = compute_update(trainer, loss.alg, plan_again(snapshot, trainer, loss.alg, credited), credited)
         rows.append(compare_losses(loss.name, again, first, of_kl))
         tokens.append(describe_tokens(loss.name, again, first))

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from algs.base import Algorithm, PolicyGradient
+from algs.totals import prepare_update
 from analysis.capture.batch_file import in_order
 from analysis.capture.losses import NamedLoss, credit_groups, parse_losses
 from analysis.compared_losses.measure import ComparedLossMeter
@@ -101,7 +102,7 @@ class ComparedLosses(RunObserver):
             # by identity: the plan holds these very objects, and samples of arrays cannot be compared or hashed
             by_sample = {id(s): own for g, h in zip(groups, credited, strict=True) for s, own in zip(g, h, strict=True)}
             for batches, plan, of_update in zip(step.batches, step.plans, step.groups, strict=True):
-                own = [[by_sample[id(s)] for s in g] for g in of_update]
+                own = prepare_update(loss.alg, [[by_sample[id(s)] for s in g] for g in of_update])
                 compared = self._plan_like(loss, plan, of_update, own).batches()
                 for rank, of_rank in zip(batches, compared, strict=True):
                     for batch, other in zip(rank, of_rank, strict=True):

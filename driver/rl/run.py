@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, TurnCredit, accepts_group, assign_advantages
 from algs.objective import check_demonstrations
+from algs.totals import prepare_update
 from algs.validate import check_advantages
 from configs.schema import RLConfig
 from core import metrics as names
@@ -149,7 +150,7 @@ class Run:
         """Distribute the groups of a step over updates, ranks and micro-batches."""
         k = self.cfg.updates_per_step
         # every k-th group, so that neighbours in time are spread over the updates
-        of_updates = [groups[i::k] for i in range(k)]
+        of_updates = [prepare_update(self.alg, groups[i::k]) for i in range(k)]
         plans = [self._plan(own) for own in of_updates]
         batches = [plan.batches() for plan in plans]
         return PlannedStep(step=self.steps_done, alg=self.alg, groups=of_updates, plans=plans, batches=batches)

@@ -8,6 +8,7 @@ from typing import Any
 
 from algs.base import Algorithm, PolicyGradient, assign_advantages
 from algs.measures import plan_measures
+from algs.totals import prepare_update
 from configs.schema import SLConfig
 from core import metrics as names
 from core.cluster.workers import Workers, copy_to_groups
@@ -243,7 +244,7 @@ class Run:
             reader = Reader(cfg=self.cfg, tokenizer=self.tokenizer, plan=self._plan, plan_rows=self._plan)
             with self.context.clock.phase(Phase.LOGP):
                 groups = await score_groups(self.trainers, groups, columns, teachers=self.alg.teachers, reader=reader)
-        return assign_advantages(self.alg, groups)
+        return prepare_update(self.alg, assign_advantages(self.alg, groups))  # a step is a single update
 
     async def compute_reference(self) -> None:
         """Compute reference log-probabilities of all rows with the untrained model."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from algs.base import Algorithm, accepts_group, assign_advantages
 from algs.check.cuts import cut_after_every_turn
-from algs.totals import total_alone
+from algs.totals import prepare_update, total_alone
 from core.types.allowed_tokens import AllowedTokens
 from core.types.arrays import DOUBLE
 from core.types.episodes import number_episodes
@@ -137,7 +137,7 @@ def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor
     horizon = max(map(len, toy.completions))
     parts: list[Tensor] = []
     for first in range(0, len(steps), at_once):
-        credited = [assign_advantages(alg, step) for step in steps[first : first + at_once]]
+        credited = [prepare_update(alg, assign_advantages(alg, step)) for step in steps[first : first + at_once]]
         weights = [w for step in credited for w in token_weights(step, alg.loss_norm, horizon=horizon)]
         rows = [(i, s) for i, step in enumerate(credited) for group in step for s in group]
         groups = [group for step in credited for group in step]

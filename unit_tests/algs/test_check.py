@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,87 +21,10 @@ from core.cli import run_guarded
 from core.strict_model import StrictModel
 from core.types.measures import At, Measure
 from core.types.samples import Policy, Sample, Tokens
+from unit_tests.helpers.variants import MORE, NEEDED, VARIANTS, name_variant
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list_algorithms()
-NEEDED: dict[str, dict[str, Any]] = {
-    **{name: {"teacher": "somewhere"} for name in ("opd", "gkd", "minillm")},
-    "by_source": {"by_source": {"": {"name": "grpo"}}},
-}
-OFF = {"correction": {"level": "none"}}
-KL_IN_REWARD = {"kl": {"coef": 0.05, "place": "reward"}}
-Variant = tuple[str, dict[str, Any]]
-VARIANTS: list[Variant] = [
-    (
-        "grpo",
-        {"scale_rewards": "group", "loss_norm": "sequence", "clip_high": 0.2, "kl": {"coef": 0.04, "estimator": "k3"}},
-    ),
-    ("grpo", {"overlong": {"mode": "filter"}, "kl": {"coef": 0.1}}),
-    ("grpo", {"scale_rewards": "batch", "whiten": True, "dual_clip": 3.0, "entropy_coef": 0.01}),
-    ("grpo", {"correction": {"level": "sequence", "mode": "mask"}, "kl": {"coef": 0.1, "estimator": "k2"}}),
-    ("grpo", {"credit": "turn", "turn_discount": 0.5, "scale_rewards": "group", "dynamic_sampling": True}),
-    (
-        "grpo",
-        {
-            "kl": {"coef": 0.01, "target": 0.5, "horizon": 20},
-            "adaptive_entropy": {"target": 1.0, "delta": 0.01, "high": 0.05},
-            "schedules": {"clip_high": {"start": 0.2, "end": 0.3, "steps": 4}},
-        },
-    ),
-    ("cispo", {"anchor": "rollout", **OFF}),
-    ("reinforce_pp", {"baseline": True, **KL_IN_REWARD}),
-    ("ppo", {"credit": "turn", "turn_discount": 0.9, "bootstrap_truncated": True, **KL_IN_REWARD}),
-    ("sft", {"dft": True}),
-    ("grpo", {"kl": {"coef": 0.1, "estimator": "full"}}),
-    ("dpo", {"reference_free": True, "length_norm": True, "beta": 2.0, "target_margin": 1.0}),
-]
-MORE: list[Variant] = [
-    ("gkd", {"divergence": {"beta": 0.0, "topk": 3, "rest": "renormalise"}}),
-    ("gkd", {"divergence": {"beta": 1.0, "topk": 3, "support": "student"}, "kl": {"coef": 0.1}}),
-    ("minillm", {"length_norm": False}),
-    ("wpo", {"form": "ipo", "nll_coef": 0.5}),
-    ("grpo", {"kl": {"coef": 0.1, "estimator": "full_forward"}, "entropy_coef": 0.01}),
-    ("dro", {"anchor": "ref", "level": "sequence", "loss_norm": "sequence_sum"}),
-    ("dro", {"anchor": "rollout", **OFF}),
-    # with the published k_neg of 3 the weight is a power above 1 of the ratio to the engine, which (k) tells
-    ("vespo", {"anchor": "rollout", "k_neg": 2.5, **OFF}),
-    ("grpo", {"correction": {"level": "none", "max_drift": 0.5}}),  # beyond the clip, or it hides that
-    ("ipo_rl", {"delta": 0.1, "kl_tau": 0.001}),
-    ("raft", {"keep": "best", "clip": 0.2}),
-    ("dpo", {"form": "exo", "label_smoothing": 0.1}),
-    ("dpo", {"form": "apo_zero", "nll_coef": 0.5, "length_decay": 0.5}),
-    ("dpo", {"form": "nca", "divergence": "js"}),
-    ("grpo", {"correction": {"mode": "clip"}, **KL_IN_REWARD}),
-    ("gspo", {"form": "token"}),
-    ("dppo", {"divergence": "kl"}),
-    ("dpo", {"form": "hinge", "beta": 2.0}),
-    ("reward_model", {"target_margin": 0.5, "center": 0.01}),
-    ("grpo", {"loss_norm": "constant"}),
-    ("grpo", {"dynamic_sampling": True, "overlong": {"mode": "penalty", "max_tokens": 10, "buffer": 4}}),
-    ("grpo", {"scale_rewards": "mean", "kl": {"coef": 0.1, "estimator": "k3plus"}}),
-    ("grpo", {"correction": {"level": "geometric", "mode": "mask", "low": 0.7, "high": 1.3}}),
-    ("gspo", {"ratio": "product"}),
-    ("gspo", {"ratio": "product", "form": "token", "leave_one_out": True}),
-    ("gspo", {"credit": "turn", "form": "token"}),
-    ("cispo", {"loss_norm": "prompt", "scale_rewards": "batch"}),
-    ("reinforce_pp", KL_IN_REWARD),
-    ("reinforce_pp", {"credit": "turn", "baseline": True, **KL_IN_REWARD}),
-    ("ppo", {"value_clip": 0.2, "bootstrap_truncated": True}),
-    ("ppo", {"dual_clip": 3.0, **KL_IN_REWARD}),
-    ("rloo", KL_IN_REWARD),
-    ("rloo", {"credit": "turn", **KL_IN_REWARD}),
-    ("dpo", {"form": "ipo", "length_norm": True}),
-    ("dpo", {"form": "robust", "label_smoothing": 0.2}),
-    ("dpo_nll", {"reference_free": True, "form": "hinge"}),
-    ("echo", {"alpha": 0.5, "loss_norm": "sequence", "kl": {"coef": 0.1}, "entropy_coef": 0.01}),
-    ("chord", {"phi": False, "mu": 0.5, "loss_norm": "constant"}),
-    ("luffy", {"loss_norm": "constant", "scale_rewards": "group"}),
-]
-"""More relatives, most of them parts of the variants above in other company: they take twice as long again."""
-
-
-def name_variant(value: Any) -> str:
-    return value if isinstance(value, str) else ",".join(value)
 
 
 def broken(results: list[Result]) -> list[str]:
@@ -114,7 +36,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
-    assert supervised == (name in ("sft", "dpo", "wpo", "orpo", "kto", "bco", "reward_model"))
+    assert supervised == (name in ("sft", "dpo", "wpo", "orpo", "kto", "bco", "aot", "reward_model"))
 
 
 @pytest.mark.slow
@@ -264,6 +186,71 @@ def test_a_sum_over_the_micro_batch_in_place_of_the_totals_is_caught(tmp_path):
     file.write_text(text.replace(old, "effective_sample_size(total_alone(self, policy, tokens).totals)"))
     for result in check(str(file), letters="am"):
         assert result.status == "FAILED" and "in one piece" in result.detail, result
+
+
+STAGED = """
+from algs.base import GroupRelative
+from algs.reductions import count, exact_sum, kth
+
+
+class Rare(GroupRelative):
+    share: float = 0.3
+
+    def totals(self, policy, tokens):
+        x = policy.logp
+        t = yield {"n": count(x), "sum": exact_sum(x)}
+        yield {"cut": kth((x - t["sum"] / t["n"]).abs(), fraction=self.share)}
+
+    @property
+    def not_on_policy(self):
+        return "rare tokens count twice"
+
+    def loss(self, policy, tokens):
+        rare = tokens.first["cut"] >= tokens.totals["cut"]
+        return -(1 + rare) * tokens.advantage * policy.logp, {"rare": 0.0 * policy.logp + rare}
+"""
+PLANTED_TOTALS: dict[str, tuple[str, str, str]] = {
+    "as it is": ("", "", "ok .* on 1, 2, 4 ranks, 8 splits and orders: equal"),
+    "a plain sum": ("exact_sum(x)", "x.sum()", "FAILED .*values of cut in the first pass .*exact_sum what a threshold"),
+    "the mean of a micro-batch": ('t["sum"] / t["n"]', "x.mean()", "FAILED .*the total cut is .* instead of"),
+    "a place that depends on the tokens": (
+        "fraction=self.share",
+        "k=max(1, len(x) // 3)",
+        "FAILED .*another reduction",
+    ),
+    "a stage that depends on the tokens": ('yield {"cut"', 'if len(x) > 9: yield {"cut"', "FAILED "),
+    "a threshold of its own": (
+        'tokens.totals["cut"]',
+        'tokens.first["cut"].mean()',
+        "FAILED .* of the rows .*the derivative by",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED_TOTALS)
+def test_totals_of_a_users_file_are_examined_in_all_partitions(name, tmp_path):
+    old, new, said = PLANTED_TOTALS[name]
+    assert old in STAGED
+    file = tmp_path / "rare.py"
+    file.write_text(STAGED.replace(old, new) if old else STAGED)
+    [m] = check(str(file), letters="m")
+    assert re.search(said, str(m)), m
+
+
+class PlainSums(GRPO):
+    """A sum in floating point, on which no threshold depends."""
+
+    def totals(self, policy: Policy, tokens: Tokens) -> dict[str, torch.Tensor]:
+        return {"sum": policy.logp.sum()}
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        return loss * tokens.totals["sum"].abs(), metrics
+
+
+def test_plain_sums_may_round():
+    [m] = check(PlainSums, letters="m")
+    assert m.status == "ok" and "equal but for plain sums in totals, which exact_sum would make exact" in m.detail
 
 
 class Sharp(StrictModel):

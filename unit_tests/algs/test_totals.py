@@ -10,7 +10,7 @@ import torch
 
 from algs.base import PolicyGradient
 from algs.reductions import Reduction, count, exact_sum, gather, kth, largest, quantile
-from algs.totals import Alone, Totals, measure_near, sum_totals, total_alone
+from algs.totals import Alone, Totals, measure_near, reduce_totals, sum_totals, total_alone
 from core.errors import UserError
 from core.types.samples import Policy, Tokens
 from unit_tests.helpers.golden2 import GOLDEN2, RL2
@@ -137,6 +137,26 @@ def test_a_value_per_sequence_is_gathered_in_order():
     assert got.first["low"].isnan().tolist() == [False, False, False, False]
 
 
+def test_ranks_that_share_their_rows_count_once():
+    """Two sequence groups of two ranks, of which only the first contributes; rows -1, 3 and rows 2, 2, 0.5."""
+    values = [[-1.0, 3.0], [2.0, 2.0, 0.5]]
+    seen = [[tokens_of(torch.tensor(v), torch.arange(len(v)))] for v in values]
+    alg = Asks(lambda x, t, _: {"all": gather(x, t.seq_ids), "sum": exact_sum(x), "cut": kth(x, k=2)})
+    running = [reduce_totals(alg, seen[rank // 2], rank=rank, ranks=4) for rank in range(4)]
+    parts, done = [next(one) for one in running], []
+    while not done:
+        total, parts = parts[0] + parts[2], []
+        for one in running:
+            try:
+                parts.append(one.send(total.clone()))
+            except StopIteration as end:
+                done.append(end.value[0].reduced)
+    assert len(done) == 4
+    for got in done:
+        assert got["all"].tolist() == [-1.0, 0.5, 2.0, 2.0, 3.0]
+        assert float(got["sum"]) == 6.5 and float(got["cut"]) == 2.0
+
+
 def test_nothing_that_counts_and_nothing_finite_give_nan():
     """A comparison with NaN selects no token, and a loss with it is not finite, so the update is skipped."""
     none = Asks(lambda x, *_: {"cut": kth(x, k=3, where=x > 9), "q": quantile(x, 0.5, where=x > 9)})
@@ -148,7 +168,7 @@ def test_nothing_that_counts_and_nothing_finite_give_nan():
             Asks(lambda x, *_: {"sum": exact_sum(x)}), [torch.tensor([1.0, bad]), torch.tensor([2.0])], ranks=2
         )
         assert got[0].reduced["sum"].isnan()
-    got = reduce(Asks(lambda x, *_: {"cut": kth(x, k=1)}), [torch.tensor([1.0, math.nan])])
+    got = reduce(Asks(lambda x, *_: {"cut": kth(x, k=2)}), [torch.tensor([1.0, math.nan])])
     assert got[0].reduced["cut"].isnan()
 
 

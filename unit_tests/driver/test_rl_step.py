@@ -14,6 +14,7 @@ import torch
 import main_rl
 from configs.schema import RLConfig
 from core.cluster.workers import Local
+from core.errors import RunStopped
 from core.timing.clock import Clock
 from core.types.samples import Group
 from driver.load_recipe import load_recipe
@@ -101,6 +102,51 @@ def test_advantages_are_those_of_the_whole_step(recipe):
         for sample, sign in zip(group, (-1, 1), strict=True):
             [advantage] = {a for a, yes in zip(sample.advantage, sample.loss_mask, strict=True) if yes}
             assert advantage == pytest.approx(sign * 0.5 / rewards.std().item(), rel=1e-5)
+
+
+HALVES = """
+import numpy as np
+from dataclasses import replace
+from algs.grpo import GRPO
+
+
+class Halves(GRPO):
+    def prepare_update(self, groups):
+        if len(groups) != 2:
+            raise AssertionError(len(groups))
+        RESULT
+
+    def loss(self, policy, tokens):
+        return -tokens.advantage * policy.logp, {"given": tokens.advantage}
+"""
+
+
+def test_what_an_update_is_prepared_with_reaches_its_loss(recipe, tmp_path):
+    """Two updates of two groups: every advantage becomes the number of samples of its update, 2 x 3."""
+    change = "return [[s.with_advantage(float(sum(map(len, groups)))) for s in g] for g in groups]"
+    file = file_of(tmp_path / "halves.py", HALVES.replace("RESULT", change))
+    done = step(recipe({"alg": {"file": file}, "updates_per_step": 2}), some_groups(4, 3))
+    assert done.metrics["train/given"] == 6.0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("return groups[:1]", "Halves.prepare_update was given 2 groups of 6 samples and returned 1 groups of 3"),
+        (
+            "return [[s.with_advantage(np.nan) for s in g] for g in groups]",
+            "Halves.prepare_update gave the advantage nan",
+        ),
+        (
+            "return [[replace(s, excluded=s.action_mask) for s in g] for g in groups]",
+            "prepare_update left no token to train on",
+        ),
+    ],
+)
+def test_an_update_is_prepared_within_its_bounds(recipe, tmp_path, change, says):
+    file = file_of(tmp_path / "halves.py", HALVES.replace("RESULT", change))
+    with pytest.raises(RunStopped, match=says):
+        step(recipe({"alg": {"file": file}, "updates_per_step": 2}), some_groups(4, 3))
 
 
 def test_the_padding_of_a_step_is_the_mean_over_its_updates(recipe):

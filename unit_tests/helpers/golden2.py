@@ -42,6 +42,7 @@ def rl_groups(advantage: str | None, poison: float, *, demonstrates: str = "") -
             reward=RL2["rewards"][b],
             # the rows end in padding, which is no answer of an environment
             excluded=[True, True, *(not (m or e) for m, e in zip(mask, RL2["env"][b], strict=True))],
+            reward_parts={f"part{k}": part[b] for k, part in enumerate(RL2["parts"])},
             advantage=None if advantage is None else column(advantage),
             # a demonstration has no log-probability of an old policy that a term may read
             columns={k: [poison] * n if given and k == "prox_logp" else column(own) for k, own in COLUMNS.items()}

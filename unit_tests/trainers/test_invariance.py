@@ -9,11 +9,13 @@ import torch
 from algs.gmpo import GMPO
 from algs.grpo import GRPO
 from algs.gspo import GSPO
+from algs.kl_cov import KLCov
 from algs.p3o import P3O
 from algs.p4o import P4O
 from algs.ppo import PPO
 from algs.sft import SFT
 from algs.terms import KL, Correction
+from algs.top_entropy import TopEntropy
 from core.errors import UserError
 from core.types.samples import Group
 from data_feeds.packing.batches import micro_batches
@@ -30,6 +32,8 @@ ALGS = [
     GMPO(correction=Correction(level="sequence")),
     P3O(),
     P4O(),
+    KLCov(fraction=0.3),
+    TopEntropy(quantile=0.6),
     PPO(value_clip=0.2),
 ]
 
