@@ -7,17 +7,17 @@ defines the contribution of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from algs.credit import ScaleRewards, group_advantages, reward_std, sum_terms, whiten, with_advantages
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
+from algs.reductions import Stage, Stages
+from algs.teachers import START, Teacher
 from algs.terms import KL, Correction, Overlong
 from algs.turns import number_turns, returns_std, reward_to_go, rewards_of_turns, turn_advantages
 from algs.validate import Metrics, check_per_token, check_samples
@@ -75,9 +75,9 @@ class Algorithm(StrictModel):
         return {}
 
     @property
-    def frozen_models(self) -> dict[ScoredColumn, str]:
-        """Columns computed by frozen models, with each model's path; "": the initial model of the run."""
-        return {"ref_logp": ""} if "ref_logp" in self.required_columns else {}
+    def teachers(self) -> dict[str, Teacher]:
+        """Models whose log-probabilities are columns, by name: that of the column, unless a teacher names another."""
+        return {"ref_logp": Teacher(START)} if "ref_logp" in self.required_columns else {}
 
     @property
     def value_lr(self) -> float | None:
@@ -96,13 +96,21 @@ class Algorithm(StrictModel):
         """Set `advantage` [L] on every sample, one per episode. Called once per step, on all groups."""
         return groups
 
-    def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:
-        """Return sums over a micro-batch that the loss needs over the whole update, as `tokens.totals`.
+    def totals(self, policy: Policy, tokens: Tokens) -> Stage | Stages:
+        """Return what the loss needs of the whole update, as `tokens.totals`: sums, or reductions (algs/reductions.py).
 
-        It costs an extra forward pass per update. In return, a quantity that is not linear in tokens does not depend on
-        the split.
+        As a generator it yields one dict after another, and is sent the results so far. It costs an extra forward pass
+        per update. In return, a quantity that is not linear in tokens does not depend on the split.
         """
         return {}
+
+    def prepare_update(self, groups: list[Group]) -> list[Group]:
+        """Change advantages, columns or `excluded` of the samples of an update, after `compute_advantages`.
+
+        For what depends on all tokens of an update, but not on the policy in training. Called on all groups of the
+        update at once; an episode may be several samples here.
+        """
+        return groups
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return the loss per token, [M], not reduced; and metrics, [M] each."""
@@ -160,6 +168,10 @@ class PolicyGradient(Algorithm):
     @property
     def required_columns(self) -> frozenset[ScoredColumn]:
         return self.kl.required_columns
+
+    @property
+    def teachers(self) -> dict[str, Teacher]:
+        return dict.fromkeys(super().teachers, self.kl.reference)
 
     @property
     def needs_entropy(self) -> bool:
@@ -236,21 +248,6 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
 def accepts_group(alg: Algorithm, group: Group) -> bool:
     """Return True if the algorithm trains on this group, for at least one player, with one sample per episode."""
     return any(map(alg.accept_group, prepare_credit([group])[0]))
-
-
-@torch.no_grad()
-def sum_totals(
-    alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], add_up: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """Sum the algorithm's totals over the micro-batches of an update and all ranks; empty without totals.
-
-    seen: not read without totals. add_up: sums a tensor over the ranks, called in the same order on all ranks.
-    """
-    if type(alg).totals is Algorithm.totals:
-        return {}
-    partial = [alg.totals(policy, tokens) for policy, tokens in seen]
-    # Sorted, because all ranks must reduce the totals in the same order.
-    return {name: add_up(torch.stack([p[name] for p in partial]).sum(0)) for name in sorted(partial[0])}
 
 
 def with_prox(policy: Policy, tokens: Tokens) -> Tokens:

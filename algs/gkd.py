@@ -20,9 +20,10 @@ from torch import Tensor
 
 from algs.base import Metrics, PolicyGradient, with_advantages
 from algs.divergences import Divergence
+from algs.teachers import Teacher
 from algs.terms import Correction
 from core.types.measures import Measure
-from core.types.samples import Group, Policy, ScoredColumn, Tokens
+from core.types.samples import Group, Policy, Tokens
 
 
 class GKD(PolicyGradient):
@@ -32,8 +33,8 @@ class GKD(PolicyGradient):
     correction: Correction = Correction(level="none")
 
     @property
-    def frozen_models(self) -> dict[ScoredColumn, str]:
-        return {**super().frozen_models, "teacher": self.teacher}
+    def teachers(self) -> dict[str, Teacher]:
+        return {**super().teachers, "teacher": Teacher(self.teacher)}
 
     @property
     def measures(self) -> dict[str, Measure]:
@@ -52,4 +53,4 @@ class GKD(PolicyGradient):
         return with_advantages(groups, [0.0 for g in groups for _ in g])
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        return policy.divergence, {"teacher_divergence": policy.divergence}
+        return policy.divergence, {}

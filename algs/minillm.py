@@ -21,6 +21,7 @@ from algs.base import Metrics, PolicyGradient
 from algs.credit import spread_over_sample
 from algs.divergences import kl_divergence
 from algs.ops import importance_ratio
+from algs.teachers import Teacher
 from algs.terms import Correction
 from core.types.arrays import Floats
 from core.types.measures import Measure
@@ -44,8 +45,8 @@ class MiniLLM(PolicyGradient):
         return super().required_columns | columns
 
     @property
-    def frozen_models(self) -> dict[ScoredColumn, str]:
-        return {**super().frozen_models, "teacher_logp": self.teacher}
+    def teachers(self) -> dict[str, Teacher]:
+        return {**super().teachers, "teacher_logp": Teacher(self.teacher)}
 
     @property
     def measures(self) -> dict[str, Measure]:

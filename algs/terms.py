@@ -10,6 +10,7 @@ from torch import Tensor
 from algs.credit import overlong_penalty
 from algs.divergences import kl_divergence
 from algs.ops import importance_ratio, k2, k3, sequence_mean, sequence_ratio
+from algs.teachers import START, Teacher
 from core.strict_model import StrictModel
 from core.types.measures import At, Measure
 from core.types.samples import Policy, Sample, ScoredColumn, Tokens
@@ -96,6 +97,15 @@ class KL(StrictModel):
     of k3) that of KL(pi||ref); k3 that of KL(ref||pi), as published with GRPO; unbiased (live ratio x k3,
     DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy. full: no estimate, the
     sum over the vocabulary of KL(pi||ref) at each token; full_forward: of KL(ref||pi)."""
+    reset_every: int | None = Field(default=None, ge=1)
+    """Number of steps after which the reference is the policy again (ProRL, https://arxiv.org/abs/2505.24864, 2.3.2);
+    unset: never."""
+    reset_optimizer: bool = False
+    """true: a reset also clears the moments of the optimizer, as in ProRL."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Rate of a reference that is a moving average of the policy's weights; unset: it rests."""
+    ema_every: int = Field(default=1, ge=1)
+    """Number of steps between two moves of the average."""
 
     @model_validator(mode="after")
     def gradient_is_a_kl_gradient(self) -> KL:
@@ -107,6 +117,27 @@ class KL(StrictModel):
                 "use estimator: k1"
             )
         return self
+
+    @model_validator(mode="after")
+    def reference_moves_as_told(self) -> KL:
+        if self.reset_optimizer and self.reset_every is None:
+            raise ValueError("reset_optimizer has no effect without a reset: set reset_every, or leave it out")
+        if self.ema_every > 1 and self.ema is None:
+            raise ValueError("ema_every has no effect without ema: set ema, or leave it out")
+        if self.coef == 0 and self.reference.moves:
+            raise ValueError("coef is 0, so no reference would move: set coef, or leave out reset_every and ema")
+        return self
+
+    @property
+    def reference(self) -> Teacher:
+        """The reference model."""
+        return Teacher(
+            START,
+            ema=self.ema,
+            ema_every=self.ema_every,
+            reset_every=self.reset_every,
+            with_optimizer=self.reset_optimizer,
+        )
 
     @property
     def in_loss(self) -> bool:

@@ -6,6 +6,9 @@ writes train.parquet and eval.parquet. `--sft N` adds sft.parquet, with rows tha
 `--wrong-share 0.6` makes the teacher careless: in that share of rows, one digit of the answer is wrong. A model trained
 on it is right about as often as the teacher, everywhere alike, with the right answer as the mode. Reinforcement
 learning can improve such a policy at once.
+
+`--pairs N` adds two files of the same N problems for preference learning: pairs.parquet with a right and a wrong reply
+to each, and labelled.parquet with both replies as rows of their own, labelled true and false.
 """
 
 from __future__ import annotations
@@ -60,21 +63,38 @@ class Task:
 
 
 def make(
-    task: Task, *, train: int, held_out: int, sft: int = 0, copies: int = 1, wrong_share: float = 0.0, seed: int = 0
+    task: Task,
+    *,
+    train: int,
+    held_out: int,
+    sft: int = 0,
+    pairs: int = 0,
+    copies: int = 1,
+    wrong_share: float = 0.0,
+    seed: int = 0,
 ) -> dict[str, list[Row]]:
-    """Draw the splits "eval", "train" and "sft", in this order, so that eval depends only on the seed.
+    """Draw the splits "eval", "train", "sft", "pairs" and "labelled", in this order.
 
-    `sft` counts problems, with `copies` rows each, which differ in the order of operands and in the teacher's errors.
+    So eval depends only on the seed. `sft` counts problems, with `copies` rows each, which differ in the order of
+    operands and in the teacher's errors. `pairs` counts the problems of "pairs" and "labelled".
     """
     rng = random.Random(seed)
     # drawn together, so that no two splits share a problem
-    problems = task.problems(held_out + train + sft, rng)
-    to_learn = [_turned(problem, rng) for problem in problems[held_out + train :] for _ in range(copies)]
+    problems = task.problems(held_out + train + sft + pairs, rng)
+    compared = problems[held_out + train + sft :]
+    to_learn = [_turned(problem, rng) for problem in problems[held_out + train :][:sft] for _ in range(copies)]
     # the copies of a problem would otherwise lie side by side in the file
     rng.shuffle(to_learn)
     splits = {"eval": problems[:held_out], "train": problems[held_out : held_out + train], "sft": to_learn}
     rows = {split: [_row(task, split, i, p) for i, p in enumerate(ps)] for split, ps in splits.items()}
-    return rows | {"sft": [_taught(row, wrong_share, rng) for row in rows["sft"]]}
+    rows["sft"] = [_taught(row, wrong_share, rng) for row in rows["sft"]]
+    if not pairs:
+        return rows
+    asked = [_row(task, "pairs", i, problem) for i, problem in enumerate(compared)]
+    wrong = [_with_wrong_digit(row.answer, rng) for row in asked]
+    rows["pairs"] = [replace(row, chosen=row.answer, rejected=bad) for row, bad in zip(asked, wrong, strict=True)]
+    rows["labelled"] = [one for row, bad in zip(asked, wrong, strict=True) for one in _labelled(row, bad)]
+    return rows
 
 
 def _value(a: int, op: str, b: int) -> int:
@@ -93,12 +113,25 @@ def _row(task: Task, split: str, i: int, problem: tuple[int, str, int]) -> Row:
 
 
 def _taught(row: Row, wrong_share: float, rng: random.Random) -> Row:
-    said = list(row.answer)
-    if rng.random() < wrong_share:
-        at = rng.choice([i for i, char in enumerate(said) if char.isdigit()])
-        said[at] = rng.choice([d for d in "0123456789" if d != said[at]])
-    reply = {"role": "assistant", "content": "".join(said)}
-    return replace(row, messages=[*row.messages, reply])
+    said = _with_wrong_digit(row.answer, rng) if rng.random() < wrong_share else row.answer
+    return _replied(row, said)
+
+
+def _labelled(row: Row, wrong: str) -> tuple[Row, Row]:
+    """Return the row with the right reply, labelled true, and with a wrong one, labelled false."""
+    right = replace(_replied(row, row.answer), id=f"{row.id}/right", label=True)
+    return right, replace(_replied(row, wrong), id=f"{row.id}/wrong", label=False)
+
+
+def _replied(row: Row, reply: str) -> Row:
+    return replace(row, messages=[*row.messages, {"role": "assistant", "content": reply}])
+
+
+def _with_wrong_digit(answer: str, rng: random.Random) -> str:
+    said = list(answer)
+    at = rng.choice([i for i, char in enumerate(said) if char.isdigit()])
+    said[at] = rng.choice([d for d in "0123456789" if d != said[at]])
+    return "".join(said)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -111,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         "--prompt-form", type=form_of("a", "op", "b"), default="{a}{op}{b}=", help="default %(default)s"
     )
     parser.add_argument("--copies", type=whole(1), default=1, help="SFT rows per problem (default %(default)s)")
+    parser.add_argument("--pairs", type=whole(0), default=0, help="problems for preferences (default none)")
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with one wrong digit")
     options = read_options(parser, argv)
     ops = options.pop("ops")

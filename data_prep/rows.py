@@ -33,14 +33,16 @@ class Row:
     chosen: str | None = None
     """Better reply to `messages` of a preference pair; `rejected` is the worse."""
     rejected: str | None = None
+    label: bool | None = None
+    """Whether the last reply is good, of an unpaired preference row."""
     tools: str | None = None
     """Tools of the row in OpenAI's format, as JSON."""
     extra: str | None = None
     """Other columns, such as the difficulty, as JSON. Rewards see them, and an evaluation can be split by them."""
 
 
-COLUMNS = ("id", "messages", "answer", "chosen", "rejected", "tools", "extra")
-OPTIONAL = ("chosen", "rejected", "tools", "extra")
+COLUMNS = ("id", "messages", "answer", "chosen", "rejected", "label", "tools", "extra")
+OPTIONAL = ("chosen", "rejected", "label", "tools", "extra")
 """Columns written only if a row has a value."""
 
 
@@ -68,12 +70,13 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def _write_parquet(path: Path, plain: list[Record], names: list[str], turn: Any) -> None:
-    """Write rows. The column `messages` is a list of the given Arrow type; other columns are text."""
+    """Write rows. `messages` is a list of the given Arrow type, `label` is true or false, other columns are text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     # tools and extra are JSON text: as objects, every row would get the keys of all rows
-    schema = pa.schema([(name, pa.list_(turn) if name == "messages" else pa.string()) for name in names])
+    types = {"messages": pa.list_(turn), "label": pa.bool_()}
+    schema = pa.schema([(name, types.get(name, pa.string())) for name in names])
     pq.write_table(pa.Table.from_pylist(plain, schema=schema), path)
 
 

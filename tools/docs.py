@@ -30,6 +30,7 @@ from configs.trainer_schema import LoraConfig
 from core.loading import load_module
 from core.metrics import METRICS
 from core.timing.deadlines import TABLE
+from tools.papers import make_table
 
 ROOT = Path(__file__).parent.parent
 MADE = "<!-- made by `python -m tools.docs --write`; a test compares it with the code -->"
@@ -47,6 +48,7 @@ def pages() -> dict[Path, str]:
         reference / "algorithms.md": algorithms(),
         reference / "metrics.md": metrics(),
         reference / "deadlines.md": deadlines(),
+        reference / "papers.md": papers(),
         one_step: count_lines(one_step.read_text()),
         coming_from: coming_from.read_text().partition(MADE)[0] + other_names(),
     }
@@ -66,7 +68,21 @@ def recipes() -> str:
         # the first comment of a recipe is its title
         first = path.read_text().splitlines()[0].removeprefix("# ")
         parts.append(f"| [`{path.name}`]({path.name}) | {first} |")
+    parts += ["", "Recipes of papers, in `papers/`: [Papers](../docs/reference/papers.md)."]
     return "\n".join(parts) + "\n"
+
+
+def papers() -> str:
+    """List the recipes of papers."""
+    page = begin_page(
+        "Papers",
+        "Each recipe of `configs/papers/` is a paper's loss on the quickstart's task: run `make quickstart`, then the "
+        "recipe. All differ from their paper in model and task, and in settings that they leave at our defaults: the "
+        "correction for the engine is on unless a recipe says otherwise. A case is a set of numbers by an independent "
+        "oracle, which the recipe's loss and gradient equal to 1e-9, under the settings in its head. Every recipe "
+        "trains two steps in `make verify`, and five of them in CI, by turns.",
+    )
+    return "\n".join([*page, "", *make_table()]) + "\n"
 
 
 def configuration() -> str:

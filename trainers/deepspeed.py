@@ -25,11 +25,14 @@ from core.patches import find_hpzero_group, reduce_with_gloo
 from core.types.weights import Bucket, ExportScope, split_into_buckets
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
+from trainers.checkpoint.copies import load_tensors, save_tensors
 from trainers.checkpoint.state import reading
+from trainers.deepspeed_masters import list_masters, refuse_offload, show_masters
 from trainers.distributed import DistributedTrainer
 from trainers.learner import Learner
 from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
+from trainers.references import clear_moments
 from trainers.row_shards import shard_rows, unite_rows
 
 
@@ -82,6 +85,7 @@ class DeepSpeedLearner:
         import deepspeed
 
         self.model, self.zero_stage, self.sum_over_ranks = model, cfg.zero_stage, sum_over_ranks
+        self.cfg = cfg
         self.max_grad_norm, self.may_apply, self.norm = cfg.max_grad_norm, True, math.inf
         self.exported = exported_tensors(model)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
@@ -163,6 +167,22 @@ class DeepSpeedLearner:
             found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
         if found is None:
             raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
+
+    def list_masters(self) -> list[Tensor]:
+        refuse_offload(self.cfg)
+        return list_masters(self.optimizer)
+
+    def show_masters(self) -> None:
+        show_masters(self.optimizer)
+
+    def clear_moments(self) -> None:
+        clear_moments(self.optimizer)
+
+    def save_copies(self, copies: list[Tensor], folder: Path) -> None:
+        save_tensors(copies, folder, rank=torch.distributed.get_rank())
+
+    def load_copies(self, copies: list[Tensor], folder: Path) -> None:
+        load_tensors(copies, folder, rank=torch.distributed.get_rank())
 
 
 def make_cutter(config: dict[str, Any]) -> Callable[[nn.Parameter], None]:

@@ -32,6 +32,7 @@ from trainers.fsdp2_units import settle_shards, shard_model
 from trainers.learner import Learner
 from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
+from trainers.references import clear_moments
 from trainers.row_shards import as_part_of, local_part
 
 
@@ -156,9 +157,29 @@ class FsdpLearner:
                 self.optimizer.state[held][kind] = found
                 state[key] = found if found.ndim == 0 else as_part_of(self.trained[name], found)
         read_state(state, folder)
+        self.show_masters()
+
+    def list_masters(self) -> list[Tensor]:
+        return [*self.held.values()]
+
+    def show_masters(self) -> None:
         for unit in self.model.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()  # what was gathered before has the old values
+
+    def clear_moments(self) -> None:
+        clear_moments(self.optimizer)
+
+    def save_copies(self, copies: list[Tensor], folder: Path) -> None:
+        write_state(self._name_copies(copies), folder)
+
+    def load_copies(self, copies: list[Tensor], folder: Path) -> None:
+        read_state(self._name_copies(copies), folder)
+
+    def _name_copies(self, copies: list[Tensor]) -> dict[str, Tensor]:
+        """Return copies of the shards as parts of whole tensors, which any number of ranks can read."""
+        whole = zip(self.trained.items(), copies, strict=True)
+        return {f"{WEIGHTS}.{name}": as_part_of(p, own) if isinstance(p, DTensor) else own for (name, p), own in whole}
 
 
 def gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,26 @@ class Learner(Protocol):
         """Restore what `save_state` wrote."""
         ...
 
+    def list_masters(self) -> list[Tensor]:
+        """Return the float32 weights that this rank updates: of the whole model, or its shards, in a fixed order."""
+        ...
+
+    def show_masters(self) -> None:
+        """Give the model the values of `list_masters`, after they were changed."""
+        ...
+
+    def clear_moments(self) -> None:
+        """Make the optimizer as new."""
+        ...
+
+    def save_copies(self, copies: list[Tensor], folder: Path) -> None:
+        """Write copies of `list_masters`, to the bit."""
+        ...
+
+    def load_copies(self, copies: list[Tensor], folder: Path) -> None:
+        """Read what `save_copies` wrote into tensors in place."""
+        ...
+
 
 class TrainerSettings(TypedDict):
     """Trainer settings besides the model, the algorithm and the trainer section of the recipe."""

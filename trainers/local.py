@@ -16,9 +16,11 @@ from core.device import find_device
 from core.types.weights import Bucket, ExportScope, split_into_buckets
 from modeling.export import exported_tensors, gather_tensors
 from modeling.saved_model import save_exported
+from trainers.checkpoint.copies import load_tensors, save_tensors
 from trainers.checkpoint.state import reading
 from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
+from trainers.references import clear_moments
 from trainers.trainer import Trainer
 
 
@@ -70,10 +72,7 @@ class TorchLearner:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            with torch.no_grad():
-                for p, m in zip(self.parameters, self.master, strict=True):
-                    if p is not m:
-                        p.copy_(m)
+            self.show_masters()
         self.optimizer.zero_grad(set_to_none=True)
         return value
 
@@ -89,8 +88,25 @@ class TorchLearner:
     def load_state(self, folder: Path) -> None:
         with reading(folder / "state.pt"):
             saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        for p, m, weights in zip(self.parameters, self.master, saved["weights"], strict=True):
+        for m, weights in zip(self.master, saved["weights"], strict=True):
             m.copy_(weights)
-            if p is not m:
-                p.copy_(m)  # as after every update
+        self.show_masters()  # as after every update
         self.optimizer.load_state_dict(saved["optimizer"])
+
+    def list_masters(self) -> list[Tensor]:
+        return self.master
+
+    @torch.no_grad()
+    def show_masters(self) -> None:
+        for p, m in zip(self.parameters, self.master, strict=True):
+            if p is not m:
+                p.copy_(m)
+
+    def clear_moments(self) -> None:
+        clear_moments(self.optimizer)
+
+    def save_copies(self, copies: list[Tensor], folder: Path) -> None:
+        save_tensors(copies, folder, rank=0)
+
+    def load_copies(self, copies: list[Tensor], folder: Path) -> None:
+        load_tensors(copies, folder, rank=0)

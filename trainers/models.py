@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from algs.base import Algorithm
+from algs.teachers import START
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError
-from core.types.samples import ScoredColumn
 from modeling.hf_config import vision_family
 from modeling.load import load_model, load_scalar_model
 from modeling.pretrained import Place
@@ -53,18 +53,20 @@ class ModelLoader:
         self._freeze_vision(model)
         return model
 
-    def load_frozen(self, *, has_ref_logp: bool) -> Iterator[tuple[ScoredColumn, nn.Module]]:
-        """Yield the models that score columns. has_ref_logp: the reference is computed already."""
-        for column, path in self.alg.frozen_models.items():
-            if path or not (has_ref_logp or self.model.lora):  # the reference of an adapter is the policy without it
-                yield column, self._load_frozen(column, path)
+    def load_teachers(self, *, has_ref_logp: bool) -> Iterator[tuple[list[str], nn.Module]]:
+        """Yield every frozen model once, with the names of its teachers. has_ref_logp: it is computed already.
 
-    def _load_frozen(self, column: str, path: str) -> nn.Module:
-        """Load the model that scores a column. An empty path loads the initial weights of the trained model."""
-        place = _place_after(_freeze, self.place_frozen)
-        key = f"alg, the model of {column}"
-        model = load_model(path or self.model.path, **self.kind, key=key, place=place)
-        return model.requires_grad_(False)
+        Teachers with weights of the policy need none: live ones, those that move, and the base model of an adapter.
+        """
+        by_path: dict[str, list[str]] = {}
+        for name, teacher in self.alg.teachers.items():
+            of_start = teacher.model == START and not (has_ref_logp or self.model.lora or teacher.moves)
+            if teacher.path is not None or of_start:
+                by_path.setdefault(teacher.path or self.model.path, []).append(name)
+        for path, names in by_path.items():
+            place = _place_after(_freeze, self.place_frozen)
+            model = load_model(path, **self.kind, key=f"alg, the model of {names[0]}", place=place)
+            yield names, model.requires_grad_(False)
 
     def _freeze_vision(self, model: nn.Module) -> None:
         """Freeze the vision tower with `trainer.vision: frozen`; the connector to the language model is trained."""

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from algs.base import Algorithm, Metrics, sum_totals
-from algs.measures import PROX, MeasurePlan, plan_measures
+from algs.base import Algorithm, Metrics
+from algs.measures import MeasurePlan, plan_measures
+from algs.totals import measure_near, sum_totals
 from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError, writing
@@ -40,13 +41,14 @@ from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
-from trainers.distributions import group_by_model, keep_states
 from trainers.learner import Learner
 from trainers.meter import Meter, StepMetrics
 from trainers.models import ModelLoader
 from trainers.observers import BatchSeen, ObserverFactory, Observers
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
+from trainers.references import Reference
+from trainers.scoring import keep_states, score_columns
 
 
 class Trainer:
@@ -87,8 +89,10 @@ class Trainer:
         models = self.make_loader(model, alg)
         self.policy = self.make_learner(models.load_policy())
         self.critic: Learner | None = None if alg.value_lr is None else self.make_learner(models.load_scalar())
-        frozen = models.load_frozen(has_ref_logp=has_ref_logp)
-        self.frozen: dict[ScoredColumn, nn.Module] = {column: self.hold_frozen(m) for column, m in frozen}
+        self.frozen: dict[str, nn.Module] = {}
+        for names, model_of_them in models.load_teachers(has_ref_logp=has_ref_logp):
+            self.frozen |= dict.fromkeys(names, self.hold_frozen(model_of_them))
+        self.references = {name: Reference(self.policy) for name, t in alg.teachers.items() if t.moves}
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, **kind)
@@ -178,11 +182,12 @@ class Trainer:
         if self.alg.model_kind == "reward":
             return None, *self._compute_value_loss(self.policy, batch)
         policy = self.forward(batch)
-        return policy, *check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
+        loss, metrics = check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
+        return policy, loss, metrics | measure_near(batch.tokens)
 
     def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
         """Run the forward pass of a value or reward model; return the loss [M] and the metrics."""
-        returned = self.alg.value_loss(self._compute_values(learner, batch), batch.tokens)
+        returned = self.alg.value_loss(self.score_values(learner, batch), batch.tokens)
         return check_per_token(self.alg, returned, batch.tokens)
 
     def _backward(self, learner: Learner, loss: Tensor, batch: Batch) -> None:
@@ -228,35 +233,22 @@ class Trainer:
     ) -> list[dict[ScoredColumn, Floats]]:
         """Return the columns that an algorithm requires, under the current weights: arrays [M], per micro-batch."""
         with self.timer.measure(Activity.LOGP):
-            models = group_by_model(columns)
-            return [
-                {column: values.cpu().numpy() for m, of in models.items() for column, values in self._score(b, m, of)}
-                for b in map(self._load, micro_batches)
-            ]
+            return score_columns(self, micro_batches, columns)
 
-    def _load(self, batch: Batch) -> Batch:
+    def move_teachers(self, rates: dict[str, float]) -> None:
+        """Move the teachers that follow the policy by a share of the way, by name; 1 is a reset."""
+        with self.timer.measure(Activity.TRAIN):
+            for name, rate in sorted(rates.items()):
+                self.references[name].move(self.policy, rate)
+                if rate == 1 and self.alg.teachers[name].with_optimizer:
+                    self.policy.clear_moments()
+
+    def load_batch(self, batch: Batch) -> Batch:
         """Return the batch on the device. Raises RunStopped for a trained token that the policy may not choose."""
         self.allowed_tokens.check_labels(batch.labels)  # on the host, which would wait for a device's answer
         return self.media.load(batch)
 
-    def _score(self, batch: Batch, model: str, columns: list[ScoredColumn]) -> list[tuple[ScoredColumn, Tensor]]:
-        """Return the columns that a model computes in one forward pass, [M] each."""
-        if model == "values":
-            assert self.critic is not None
-            return [(model, self._compute_values(self.critic, batch))]
-        of_model = self.measures.columns.get(model, {})
-        measures = {column: of_model[column] for column in columns if column in of_model}
-        if model == PROX:
-            policy = self.forward(batch, measures=measures)
-        elif model in self.frozen:
-            policy = self.forward(batch, measures=measures, frozen=self.frozen[model])
-        else:
-            # LoRA: the base model without the adapter is the reference, so no second model is loaded
-            with self.model.disable_adapter():
-                policy = self.forward(batch, measures=measures)
-        return [(column, policy.measures.get(column, policy.logp)) for column in columns]
-
-    def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
+    def score_values(self, critic: Learner, batch: Batch) -> Tensor:
         together = self.sequence_group
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model, sequence_group=together)
 
@@ -333,6 +325,7 @@ class Trainer:
             ranks=self.ranks,
             updates_done=self.updates_done,
             skipped_in_a_row=self.skipped_in_a_row,
+            references=self.references,
             learners={"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {}),
             settings={**self.get_file_settings(), "trainer.optimizer": self.cfg.optimizer},
         )
@@ -343,7 +336,9 @@ class Trainer:
         Batches are loaded lazily: the pixels of a whole update may take more memory than the tokens.
         """
         with torch.no_grad():
-            seen = ((self.forward(batch), batch.tokens) for batch in map(self._load, micro_batches))
-            totals = sum_totals(self.alg, seen, self.sum_over_rows)
-        for batch in map(self._load, micro_batches):
-            yield replace(batch, tokens=batch.tokens.replace(totals=totals))
+            seen = ((self.forward(batch), batch.tokens) for batch in map(self.load_batch, micro_batches))
+            totals = sum_totals(self.alg, seen, self)
+        for batch, own in zip(
+            map(self.load_batch, micro_batches), totals, strict=False
+        ):  # without end if there are none
+            yield replace(batch, tokens=own.add_to(batch.tokens))

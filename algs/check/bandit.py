@@ -50,7 +50,7 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
             "teacher_logp": fixtures.TEACHER,
         }
         scored["values"] = now["values"]
-        scored |= measure_columns(alg, now)
+        scored = dict.fromkeys(alg.required_columns, fixtures.TEACHER) | scored | measure_columns(alg, now)
         # the engine samples from other logits, as one that rounds differently does
         groups = [g for g in fixtures.sample_bandit(logits + tilt, scored, draw) if alg.accept_group(g)]
         groups = compute_advantages(alg, groups, stale=per_step > 1)

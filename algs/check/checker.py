@@ -41,7 +41,7 @@ def check(what: str | type[Algorithm], settings: dict[str, Any] | None = None, *
     for an invalid name or setting.
     """
     alg: Algorithm = validate(what if isinstance(what, type) else find_class(what), settings or {}, prefix="")
-    of_kind = APPLICABLE[fixtures.get_kind(alg)].replace("" if alg.measures else "m", "")
+    of_kind = APPLICABLE[fixtures.get_kind(alg)].replace("" if alg.measures else "q", "")
     applicable = [o for o in OBLIGATIONS if o[0] in of_kind and o[0] in (letters or of_kind)]
     return [run_obligation(alg, letter, title, obligation=obligation) for letter, title, obligation in applicable]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from algs.base import Algorithm, PolicyGradient
@@ -9,6 +10,8 @@ from algs.check import fixtures, instruments
 from algs.check.fixtures import MadeUpStep
 from algs.check.instruments import record_reads, with_settings
 from algs.check.update import ObligationFailed, describe_any_difference, update_on_groups
+from algs.teachers import check_teachers
+from core.types.measures import list_teachers
 
 
 def reads_what_it_declares(alg: Algorithm) -> str:
@@ -39,7 +42,7 @@ def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[A
     outputs: list[Any] = [
         alg.required_columns,
         alg.needs_entropy,
-        alg.frozen_models,
+        *describe_teachers(alg, step),
         alg.value_lr,
         [alg.accept_group(g) for g in step.groups],
     ]
@@ -47,6 +50,15 @@ def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[A
         got = update_on_groups(alg, step, step.groups, stale=stale)
         outputs += [got.loss, *(g.tolist() for g in got.gradient.values())]
     return outputs
+
+
+def describe_teachers(alg: Algorithm, step: MadeUpStep) -> list[Any]:
+    """Return the teachers, and the prompts that they have of their own on the made-up step."""
+    teachers = alg.teachers
+    check_teachers(teachers, alg.required_columns | {*list_teachers(alg.measures)})
+    # two functions are never equal, so their results are compared
+    plain = {name: replace(t, prompt=None if t.prompt is None else list, when=None) for name, t in teachers.items()}
+    return [plain, [t.prompt(s, g) for t in teachers.values() if t.prompt for g in step.groups for s in g]]
 
 
 def output_differs(alg: Algorithm, step: MadeUpStep, reads: set[str], *, before: list[Any]) -> bool:

@@ -68,7 +68,8 @@ def get_kind(alg: Algorithm) -> Kind:
 def made_up_step(alg: Algorithm) -> MadeUpStep:
     """Return the step for the algorithm's kind, prepared by `prepare_groups`; always the same."""
     drawn, now, scored = _draw_step(get_kind(alg))
-    scored = scored | measure_columns(alg, now)
+    # columns with names of the algorithm's own are those of some teacher
+    scored = dict.fromkeys(alg.required_columns, scored["teacher_logp"]) | scored | measure_columns(alg, now)
     groups = [[_with_columns(s, scored) for s in group] for group in alg.prepare_groups([[*g] for g in drawn])]
     return MadeUpStep(groups=groups, now=now)
 
@@ -132,12 +133,13 @@ def _make_sample(
     mask = [prompt <= t and (chosen[t] or t == n - 1) for t in range(n)]
     return make_sample(
         dtype=DOUBLE,
-        prompt=Prompt(id=f"check/{group}", messages=[]),
+        prompt=Prompt(id=f"check/{group}", messages=[{"role": "user", "content": "?"}], answer="!"),
         token_ids=list(range(first, first + n)),
         action_mask=mask,
         rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
         versions=[0 if m else -1 for m in mask],
         reward=reward,
+        completion=f"reply {first}",
         turn_rewards=[0.25 * (-1) ** k * (k + 1) for k in range(len(find_runs(np.array(mask)) if turns else ()))],
     )
 
@@ -270,11 +272,12 @@ def sample_bandit(logits: Tensor, columns: dict[ScoredColumn, Tensor], draw: tor
 def _make_arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: dict[Column, list[float]]) -> Sample:
     return make_sample(
         dtype=DOUBLE,
-        prompt=Prompt(id=prompt, messages=[]),
+        prompt=Prompt(id=prompt, messages=[{"role": "user", "content": "?"}], answer="!"),
         token_ids=ids,
         action_mask=[False, True],
         rollout_logp=[0.0, logp],
         versions=[-1, 0],
         reward=reward,
+        completion=f"reply {ids[-1]}",
         columns=columns,
     )

@@ -4,7 +4,7 @@
     python -m algs.check my_loss.py temper=0.5         a file, with hyper-parameters
 
 (d) (f) (h) (j) to (l) apply to policy gradients, (i) to algorithms on given rows (conversations, pairs, unpaired
-rows), (m) to algorithms with measures, and the others to all. All numbers are float64, and micro-batches are the real
+rows), (q) to algorithms with measures, and the others to all. All numbers are float64, and micro-batches are the real
 ones of data_feeds/packing/batches.py. Exit code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a
 hyper-parameter.
 """
@@ -30,6 +30,7 @@ from algs.check.distributions import NOW, SIZE
 from algs.check.fixtures import MadeUpStep, Tables
 from algs.check.instruments import with_settings
 from algs.check.off_policy import binds_outwards, clips_on_the_right_side, corrects_the_engine_once
+from algs.check.partitions import changes_no_bit
 from algs.check.update import (
     SPLITS,
     NotApplicable,
@@ -281,12 +282,13 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("i", "the gradient points to what the rows prefer", prefers_what_the_rows_prefer),
     ("j", "an episode may be cut into several samples", may_be_cut_into_samples),
     ("k", "the engine is corrected once", corrects_the_engine_once),
-    ("m", "measures do not depend on the chunk", does_not_depend_on_the_chunk),
     ("l", "far from ratio 1 the gradient keeps its direction, and a clip binds outwards", binds_outwards),
+    ("m", "no partition of the rows, on any ranks, changes a bit", changes_no_bit),
+    ("q", "measures do not depend on the chunk", does_not_depend_on_the_chunk),
 ]
 APPLICABLE: dict[fixtures.Kind, str] = {
-    "policy gradient": "abcdefghjklm",
-    "conversations": "abcegim",
-    "pairs": "abcegim",
-    "unpaired": "abcegim",
+    "policy gradient": "abcdefghjklmq",
+    "conversations": "abcegimq",
+    "pairs": "abcegimq",
+    "unpaired": "abcegimq",
 }

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from algs import find_algorithm
 from algs.base import PolicyGradient, assign_advantages
 from algs.validate import check_advantages
@@ -80,4 +82,6 @@ def credit_groups(loss: NamedLoss, groups: list[Group], *, stale: bool) -> list[
 def _without_credit(sample: Sample, columns: Collection[Column]) -> Sample:
     # advantages and exclusions of the run's own algorithm must not leak into another one
     own = {name: values for name, values in sample.columns.items() if name in columns}
-    return replace(sample, advantage=None, excluded=None, columns=own)
+    # a sample without a teacher has no column, and is trained on by no loss that reads it
+    excluded = None if own.keys() == {*columns} else np.ones_like(sample.action_mask)
+    return replace(sample, advantage=None, excluded=excluded, columns=own)

@@ -43,8 +43,8 @@ def describe_lack(alg: PolicyGradient, cfg: RLConfig, own: Algorithm) -> str:
     columns = own.required_columns | ({"prox_logp"} if cfg.updates_per_step > 1 else set())
     if lacking := sorted(alg.required_columns - columns):
         return f"needs the column {lacking[0]}, which the run's algorithm does not compute"
-    if other := next(((c, path) for c, path in alg.frozen_models.items() if own.frozen_models.get(c) != path), None):
-        return f"needs {other[0]} of {other[1] or 'the first model'}, which the run does not load"
+    if other := next(((name, t) for name, t in alg.teachers.items() if own.teachers.get(name) != t), None):
+        return f"needs {other[0]} of the teacher {other[1].model}, which the run does not have as this loss declares it"
     if alg.needs_entropy and not own.needs_entropy:
         return "needs the entropy, which the run's algorithm does not compute (alg.entropy_coef is 0)"
     if alg.measures:

@@ -21,7 +21,13 @@ from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, Which, load_groups, load_prompts
 from driver.checks.hub_upload import check_hub_upload
-from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel, check_user_code
+from driver.checks.models import (
+    check_policy,
+    check_room,
+    check_sequence_parallel,
+    check_teacher_models,
+    check_user_code,
+)
 from driver.checks.output_folder import check_output_folders
 from driver.load_recipe import Loaded
 from driver.records.trackers import check_trackers
@@ -130,7 +136,7 @@ class Parts:
 
     def describe_weights(self) -> str:
         check_policy(self.cfg.model, self.tokenizer)
-        check_frozen_models(self.alg, self.tokenizer, self.cfg.model)
+        check_teacher_models(self.alg, self.tokenizer, self.cfg.model)
         return "the files hold the tensors of the config, and every token has an embedding"
 
     def look_at_data(self, which: Which) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from algs.teachers import START, list_paths
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
@@ -206,8 +207,11 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     in_training = (n - tower if lora is None else adapter) + max(0, critic - tower)
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
-    beside = [path for path in alg.frozen_models.values() if path or not spared]
-    frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) if path else n for path in beside)
+    starts = [] if spared else [t for t in alg.teachers.values() if t.model == START and not t.moves]
+    frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) for path in list_paths(alg.teachers))
+    frozen += n if starts else 0  # teachers of the same weights share a model
+    # float32 copies of the policy's trained weights
+    moving = sum(t.moves for t in alg.teachers.values()) * (n - tower if lora is None else adapter)
     # Otherwise only the adapter is saved.
     merges = lora is None or lora.merge_on_save
     return MemoryEstimate(
@@ -216,10 +220,10 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
         weights=(in_training * each.weights + (n + adapter + critic - in_training) * each.idle) / GIB,
         gradients=in_training * each.gradients / GIB,
         optimizer=in_training * each.optimizer / GIB,
-        frozen=frozen * each.reference / GIB,
+        frozen=(frozen * each.reference + moving * each.moving) / GIB,
         buckets=count_buckets(cfg) / GIB,
         per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
-        checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
+        checkpoint=(in_training * (4 + states) + moving * 4) / GIB,  # float32 weights and the optimizer
         saved=((n if merges else 0) + adapter + critic) * held / GIB,
     )
 
@@ -247,6 +251,7 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
             weights=4 / parts,
             idle=held / ranks,
             reference=held / ranks,
+            moving=4 / parts,
             gradients=4 / parts,
             optimizer=count_states(cfg) / parts,
         )
@@ -256,6 +261,7 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
         weights=weights,
         idle=weights,
         reference=held,
+        moving=4 / (ranks if stage >= 1 else 1),
         gradients=4 / (ranks if stage >= 2 else 1),
         optimizer=(master + count_states(cfg)) / (ranks if stage >= 1 else 1),
     )

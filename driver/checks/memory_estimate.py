@@ -25,6 +25,8 @@ class BytesEach:
     """Weight of a frozen parameter in a trained model."""
     reference: float
     """Weight of a parameter in a frozen model."""
+    moving: float
+    """Weight of a parameter in a teacher that follows the policy, in float32."""
     gradients: float
     optimizer: float
 

@@ -6,10 +6,12 @@ from typing import Any
 
 from algs.base import Algorithm
 from algs.measures import plan_measures
+from algs.teachers import check_teachers, list_paths
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
+from core.types.measures import list_teachers
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.attention import refuse_sequence_parallel
 from modeling.hf_config import check_model_folder, max_positions, meta_model, read_config
@@ -39,19 +41,21 @@ def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
     size, trusts = cfg.trainer.sequence_parallel, cfg.model.trust_remote_code
     if size == 1:
         return
-    for key, path in (("model.path", cfg.model.path), *(("alg", path) for path in alg.frozen_models.values() if path)):
+    for key, path in (("model.path", cfg.model.path), *(("alg", path) for path in list_paths(alg.teachers))):
         config = read_config(path, key=key, trust_remote_code=trusts)
         if why := refuse_sequence_parallel(config, size):
             raise UserError(f"trainer.sequence_parallel={size}, and {key}={path}: {why}")
 
 
-def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:
-    """Raise UserError for a frozen model that cannot be loaded, or whose vocabulary differs from the policy's.
+def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:
+    """Raise UserError for a teacher that cannot be loaded, or whose vocabulary differs from the policy's.
 
     Columns and measures of models must have names that exist.
     """
     plan_measures(alg)
-    for frozen in filter(None, alg.frozen_models.values()):
+    # the distribution of a teacher may be read without its column
+    check_teachers(alg.teachers, alg.required_columns | {*list_teachers(alg.measures)})
+    for frozen in list_paths(alg.teachers):
         trusts = model.trust_remote_code
         check_model_folder(frozen, key="alg", trust_remote_code=trusts)
         # plain: its chat template is never used, and may be missing.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from algs.base import Algorithm
+from algs.teachers import list_paths
 from configs.schema import RunConfig
 from core.errors import RunStopped, UserError, writing
 from core.text.atomic_write import PARTIAL
@@ -23,7 +24,7 @@ def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
     """Raise UserError if the final model could not be saved to `save_to`, or would overwrite something else."""
     if cfg.save_to is None:
         return
-    reads = [cfg.model.path, *filter(None, alg.frozen_models.values())]
+    reads = [cfg.model.path, *list_paths(alg.teachers)]
     key, folder = f"save_to={cfg.save_to}", Path(cfg.save_to).absolute()
     # Saving would replace the model that a resumed run starts from.
     if used := [path for path in reads if folder.resolve() == Path(path).resolve()]:

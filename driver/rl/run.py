@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, TurnCredit, assign_advantages
@@ -33,7 +34,7 @@ from driver.records.time_account import TimeBreakdown
 from driver.rl.colocation import Colocation
 from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import PlannedStep, RunObservers
-from driver.rl.scoring import compute_columns
+from driver.rl.teachers import Reader, move_teachers, score_groups
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.buffer import ReplayBuffer
 from rollouts.scheduling.generation import Generation
@@ -101,8 +102,10 @@ class Run:
         # With one update per step the policy in training is the proximal policy itself.
         proximal: frozenset[ScoredColumn] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
         with self.context.clock.phase(Phase.LOGP):
-            columns = self.alg.required_columns | proximal
-            return await compute_columns(self.trainers, groups, self._plan(groups), columns)
+            columns, teachers = self.alg.required_columns | proximal, self.alg.teachers
+            plan_rows = partial(self._plan, apart=True)
+            reader = Reader(cfg=self.cfg, tokenizer=self.tokenizer, plan=self._plan, plan_rows=plan_rows)
+            return await score_groups(self.trainers, groups, columns, teachers=teachers, reader=reader)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Assign token advantages, over all groups of the step."""
@@ -124,6 +127,8 @@ class Run:
                 measured, *_ = await self.trainers.scatter(Trainer.step, step.shard(len(self.trainers)))
                 self.time.prefetch_trainer_timers()
             self.steps_done += 1
+        with clock.phase(Phase.TRAIN):
+            await move_teachers(self.trainers, self.alg, self.steps_done)
         metrics = name_train_metrics(measured) | step.measure()
         return metrics | await self.observers.on_step(step, measured, metrics)
 
@@ -136,7 +141,8 @@ class Run:
         batches = [plan.batches() for plan in plans]
         return PlannedStep(step=self.steps_done, groups=of_updates, plans=plans, batches=batches)
 
-    def _plan(self, groups: list[Group]) -> Plan:
+    def _plan(self, groups: list[Group], *, apart: bool = False) -> Plan:
+        """Split groups into micro-batches. apart: samples need not be together."""
         return plan_update(
             groups,
             self.alg.loss_norm,
@@ -145,8 +151,8 @@ class Run:
             horizon=self.cfg.rollout.max_new_tokens,
             padded=self.layout.padded,
             share_prefixes=self.layout.shares_prefixes,
-            whole_groups=self.alg.whole_groups,
-            whole_episodes=self.alg.whole_episodes,
+            whole_groups=self.alg.whole_groups and not apart,
+            whole_episodes=self.alg.whole_episodes and not apart,
         )
 
     async def sync_weights(self, version: int) -> dict[str, float]:

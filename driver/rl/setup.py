@@ -29,7 +29,13 @@ from driver.checks.engine import check_images, check_sampling
 from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
-from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel, check_user_code
+from driver.checks.models import (
+    check_policy,
+    check_room,
+    check_sequence_parallel,
+    check_teacher_models,
+    check_user_code,
+)
 from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
 from driver.context import RunContext
@@ -43,6 +49,7 @@ from driver.rl.colocation import make_colocation, offload_after_start, share_dev
 from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import ObserverPlan, RunObservers, StartedRun
 from driver.rl.run import Run
+from driver.rl.teachers import check_sources
 from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices, shares_devices
 from driver.start.observers import plan_observers
@@ -115,9 +122,10 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     rollouts = replace(rollouts, data=cfg.data)
     check_policy(cfg.model, tokenizer)
     allowed_tokens = check_sampling(cfg, tokenizer)
-    check_frozen_models(alg, tokenizer, cfg.model)
+    check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
+    check_sources(alg.teachers, {prompt.source for prompt in prompts.all()})
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)

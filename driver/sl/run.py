@@ -24,7 +24,7 @@ from data_feeds.packing.batches import Plan, plan_update
 from driver.checkpoint import Checkpoint, RunState
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
-from driver.checks.models import check_frozen_models, check_policy, check_sequence_parallel, check_user_code
+from driver.checks.models import check_policy, check_sequence_parallel, check_teacher_models, check_user_code
 from driver.checks.output_folder import check_output_folders
 from driver.context import RunContext
 from driver.load_recipe import Loaded
@@ -32,6 +32,7 @@ from driver.records.rollout_metrics import name_train_metrics
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
 from driver.rl.scoring import add_ref_logp, compute_columns, index_reference
+from driver.rl.teachers import Reader, check_sources, score_groups
 from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices
 from driver.start.observers import observe_sources
@@ -76,9 +77,10 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     loaded = pin_template_date(loaded, tokenizer)
     cfg = loaded.cfg
     check_policy(cfg.model, tokenizer)
-    check_frozen_models(alg, tokenizer, cfg.model)
+    check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
     rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
+    check_sources(alg.teachers, {group[0].prompt.source for group in rows.all()})
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
@@ -117,6 +119,8 @@ def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
             "precompute_ref_logp keeps one number per token, and this algorithm reads the reference's distribution: "
             "leave it out"
         )
+    if any(t.moves or t.prompt is not None for t in alg.teachers.values()):
+        raise UserError("alg has a teacher that follows the policy or has a prompt: run it with main_rl.py")
     if cfg.precompute_ref_logp and alg.rows == "unpaired":
         raise UserError(
             "precompute_ref_logp cannot be true: this algorithm pairs prompts and completions again at each step: "
@@ -231,8 +235,9 @@ class Run:
         if self.reference is not None:
             groups, columns = add_ref_logp(groups, self.reference), columns - {"ref_logp"}
         if columns:
+            reader = Reader(cfg=self.cfg, tokenizer=self.tokenizer, plan=self._plan, plan_rows=self._plan)
             with self.context.clock.phase(Phase.LOGP):
-                groups = await compute_columns(self.trainers, groups, self._plan(groups), columns)
+                groups = await score_groups(self.trainers, groups, columns, teachers=self.alg.teachers, reader=reader)
         return assign_advantages(self.alg, groups)
 
     async def compute_reference(self) -> None:

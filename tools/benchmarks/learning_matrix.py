@@ -23,6 +23,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import yaml
 
@@ -85,9 +87,15 @@ MATRIX: dict[str, dict[str, Any]] = {
     "pass@k": {"name": "passk"},
     "RAFT": {"name": "raft"},
     "RAFT++": {"name": "raft", "clip": 0.2},
+    "TOPR": {"name": "topr"},
+    "QAE": {"name": "qae"},
     "on-policy distillation": {"name": "opd", "teacher": TEACHER},
+    "self-distillation from the answer": {"name": "opsd", "hint": "({answer})"},
+    "SDPO": {"name": "sdpo", "shown": "({solution})"},
     "GRPO, LoRA": {"name": "grpo"},
 }
+HINTED = {"self-distillation from the answer", "SDPO"}
+"""Rows whose warmed-up model also copies an answer that stands in its prompt."""
 RECIPES = {"GRPO, LoRA": "quickstart_lora"}
 """Recipes of the rows that do not use the quickstart's."""
 
@@ -122,8 +130,30 @@ def warm_up(folder: Path) -> None:
         tiny_model.main(["--out", str(folder / "model"), "--hidden-size", "128", "--heads", "4"])
         sizes = ["--max", "49", "--padded", "--train", "475", "--eval", "200", "--sft", "600"]
         arithmetic.main(["--out", str(folder / "data"), *sizes, "--copies", "24", "--wrong-share", "0.66"])
-        paths = [f"model.path={folder / 'model'}", f"data.train={folder / 'data' / 'sft.parquet'}"]
-        where = [f"save_to={folder / 'warm'}", f"run_dir={folder / 'runs'}", "backend=local"]
+
+    quietly(work)
+    teach(folder, "sft", "warm")
+
+
+def warm_up_with_hints(folder: Path) -> None:
+    """Make a model that was taught every row also with its reply in the prompt, right or wrong, after `warm_up`."""
+    rows = pq.read_table(folder / "data" / "sft.parquet").to_pylist()
+    shown: list[dict[str, Any]] = []
+    for row in rows:
+        asked, reply = row["messages"]
+        hinted = {**asked, "content": f"{asked['content']}({reply['content']})"}
+        shown.append({**row, "id": f"{row['id']}/hinted", "messages": [hinted, reply]})
+    both = [row for pair in zip(rows, shown, strict=True) for row in pair]
+    pq.write_table(pa.Table.from_pylist(both), folder / "data" / "hinted.parquet")
+    teach(folder, "hinted", "hinted", "rows_per_step=512")
+
+
+def teach(folder: Path, rows: str, saved: str, *more: str) -> None:
+    """Train the quickstart's model on rows, and save it under a name."""
+
+    def work() -> None:
+        paths = [f"model.path={folder / 'model'}", f"data.train={folder / 'data' / rows}.parquet"]
+        where = [f"save_to={folder / saved}", f"run_dir={folder / 'runs'}", "backend=local", *more]
         prepared = prepare_sl(load_recipe(SLConfig, str(ROOT / "configs/quickstart_sft.yaml"), [*paths, *where]))
 
         async def body(context: RunContext) -> None:
@@ -149,7 +179,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
         "weight_sync.lora": "merged",
         "run_dir": run_dir,
         "save_to": folder / f"{name}-{seed}",
-        "model.path": folder / "warm",
+        "model.path": folder / ("hinted" if name in HINTED else "warm"),
         "data.train": folder / "data" / "train.parquet",
         "data.eval": "null",
         "steps": STEPS,
@@ -195,6 +225,8 @@ def learn(name: str, seed: int, folder: Path) -> Row:
 
 def learn_all(names: list[str], seeds: list[int], folder: Path) -> Iterator[Row]:
     """Run all algorithms, two at a time with a thread each: a model this small has no work for more."""
+    if HINTED & {*names} and not (folder / "hinted").exists():
+        warm_up_with_hints(folder)
     tasks = list(product(seeds, names))
     # not fork: torch's threads do not survive it
     spawn = get_context("spawn")

@@ -1,5 +1,5 @@
 """State of a trainer in a checkpoint: every learner's weights and optimizer, and each rank's counters and random state.
-Frozen models are not in it: they are loaded from the paths of the recipe.
+Frozen models are not in it: they are loaded from the paths of the recipe. Teachers that follow the policy are.
 
 A checkpoint is data. Its files are pickles, as torch writes them; one that would run code when it is read is refused.
 """
@@ -21,6 +21,7 @@ from torch.serialization import safe_globals
 from core.cluster.scratch import restore_environment
 from core.errors import UserError, first_line
 from trainers.learner import Learner
+from trainers.references import Reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class RankState:
     skipped_in_a_row: int
     learners: dict[str, Learner]
     """Learners by the name of their folder."""
+    references: dict[str, Reference]
+    """Copies of the policy's weights that follow it, by the name of their teacher."""
     settings: dict[str, Any]
     """Recipe keys that the files depend on, and their values."""
 
@@ -69,6 +72,8 @@ def save_state(state: RankState, folder: Path) -> None:
     """Write this rank's part into the existing folder `folder`."""
     for name, learner in state.learners.items():
         learner.save_state(folder / name)
+    for name, reference in state.references.items():
+        reference.save_state(state.learners["policy"], folder / f"teacher_{name}")
     # a file for each rank, because random states differ
     rest = {
         "fits": state.fits,
@@ -90,6 +95,8 @@ def load_state(state: RankState, folder: Path) -> tuple[int, int]:
     check_fit(first["fits"], state.fits, folder)
     for name, learner in state.learners.items():
         learner.load_state(folder / name)
+    for name, reference in state.references.items():
+        reference.load_state(state.learners["policy"], folder / f"teacher_{name}")
     rest = read_rest(folder, state.rank % first["ranks"])  # more ranks may go on than have saved
     torch.set_rng_state(rest["random"])
     if rest["random_gpu"] is not None and torch.cuda.is_available():

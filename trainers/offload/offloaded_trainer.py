@@ -2,7 +2,7 @@
 
 Offloading has two parts, because new weights must be sent while the engine's weights are already on the device:
 
-    offload_states     optimizer, master weights, gradients, value model, frozen models; the policy's weights stay
+    offload_states     optimizer, master weights, gradients, value model, teachers; the policy's weights stay
     offload_weights    the policy's weights, once they have been sent
     reload_states      everything is restored, to the bit
 
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from core.errors import RunStopped
 from core.timing.clock import ActivityTimer
 from core.timing.phases import Activity
-from core.types.samples import ScoredColumn
 from trainers.learner import Learner
 from trainers.offload.storages import OffloadedStorages, find_storages, identify
+from trainers.references import Reference
 
 SENDING = frozenset({"model", "module", "export_weights"})
 """Policy attributes that may be used while the optimizer is offloaded: enough to send and verify the weights."""
@@ -37,7 +37,8 @@ class Offloadable(Protocol):
     timer: ActivityTimer
     policy: Learner
     critic: Learner | None
-    frozen: dict[ScoredColumn, nn.Module]
+    frozen: dict[str, nn.Module]
+    references: dict[str, Reference]
 
 
 class OffloadedTrainer:
@@ -61,7 +62,9 @@ class OffloadedTrainer:
             self.there = trainer.policy, trainer.critic, trainer.frozen
             release_gathered(trainer.policy, trainer.critic)
             stay = {identify(s) for s in find_storages(*list_weights(trainer.policy), device=device)}
-            freed = self.aside.put(s for s in find_storages(self.there, device=device) if identify(s) not in stay)
+            freed = self.aside.put(
+                s for s in find_storages(self.there, trainer.references, device=device) if identify(s) not in stay
+            )
             self.left = ["states"]
             self._stand_in(SENDING)
             return freed

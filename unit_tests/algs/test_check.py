@@ -152,7 +152,7 @@ PLANTED: dict[str, tuple[str, str, dict[str, str]]] = {
     "a statistic of the micro-batch for the step's": (
         SURROGATE,
         SURROGATE.replace("advantage,", "advantage / (1 + tokens.advantage.abs().sum()),"),
-        {"a": IN_HALF},
+        {"a": IN_HALF, "m": IN_HALF},
     ),
     "an advantage with gradient": (
         SURROGATE, SURROGATE.replace("advantage,", "advantage - 0.1 * policy.logp,"), {"d": ON_POLICY.format(r"1\.\d+")}
@@ -209,7 +209,7 @@ def unplanted(tmp_path_factory) -> list[Result]:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_an_author_may_get_wrong_is_named_with_its_numbers(name, tmp_path, unplanted):
-    assert [r.status for r in unplanted] == ["ok"] * 11
+    assert [r.status for r in unplanted] == ["ok"] * 12
     old, new, said = PLANTED[name]
     results = check(str(copy_of_grpo(tmp_path, old, new)), letters="".join(said))
     assert [r.letter for r in results] == [*said]
@@ -222,8 +222,8 @@ def test_the_command_line_tells_what_failed_and_ends_with_1(tmp_path, capsys):
     assert run([str(copy_of_grpo(tmp_path, old, new))]) == 1
     lines = capsys.readouterr().out.splitlines()
     failed = [line[:3] for line in lines if "FAILED" in line and line.startswith("(")]
-    assert {"(d)", "(f)"} <= {*failed} and len(lines) == 13
-    assert lines[-1].startswith(f"{len(failed)} of 11 FAILED: {' '.join(failed)}")
+    assert {"(d)", "(f)"} <= {*failed} and len(lines) == 14
+    assert lines[-1].startswith(f"{len(failed)} of 12 FAILED: {' '.join(failed)}")
 
 
 def test_a_right_backward_and_what_is_detached_on_purpose_are_borne(tmp_path):
@@ -245,9 +245,10 @@ def test_a_sum_over_the_micro_batch_in_place_of_the_totals_is_caught(tmp_path):
     text, old = (ROOT / "algs/p3o.py").read_text(), "effective_sample_size(tokens.totals)"
     assert old in text
     file = tmp_path / "planted.py"
-    file.write_text(text.replace(old, "effective_sample_size(self.totals(policy, tokens))"))
-    [a] = check(str(file), letters="a")
-    assert a.status == "FAILED" and re.search(IN_HALF, a.detail)
+    text = text.replace("from algs.terms", "from algs.totals import total_alone\nfrom algs.terms")
+    file.write_text(text.replace(old, "effective_sample_size(total_alone(self, policy, tokens).totals)"))
+    for result in check(str(file), letters="am"):
+        assert result.status == "FAILED" and "in one piece" in result.detail, result
 
 
 class Sharp(StrictModel):
@@ -309,7 +310,7 @@ class MixesRows(GRPO):
     [({}, r"the measure share at token \d+ is \S+ in chunks of 1 and"), ({"shift": 1.0}, "share is not finite")],
 )
 def test_a_measure_that_depends_on_its_chunk_is_caught(settings, said):
-    [m] = check(MixesRows, settings, letters="m")
+    [m] = check(MixesRows, settings, letters="q")
     assert m.status == "FAILED" and re.search(said, m.detail), m
 
 
@@ -400,7 +401,7 @@ def test_the_command_line_says_it_all(capsys):
     assert run(["grpo", "clip_high=0.3", "kl.coef=0.1"]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
     assert head == "GRPO, a policy gradient"
-    assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefghjkl"]
+    assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefghjklm"]
     assert re.fullmatch(r"all obligations hold \(.* s\)", last)
 
 

@@ -13,11 +13,11 @@ from algs.kto import KTO
 from algs.orpo import ORPO, log1mexp
 from algs.preference import pair_metrics
 from algs.reward_model import RewardModel
-from core.types.arrays import DOUBLE
-from core.types.samples import Batch, Group, Policy, Prompt, Sample, Tokens, make_sample
+from core.types.samples import Batch, Group, Policy, Tokens
 from data_feeds.packing.batches import plan_update
 from unit_tests.helpers.examples import a_changed
 from unit_tests.helpers.golden import GOLDEN, PREF, TOLERANCES, live
+from unit_tests.helpers.golden_pairs import answer, first_pairs
 
 KTO_CASE = KTO(undesirable_weight=1.33)
 
@@ -36,37 +36,6 @@ CASES: dict[str, Algorithm] = {
 }
 
 
-def answer(b: int, poison: float = 0.0) -> Sample:
-    """Row b of the fixture: two prompt tokens before its answer, one token of another after it."""
-    live = [t for t, m in enumerate(PREF["mask"][b]) if m]
-    column = [poison, poison, *(PREF["ref"][b][t] for t in live), poison]
-    return make_sample(
-        dtype=DOUBLE,
-        prompt=Prompt(id=str(b), messages=[]),
-        token_ids=[5] * len(column),
-        action_mask=[False, False, *[True] * len(live), False],
-        rollout_logp=[poison] * len(column),
-        versions=[-1] * len(column),
-        reward=1.0 - b % 2,
-        columns={"ref_logp": column, "prox_logp": [poison] * len(column)},
-    )
-
-
-def by_itself(b: int, kl_sign: float, poison: float) -> Group:
-    """For KTO: the row, and a mismatched answer of one token with the fixture's log-ratio."""
-    ratio = kl_sign * (PREF["kto_kl_policy"][b] - PREF["kto_kl_ref"][b])
-    columns = {"prox_logp": [poison, ratio], "ref_logp": [poison, 0.0]}
-    wrong = {"token_ids": [5, 5], "action_mask": [False, True], "rollout_logp": [0.0] * 2, "versions": [-1] * 2}
-    return [answer(b, poison), a_changed(answer(b), reward=None, columns=columns, **wrong)]
-
-
-def groups_of(name: str, poison: float = 0.0) -> list[Group]:
-    if name.startswith("dpo/kto"):
-        kl_sign = GOLDEN["cases"][name]["hyperparameters"]["kl_sign"]
-        return [by_itself(b, kl_sign, poison) for b in range(4)]
-    return [[answer(0, poison), answer(1, poison)], [answer(2, poison), answer(3, poison)]]
-
-
 def plan_batches(alg: Algorithm, groups: list[Group], dtype: torch.dtype, max_tokens: int = 1000) -> list[Batch]:
     credited = alg.compute_advantages(groups)
     return plan_update(credited, alg.loss_norm, max_tokens, whole_groups=alg.whole_groups).batches(dtype)[0]
@@ -77,10 +46,10 @@ def plan_batches(alg: Algorithm, groups: list[Group], dtype: torch.dtype, max_to
 @pytest.mark.parametrize("poison", [0.0, float("nan"), 1e6])
 def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     case, alg = GOLDEN["cases"][name], CASES[name]
-    [batch] = plan_batches(alg, groups_of(name, poison), dtype)
+    [batch] = plan_batches(alg, first_pairs(name, poison), dtype)
     # packing may lay the sequences in another order: each is known by its length and its reference
     tokens = batch.tokens
-    order = row_order(alg, groups_of(name))
+    order = row_order(alg, first_pairs(name))
     flat = live(PREF["logp"], dtype, fixture=PREF)
     starts = torch.tensor([sum(map(sum, PREF["mask"][:b])) for b in range(4)])
     at = torch.cat([starts[b] + torch.arange(sum(PREF["mask"][b])) for b in order])
@@ -105,7 +74,7 @@ def row_order(alg: Algorithm, groups: list[Group]) -> list[int]:
 
 @pytest.mark.parametrize("alg", [DPO(), DPO(label_smoothing=0.2), DPO(length_norm=True, beta=5.0)])
 def test_dpo_of_the_reference_itself_is_log_two(alg):
-    [batch] = plan_batches(alg, groups_of("dpo/sigmoid"), torch.float64)
+    [batch] = plan_batches(alg, first_pairs("dpo/sigmoid"), torch.float64)
     loss, _ = alg.objective(Policy(logp=batch.tokens.ref_logp), batch.tokens)
     assert float((loss * batch.tokens.weight).sum()) == pytest.approx(math.log(2), abs=1e-12)
 
@@ -136,11 +105,11 @@ def test_ktos_mismatched_answers_are_the_next_rows():
 
 
 def test_the_reference_point_is_not_negative_and_the_same_for_all():
-    [batch] = plan_batches(KTO_CASE, groups_of("dpo/kto"), torch.float64)
+    [batch] = plan_batches(KTO_CASE, first_pairs("dpo/kto"), torch.float64)
     z0 = GOLDEN["cases"]["dpo/kto"]["hyperparameters"]["z0"]
     assert batch.tokens.reference_point is not None
     torch.testing.assert_close(batch.tokens.reference_point, torch.full_like(batch.tokens.reference_point, z0))
-    [clamped] = plan_batches(KTO_CASE, groups_of("dpo/kto_clamped_kl"), torch.float64)
+    [clamped] = plan_batches(KTO_CASE, first_pairs("dpo/kto_clamped_kl"), torch.float64)
     assert clamped.tokens.reference_point is not None and clamped.tokens.reference_point.abs().max() == 0
 
 

@@ -68,6 +68,20 @@ def test_a_careless_teacher_errs_in_one_digit_of_about_the_share_asked_for() -> 
     assert {sum(a != b for a, b in zip(r.answer, r.messages[-1]["content"], strict=True)) for r in wrong} == {1}
 
 
+def test_pairs_hold_a_right_and_a_wrong_reply_and_labels_say_which() -> None:
+    splits = arithmetic.make(Task(padded=True), train=100, held_out=10, sft=50, pairs=200, seed=3)
+    for row in splits["pairs"]:
+        assert row.chosen == row.answer and row.rejected is not None
+        assert sum(a != b for a, b in zip(row.answer, row.rejected, strict=True)) == 1
+    right, wrong = splits["labelled"][::2], splits["labelled"][1::2]
+    assert all(r.label is True and r.messages[-1]["content"] == r.answer for r in right)
+    assert all(r.label is False and r.messages[-1]["content"] != r.answer for r in wrong)
+    asked = [{row.messages[0]["content"] for row in splits[split]} for split in ("train", "sft", "pairs")]
+    assert not (asked[0] & asked[2] or asked[1] & asked[2])
+    without = arithmetic.make(Task(padded=True), train=100, held_out=10, sft=50, seed=3)
+    assert {split: without[split] for split in ("eval", "train")} == {s: splits[s] for s in ("eval", "train")}
+
+
 def test_parquet_and_jsonl_hold_the_same_rows(tmp_path: Path) -> None:
     common = ["--out", str(tmp_path), "--train", "5", "--eval", "3", "--sft", "4"]
     arithmetic.main(common)

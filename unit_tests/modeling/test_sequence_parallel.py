@@ -125,7 +125,7 @@ def test_a_model_that_cannot_share_rows_is_refused_before_anything_starts(recipe
     family = changes.pop("model_type", "llama")
     config = config_of(family, **changes)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"model_type": family}))
-    alg = SimpleNamespace(frozen_models={})
+    alg = SimpleNamespace(teachers={})
     with pytest.raises(UserError, match=r"^trainer\.sequence_parallel=2, and model\.path=.*: (a qwen3_moe|the model)"):
         check_sequence_parallel(cfg, alg)
 

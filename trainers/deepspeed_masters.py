@@ -1,0 +1,46 @@
+"""Float32 weights of DeepSpeed's optimizers, which each ZeRO stage keeps in a place of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.trainer_schema import TrainerConfig
+from core.errors import UserError
+
+PLACES = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+"""Attributes of the optimizers of ZeRO-3, of ZeRO-1 and 2, and of bfloat16 without ZeRO."""
+
+
+def refuse_offload(cfg: TrainerConfig) -> None:
+    """Raise UserError if DeepSpeed keeps weights elsewhere, where they cannot be exchanged."""
+    zero = cfg.deepspeed.get("zero_optimization", {})
+    if away := [key for key in ("offload_param", "offload_optimizer") if key in zero]:
+        raise UserError(
+            f"trainer.deepspeed.zero_optimization.{away[0]} is set, and alg has a teacher that follows the policy, "
+            "whose weights must be on the device: leave it out, or set trainer.strategy=fsdp2"
+        )
+
+
+def list_masters(optimizer: Any) -> list[Tensor]:
+    """Return the float32 weights that this rank updates, flat where ZeRO shards them."""
+    for place in PLACES:
+        if (found := getattr(optimizer, place, None)) is not None:
+            return [*found]
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@torch.no_grad()
+def show_masters(optimizer: Any) -> None:
+    """Give the model the values of the float32 weights. Collective."""
+    if hasattr(optimizer, PLACES[0]):
+        optimizer._partition_all_parameters()  # nothing gathered stays, which has the old values
+        for number in range(len(optimizer.fp16_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        optimizer.invalidate_secondary_tensor()
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()

@@ -1,0 +1,68 @@
+"""Teachers with weights of the policy that move: averages and copies of what it was.
+
+A reference is a float32 copy of the policy's trained weights, in the shards that a rank updates. To score, it changes
+places with them: no second model is loaded, and sharding, layout and adapter are the policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainers.learner import Learner
+
+
+class Reference:
+    """Copy of the policy's weights that follows them. Every method is called on all ranks at once."""
+
+    def __init__(self, policy: Learner):
+        self.weights: list[Tensor] = [w.detach().clone() for w in policy.list_masters()]
+
+    @torch.no_grad()
+    def move(self, policy: Learner, rate: float) -> None:
+        """Move by `rate` of the way to the policy; 1: become the policy, to the bit.
+
+        Elementwise, so any number of ranks computes the same.
+        """
+        for own, now in zip(self.weights, policy.list_masters(), strict=True):
+            if rate == 1:
+                own.copy_(now)
+            else:
+                own.lerp_(now, rate)  # own + rate (now - own): equal weights stay equal
+
+    @contextmanager
+    def in_place_of(self, policy: Learner) -> Generator[None]:
+        """Give the policy's model these weights inside the block."""
+        self._change_places(policy)
+        try:
+            yield
+        finally:
+            self._change_places(policy)
+
+    @torch.no_grad()
+    def _change_places(self, policy: Learner) -> None:
+        for own, now in zip(self.weights, policy.list_masters(), strict=True):
+            kept = own.clone()  # one tensor at a time, not another copy of the model
+            own.copy_(now)
+            now.copy_(kept)
+        policy.show_masters()
+
+    def save_state(self, policy: Learner, folder: Path) -> None:
+        policy.save_copies(self.weights, folder)
+
+    def load_state(self, policy: Learner, folder: Path) -> None:
+        policy.load_copies(self.weights, folder)
+
+
+def clear_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Set an optimizer's state to that of a new one: moments and number of updates are 0."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif isinstance(value, int | float):
+                state[name] = type(value)(0)
