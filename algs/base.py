@@ -17,18 +17,18 @@ from torch import Tensor
 from algs.credit import ScaleRewards, group_advantages, reward_std, sum_terms, whiten, with_advantages
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
 from algs.reductions import Stage, Stages
+from algs.state import Stateful
 from algs.teachers import START, Teacher
-from algs.terms import KL, Correction, Overlong
+from algs.terms import KL, AdaptiveEntropy, Correction, Overlong
 from algs.turns import number_turns, returns_std, reward_to_go, rewards_of_turns, turn_advantages
 from algs.validate import Metrics, check_per_token, check_samples
-from core.strict_model import StrictModel
 from core.types.arrays import Floats
 from core.types.episodes import prepare_credit
 from core.types.measures import Measure
 from core.types.samples import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
 
 
-class Algorithm(StrictModel):
+class Algorithm(Stateful):
     """Base of every algorithm. Only `loss` is required."""
 
     model_config = ConfigDict(allow_inf_nan=True)  # .inf is a bound that never binds
@@ -133,6 +133,7 @@ class PolicyGradient(Algorithm):
     overlong: Overlong = Overlong()
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus; 0: the entropy is not computed."""
+    adaptive_entropy: AdaptiveEntropy = AdaptiveEntropy()
 
     @property
     def anchored_on_rollout(self) -> bool:
@@ -175,7 +176,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_entropy(self) -> bool:
-        return self.entropy_coef > 0
+        return self.entropy_coef > 0 or self.adaptive_entropy.target is not None
 
     @property
     def measures(self) -> dict[str, Measure]:
@@ -187,7 +188,7 @@ class PolicyGradient(Algorithm):
         if not n or not self.kl.in_reward:  # a failed sample is never scored
             return np.zeros(n)
         old, ref = (sample.columns[name][sample.loss_mask].astype(np.float64) for name in ("prox_logp", "ref_logp"))
-        return -self.kl.coef * (old - ref)
+        return -self.kl.current_coef(self) * (old - ref)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         raise NotImplementedError
@@ -217,10 +218,10 @@ class PolicyGradient(Algorithm):
             metrics["kl_ref"] = k3(policy.logp.detach(), tokens.ref_logp)
             metrics["kl_ref_capped"] = reaches_cap(policy.logp, tokens.ref_logp)
         if self.kl.in_loss:
-            loss = loss + self.kl.coef * self.kl.compute_penalty(policy, tokens)
+            loss = loss + self.kl.current_coef(self) * self.kl.compute_penalty(policy, tokens)
         if policy.entropy is not None:
             metrics["entropy"] = policy.entropy
-            loss = loss - self.entropy_coef * policy.entropy
+            loss = loss - self.adaptive_entropy.current_coef(self, self.entropy_coef) * policy.entropy
         return loss, metrics
 
 

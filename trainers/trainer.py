@@ -154,6 +154,10 @@ class Trainer:
         able = not padded and all(can_share_prefixes(m) for m in models)
         return RowLayout(padded=padded, shares_prefixes=able and self.cfg.share_prefixes == "auto")
 
+    def set_algorithm(self, alg: Algorithm) -> None:
+        """Use another copy of the algorithm from now on: the next step's, with its state and schedules."""
+        self.alg = alg
+
     def list_models(self) -> list[nn.Module]:
         return [self.model, *self.frozen.values(), *([self.critic.model] if self.critic is not None else [])]
 

@@ -6,7 +6,7 @@
 (d) (f) (h) (j) to (l) apply to policy gradients, (i) to algorithms on given rows (conversations, pairs, unpaired
 rows), (q) to algorithms with measures, and the others to all. All numbers are float64, and micro-batches are the real
 ones of data_feeds/packing/batches.py. Exit code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a
-hyper-parameter.
+hyper-parameter. With schedules, the algorithm is that of the first step.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from algs.check.fixtures import MadeUpStep, Tables
 from algs.check.instruments import with_settings
 from algs.check.off_policy import binds_outwards, clips_on_the_right_side, corrects_the_engine_once
 from algs.check.partitions import changes_no_bit
+from algs.check.replay import replays_its_state
 from algs.check.update import (
     SPLITS,
     NotApplicable,
@@ -284,11 +285,12 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("k", "the engine is corrected once", corrects_the_engine_once),
     ("l", "far from ratio 1 the gradient keeps its direction, and a clip binds outwards", binds_outwards),
     ("m", "no partition of the rows, on any ranks, changes a bit", changes_no_bit),
+    ("n", "a resumed run has the state of one that was not stopped", replays_its_state),
     ("q", "measures do not depend on the chunk", does_not_depend_on_the_chunk),
 ]
 APPLICABLE: dict[fixtures.Kind, str] = {
-    "policy gradient": "abcdefghjklmq",
-    "conversations": "abcegimq",
-    "pairs": "abcegimq",
-    "unpaired": "abcegimq",
+    "policy gradient": "abcdefghjklmnq",
+    "conversations": "abcegimnq",
+    "pairs": "abcegimnq",
+    "unpaired": "abcegimnq",
 }
