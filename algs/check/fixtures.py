@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
-from algs.check.distributions import draw_distributions, measure_columns
+from algs.check.distributions import draw_distributions, draw_stored, measure_columns
 from core.types.arrays import DOUBLE, Floats
 from core.types.samples import Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 from core.types.turns import find_runs
@@ -120,7 +120,7 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
 
 
 def _with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
-    return replace(s, columns={name: table.numpy()[s.token_ids] for name, table in tables.items()})
+    return replace(s, columns=s.columns | {name: table.numpy()[s.token_ids] for name, table in tables.items()})
 
 
 def _make_sample(
@@ -131,9 +131,10 @@ def _make_sample(
     # holes in the mask, as tokens of tools and environments leave them; the last token is always trained
     chosen = (torch.rand(n, generator=draw) < 0.8).tolist()
     mask = [prompt <= t and (chosen[t] or t == n - 1) for t in range(n)]
+    stored = draw_stored([first + t for t in range(1, n) if mask[t]])
     return make_sample(
         dtype=DOUBLE,
-        prompt=Prompt(id=f"check/{group}", messages=[{"role": "user", "content": "?"}], answer="!"),
+        prompt=Prompt(id=f"check/{group}", messages=[{"role": "user", "content": "?"}], answer="!", extra=stored),
         token_ids=list(range(first, first + n)),
         action_mask=mask,
         rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
@@ -153,10 +154,13 @@ def _with_prompt_of(first: Sample, s: Sample) -> Sample:
 
 def keep_columns(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Group]:
     """Return the groups with only these columns; a sample without trained tokens is never scored and has none."""
-    return [
-        [replace(s, columns={name: s.columns[name] for name in sorted(names)} if s.n_trained else {}) for s in g]
-        for g in groups
-    ]
+
+    def keep(s: Sample) -> Sample:
+        # columns of several numbers are the algorithm's own, from its rows
+        kept = {name: v for name, v in s.columns.items() if name in names or v.ndim > 1}
+        return replace(s, columns=kept if s.n_trained else {})
+
+    return [[keep(s) for s in g] for g in groups]
 
 
 def shuffle_groups(groups: list[Group], seed: int) -> list[Group]:

@@ -99,7 +99,7 @@ def pack(
         return np.concatenate([values[1:][chosen] for values, chosen in zip(per_sample, learnt, strict=True)])
 
     def floats(per_sample: list[Floats]) -> Tensor:
-        return torch.from_numpy(select(per_sample)).to(dtype)
+        return torch.from_numpy(select(pad_columns(per_sample))).to(dtype)
 
     scored = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
     columns: dict[str, Any] = {name: scored.pop(name) for name in list_fields(Tokens) if name in scored}
@@ -126,6 +126,14 @@ def pack(
         images=images,
         rope_ids=rope_ids,
     )
+
+
+def pad_columns(per_sample: list[Floats]) -> list[Floats]:
+    """Return columns of several numbers per token, [L, K] each, with one K: -1 in the slots that were added."""
+    width = max((values.shape[1] for values in per_sample if values.ndim == 2), default=0)
+    if all(values.shape[1:] in ((), (width,)) for values in per_sample):
+        return per_sample
+    return [np.pad(v, ((0, 0), (0, width - v.shape[1])), constant_values=-1.0) for v in per_sample]
 
 
 def find_trained(sample: Sample) -> tuple[slice | NDArray[np.intp], int]:

@@ -54,6 +54,8 @@ VARIANTS: list[Variant] = [
     ("dpo", {"reference_free": True, "length_norm": True, "beta": 2.0, "target_margin": 1.0}),
 ]
 MORE: list[Variant] = [
+    ("distill", {"form": "cross_entropy"}),
+    ("distill", {"form": "truncated", "loss_norm": "sequence"}),
     ("gkd", {"divergence": {"beta": 0.0, "topk": 3, "rest": "renormalise"}}),
     ("gkd", {"divergence": {"beta": 1.0, "topk": 3, "support": "student"}, "kl": {"coef": 0.1}}),
     ("minillm", {"length_norm": False}),
@@ -107,7 +109,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
-    assert supervised == (name in ("sft", "dpo", "wpo", "orpo", "kto", "bco", "reward_model"))
+    assert supervised == (name in ("sft", "distill", "dpo", "wpo", "orpo", "kto", "bco", "reward_model"))
 
 
 @pytest.mark.slow

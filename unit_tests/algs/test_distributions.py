@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from algs.base import Algorithm
+from algs.distill import Distill
 from algs.divergences import Divergence, jensen_shannon, kl_divergence
 from algs.gkd import GKD
 from algs.grpo import GRPO
@@ -52,6 +53,9 @@ CASES: dict[str, Algorithm] = {
     "ppo/exact_kl_penalty": GRPO(
         clip_low=0.2, clip_high=0.2, correction=OFF, kl=KL(coef=0.1, estimator="full"), loss_norm="token"
     ),
+    "stored/forward_truncated": Distill(form="truncated"),
+    "stored/forward_tail": Distill(),
+    "stored/cross_entropy_renormalised": Distill(form="cross_entropy"),
     "minillm/paper": MiniLLM(teacher="somewhere"),
 }
 """Of these the ratio of ppo/exact_kl_penalty is to the sampler, which is then the proximal policy too."""
@@ -67,7 +71,7 @@ def test_loss_and_gradient_by_the_logits_are_the_oracles(name, dtype, rtol, pois
     groups = logit_groups(temperature, poison)
     if name == "minillm/paper":
         groups = alg.compute_advantages(groups)
-    batch = batch_of_groups(alg, groups, dtype)
+    batch = batch_of_groups(alg, alg.prepare_groups(groups), dtype)
     tokens = batch.tokens
     if name == "ppo/exact_kl_penalty":
         tokens = tokens.replace(prox_logp=tokens.rollout_logp)
