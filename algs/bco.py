@@ -54,6 +54,6 @@ class BCO(Algorithm):
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         reward = self.beta * sequence_sum(policy.logp - tokens.ref_logp, tokens.seq_ids)  # [M]
-        away = tokens.advantage.sign() * (reward - self.state["delta"])
+        away = tokens.advantage.sign() * (reward - float(self.state["delta"]))
         right = (away > 0).to(reward.dtype)
         return -logsigmoid(away), {"bco/reward": reward.detach(), "bco/accuracy": right}

@@ -12,21 +12,14 @@ import math
 
 from torch import Tensor
 
-from algs.base import Metrics, PolicyGradient, with_advantages
+from algs.base import Metrics
+from algs.compared import ComparesGroup
 from core.types.samples import Group, Policy, Tokens
 
 
-class OPO(PolicyGradient):
-    @property
-    def needs_siblings(self) -> bool:
-        return True
-
-    def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        return with_advantages(groups, [a for g in groups for a in self.compare(g)])
-
-    def compare(self, group: Group) -> list[float]:
+class OPO(ComparesGroup):
+    def compare(self, group: Group, rewards: list[float | None]) -> list[float]:
         """Return the advantage of each sample of a group; 0 without a reward, and if all rewards are equal."""
-        rewards = [self.penalised_reward(s) for s in group]
         scored = [(r, s.n_trained) for r, s in zip(rewards, group, strict=True) if r is not None]
         if len({r for r, _ in scored}) < 2:
             return [0.0] * len(group)

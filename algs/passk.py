@@ -20,28 +20,21 @@ import math
 from pydantic import Field
 from torch import Tensor
 
-from algs.base import Metrics, PolicyGradient, with_advantages
+from algs.base import Metrics
+from algs.compared import ComparesGroup
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
 from core.types.samples import Group, Policy, Tokens
 
 
-class PassK(PolicyGradient):
+class PassK(ComparesGroup):
     k: int = Field(2, ge=2)
     threshold: float = 0.5
     """Least reward of a sample that passes."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
 
-    @property
-    def needs_siblings(self) -> bool:
-        return True
-
-    def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        return with_advantages(groups, [a for g in groups for a in self.compare(g)])
-
-    def compare(self, group: Group) -> list[float]:
+    def compare(self, group: Group, rewards: list[float | None]) -> list[float]:
         """Return the advantage of each sample of a group; 0 without a reward, and if all groups of k are equal."""
-        rewards = [self.penalised_reward(s) for s in group]
         passed = [r >= self.threshold for r in rewards if r is not None]
         n, failed, k = len(passed), passed.count(False), self.k
         if n < k or not 0 < math.comb(failed, k) < math.comb(n, k):

@@ -2,12 +2,16 @@
 
     delta_t = r_t + gamma V_{t+1} - V_t           r_t: the reward at the last token, -coef x k1 at each if set
     A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t      (GAE, https://arxiv.org/abs/1506.02438, Eq. 16)
+          R_t with critic_lam in place of lam, if set        (VC-PPO, https://arxiv.org/abs/2503.01491)
     L_t = max(-r_t A, -clip(r_t, 1 - low, 1 + high) A)       A whitened over the step's tokens
     V-loss_t = 1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)       the second only with value_clip
 
 The value model is a copy of the policy's transformer with a scalar head, initialised to zero, and a separate optimizer.
 V_t is read at the position that predicts token t. Tokens of the environment are skipped. Both models are saved at the
 end.
+
+A sample with the column token_rewards earned these shares of its reward at its tokens, and the rest at the last one.
+critic_warmup: in the first steps the value model is trained alone, on samples of the start model (VC-PPO).
 
 bootstrap_truncated: a completion cut off by the budget did not end there. The last token is not trained on, and the
 value before it replaces the missing return; by default the episode counts as over (TRL, verl, OpenRLHF).
@@ -30,7 +34,7 @@ from torch import Tensor
 from algs.base import Metrics, TurnCredit
 from algs.credit import spread_over_sample, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
-from algs.turns import generalised_advantages, number_turns
+from algs.turns import generalised_advantages, number_turns, rewards_of_tokens
 from core.strict_model import LearningRate
 from core.types.arrays import Floats
 from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens
@@ -42,12 +46,16 @@ class PPO(TurnCredit):
     dual_clip: float | None = Field(None, gt=1)
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
+    critic_lam: float | None = Field(None, ge=0, le=1)
+    """Lambda of the value model's targets; 1: the returns themselves. Unset: lam."""
     whiten: bool = True
     """Normalise the advantages of a step's tokens to mean 0 and variance 1; returns are unchanged."""
     value_clip: float | None = Field(None, gt=0)
     bootstrap_truncated: bool = False
     critic_lr: LearningRate = 1e-5
     """Peak learning rate of the value model, with the trainer's schedule and other settings."""
+    critic_warmup: int = Field(0, ge=0)
+    """Steps of the run in which only the value model is trained; the learning rate's schedule runs meanwhile."""
 
     @property
     def required_columns(self) -> frozenset[ScoredColumn]:
@@ -58,13 +66,20 @@ class PPO(TurnCredit):
     def value_lr(self) -> float:
         return self.critic_lr
 
+    @property
+    def trains_policy(self) -> bool:
+        return self.step_number >= self.critic_warmup
+
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         samples = [self._without_last(s) for g in groups for s in g]
         values = [self._values_before(s) for s in samples]
         estimate = self._credit_turns if self.credit == "turn" else self._credit_tokens
-        advantages = [estimate(s, v) for s, v in zip(samples, values, strict=True)]
+        advantages = [estimate(s, v, self.lam) for s, v in zip(samples, values, strict=True)]
+        targets = advantages
+        if self.critic_lam is not None:
+            targets = [estimate(s, v, self.critic_lam) for s, v in zip(samples, values, strict=True)]
         # Before whitening: the value model regresses on returns in the units of the reward.
-        returns = [a + v for a, v in zip(advantages, values, strict=True)]
+        returns = [a + v for a, v in zip(targets, values, strict=True)]
         rows = zip(samples, whiten(advantages) if self.whiten else advantages, returns, strict=True)
         done = (
             replace(s, advantage=spread_over_sample(s, a), columns=s.columns | {"returns": spread_over_sample(s, r)})
@@ -88,17 +103,16 @@ class PPO(TurnCredit):
             return values[first][own]
         return values
 
-    def _credit_tokens(self, sample: Sample, values: Floats) -> Floats:
-        rewards = self.kl_rewards(sample)
-        if not len(rewards):
-            return rewards
+    def _credit_tokens(self, sample: Sample, values: Floats, lam: float) -> Floats:
+        if not sample.n_trained:
+            return np.zeros(0)
         assert sample.reward is not None
-        # a reward of the whole completion is known after its last token
-        rewards[-1] += sample.reward + self.overlong.compute_penalty(sample)
+        whole = sample.reward + self.overlong.compute_penalty(sample)
+        rewards = self.kl_rewards(sample) + rewards_of_tokens(sample, whole)
         bootstrap = self._value_at_the_cut(sample)
-        return generalised_advantages(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
+        return generalised_advantages(rewards, values, gamma=self.gamma, lam=lam, bootstrap=bootstrap)
 
-    def _credit_turns(self, sample: Sample, values: Floats) -> Floats:
+    def _credit_turns(self, sample: Sample, values: Floats, lam: float) -> Floats:
         rewards = self.turn_rewards(sample)
         if rewards is None or not sample.n_trained:
             return np.zeros(sample.n_trained)
@@ -108,7 +122,7 @@ class PPO(TurnCredit):
         earned = np.zeros(len(there))
         np.add.at(earned, holders, rewards)
         earned[-1] += self._value_at_the_cut(sample)  # within the last turn, so it is not discounted
-        return generalised_advantages(earned, values[first], gamma=self.turn_discount, lam=self.lam)[own]
+        return generalised_advantages(earned, values[first], gamma=self.turn_discount, lam=lam)[own]
 
     def _value_at_the_cut(self, sample: Sample) -> float:
         """Return the value before the last token if the budget cut off the episode and it is excluded; otherwise 0."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from algs.base import Metrics, TurnCredit, with_advantages
 from algs.credit import group_advantages, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
-from algs.turns import number_turns, reward_to_go, turn_advantages
+from algs.turns import number_turns, reward_to_go, rewards_of_tokens, turn_advantages
 from core.types.arrays import Floats
 from core.types.samples import Group, Policy, Sample, Tokens
 
@@ -64,11 +64,7 @@ class ReinforcePP(TurnCredit):
         return group_advantages(whole) if self.baseline else [r or 0.0 for r in whole]
 
     def _token_returns(self, sample: Sample, reward: float) -> Floats:
-        rewards = self.kl_rewards(sample)
-        if len(rewards):
-            # the reward of a completion is known after its last token
-            rewards[-1] += reward
-        return reward_to_go(rewards, self.gamma)
+        return reward_to_go(self.kl_rewards(sample) + rewards_of_tokens(sample, reward), self.gamma)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         ratio = importance_ratio(policy.logp, tokens.prox_logp)

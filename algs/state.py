@@ -10,6 +10,7 @@ function of the step number, so a resumed run has the numbers of one that was ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -98,7 +99,7 @@ class Controller(StrictModel):
 class Stateful(StrictModel):
     """Base of Algorithm: state and schedules."""
 
-    schedules: dict[str, list[Schedule]] = Field(default_factory=dict[str, list[Schedule]])
+    schedules: dict[str, list[Schedule]] = Field(default={})
     """Values of numeric hyper-parameters by step, by their dotted names: {clip_high: {start: 0.2, end: 0.28,
     steps: 100, shape: linear or cosine}}. A list follows one after the other."""
     _state: dict[str, float | Floats] | None = PrivateAttr(None)
@@ -129,6 +130,11 @@ class Stateful(StrictModel):
         if self._hides_state:
             raise RunStopped(HIDDEN.format(who=type(self).__name__, what="step_number"))
         return self._step
+
+    @property
+    def trains_policy(self) -> bool:
+        """False in a step that trains the value model alone."""
+        return True
 
     @property
     def has_state(self) -> bool:
@@ -197,7 +203,7 @@ class Stateful(StrictModel):
             first: Any = parts[0] if isinstance(parts, list) and parts else parts
             start = first.get("start") if isinstance(first, dict) else getattr(first, "start", None)
             kinds = kinds_of(cls, name)
-            if kinds and isinstance(start, int | float):
+            if kinds and isinstance(start, int | float) and math.isfinite(start):  # the others are reported below
                 write_value(filled, name, start if float in kinds else round(start))
         return filled
 
@@ -211,8 +217,9 @@ class Stateful(StrictModel):
             if not kinds_of(cls, name):
                 hint = suggest_name(name, list_numbers(cls)) or f": it has {', '.join(list_numbers(cls))}"
                 raise ValueError(f"there is no numeric hyper-parameter {name}{hint}")
-            if isinstance(parts, list) and not parts:
-                raise ValueError(f"the schedule of {name} is empty: give it start, end and steps, or leave it out")
+            each = cast(list[Any], parts) if isinstance(parts, list) else [parts]
+            if not each or not all(isinstance(part, dict | Schedule) for part in each):
+                raise ValueError(f"the schedule of {name} is {parts!r:.100}, and must have start, end and steps")
         return {name: parts if isinstance(parts, list) else [parts] for name, parts in named.items()}
 
     @model_validator(mode="after")

@@ -13,22 +13,45 @@ from numpy.typing import NDArray
 
 from algs.credit import ScaleRewards, choose_factor
 from core.types.arrays import Floats
-from core.types.samples import Sample
+from core.types.samples import TOKEN_REWARDS, Sample
 
 
 def rewards_of_turns(sample: Sample, total: float, per_token: Floats | None = None) -> Floats:
     """Compute the reward of each turn of an episode, [K]: the parts of `total`, and of the rewards of n trained tokens.
 
-    total: the last turn earns the rest after turn_rewards. per_token: [n], added to the turn of each token.
+    total: the last turn earns the rest after turn_rewards and the column token_rewards. per_token: [n], added to the
+    turn of each token.
     """
     earned = np.zeros(max(1, len(sample.spans)))
     if sample.turn_rewards:
         earned += sample.turn_rewards
     earned[-1] += total - math.fsum(sample.turn_rewards)
+    if (shares := read_token_rewards(sample)) is not None:
+        np.add.at(earned, number_turns(sample), shares)
+        earned[-1] -= math.fsum(shares)
     if per_token is not None:
         # add.at and not +=, which would count a turn with several tokens once
         np.add.at(earned, number_turns(sample), per_token)
     return earned
+
+
+def rewards_of_tokens(sample: Sample, total: float) -> Floats:
+    """Compute the reward of each trained token, [n]: its share in the column token_rewards, and the last one the rest.
+
+    total: reward of the sample. Without the column, the last token earns all: a reward is known after it.
+    """
+    earned = np.zeros(sample.n_trained)
+    if (shares := read_token_rewards(sample)) is not None:
+        earned += shares
+        total -= math.fsum(shares)
+    earned[-1:] += total
+    return earned
+
+
+def read_token_rewards(sample: Sample) -> Floats | None:
+    """Return the shares of the reward that the trained tokens earned, [n] float64; None without the column."""
+    shares = sample.columns.get(TOKEN_REWARDS)
+    return None if shares is None else shares[sample.loss_mask].astype(np.float64)
 
 
 def number_turns(sample: Sample) -> NDArray[np.intp]:

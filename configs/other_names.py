@@ -84,11 +84,14 @@ OTHER_NAMES = (
     _row("alg.dual_clip", "delta", "actor.clip_ratio_c", "actor.dual_clip"),
     _row("alg.value_clip", verl="critic.cliprange_value", openrlhf="critic.value_clip"),
     _row("alg.critic_lr", verl="critic.optim.lr", openrlhf="critic.adam.lr", note="with alg.name: ppo"),
+    _row("alg.critic_warmup", verl="trainer.critic_warmup", note="with alg.name: ppo"),
     _row("alg.lam", verl="algorithm.lam", openrlhf="algo.advantage.lambd"),
     _row("alg.gamma", verl="algorithm.gamma", openrlhf="algo.advantage.gamma"),
     _row(
         "alg.kl.coef", "beta", "actor.kl_loss_coef algorithm.kl_ctrl.kl_coef", "algo.kl.init_coef kl_coef init_kl_coef"
     ),
+    _row("alg.kl.target", verl="algorithm.kl_ctrl.target_kl"),
+    _row("alg.kl.horizon", verl="algorithm.kl_ctrl.horizon"),
     _row("alg.kl.place", verl="actor.use_kl_loss algorithm.use_kl_in_reward", openrlhf="algo.kl.use_loss"),
     _row("alg.kl.estimator", "use_bias_correction_kl", "actor.kl_loss_type", "kl_estimator"),
     _row("alg.scale_rewards", "scale_rewards", "algorithm.norm_adv_by_std_in_grpo"),
@@ -134,6 +137,9 @@ OTHER_NAMES = (
         "of all turns of an episode",
     ),
     _row("rollout.temperature", "temperature", "rollout.temperature", "rollout.temperature"),
+    _row("rollout.top_p", "top_p", "rollout.top_p", "rollout.top_p"),
+    _row("rollout.top_k", "top_k", "rollout.top_k", "rollout.top_k", note="0 for all tokens, not -1"),
+    _row("rollout.min_p", "min_p"),
     _row("rollout.engine", "use_vllm", "rollout.name", note="vllm or hf"),
     _row("placement", "vllm_mode", "hybrid_engine", "train.colocate_all colocate_all_models", "colocate or separate"),
     _row("rollout.sleep_mode", "vllm_enable_sleep_mode", "free_cache_engine", "vllm.enable_sleep"),
@@ -200,12 +206,11 @@ OTHER_NAMES = (
 """One row for each key of ours. A name with its section is enough where the sections above it vary."""
 
 _CUT = (
-    "engine and trainer score every token by the whole distribution at rollout.temperature, so nothing may cut or "
-    "change it while sampling (docs/faq.md)"
+    "the trainer's distribution must be the engine's, so only rollout.temperature, top_p, top_k, min_p and "
+    "allowed_tokens, which the trainer repeats, may change it while sampling (docs/faq.md)"
 )
 NOT_HERE = {
-    **dict.fromkeys(("top_p", "top_k", "min_p", "typical_p"), _CUT),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"), _CUT),
+    **dict.fromkeys(("typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"), _CUT),
     **dict.fromkeys(("clip_range", "reward_clip_range"), "clip in your reward"),
 }
 """Reasons why a key has no counterpart, by its last name."""

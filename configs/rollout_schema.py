@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from core.strict_model import Seconds, StrictModel
+from core.types.truncation import EVERYTHING_KEPT, Truncation
 
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 RewardWeights = float | dict[str, float]
@@ -193,9 +194,17 @@ class RolloutConfig(StrictModel):
     number of engines, an engine that died with its machine does not count."""
     # Log-probabilities are of logits divided by it, so it is not 0. vLLM raises a value below 0.01 to 0.01.
     temperature: float = Field(1.0, ge=0.01, le=100)
-    """Sampling temperature. top-p, top-k and min-p are not available: they renormalise over a subset of the vocabulary
-    that changes with every token, so the trainer's log-probabilities would silently belong to another policy.
-    `allowed_tokens` restricts sampling exactly."""
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the most probable tokens that together have this probability. It is computed after `min_p` and
+    `top_k`, and includes the token that crosses it. The engine reports the kept set of every token, and the trainer's
+    softmax is over it, so log-probabilities, ratios, entropies and KL terms are exactly those of the truncated policy.
+    1: all tokens. With a large vocabulary set `top_k` too: it bounds the sets, of 4 bytes an id."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the k most probable tokens, and those as probable as the last of them; exact as `top_p` is. 0: all
+    tokens."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample from tokens with at least this fraction of the largest probability; exact as `top_p` is. 0: all tokens."""
     allowed_tokens: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=1000)
     """Texts of the only tokens to sample, besides stop tokens: action tokens, or letters of choices. Each must be a
     single token. Sampling and the trainer's softmax use the same set, so log-probabilities, entropies and KL terms are
@@ -234,6 +243,18 @@ class RolloutConfig(StrictModel):
         if isinstance(given, int) and given < 1:
             raise ValueError(f"{given} is not valid: at least one engine must be there")
         return given
+
+    @property
+    def truncation(self) -> Truncation:
+        """Rules of top-p, top-k and min-p; none with greedy decoding, which draws nothing."""
+        if not self.temperature:
+            return EVERYTHING_KEPT
+        return Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if completions report kept sets."""
+        return not self.truncation.is_off
 
     @property
     def least_engines(self) -> int:

@@ -65,8 +65,15 @@ PARTS = (
     # ---- vLLM's engine on a GPU: rollouts/engines/vllm.py
     Part(
         target="vllm.engine.arg_utils:EngineArgs",
-        arguments=("enable_sleep_mode", "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size"),
+        arguments=(
+            *("enable_sleep_mode", "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size"),
+            "return_sampling_mask",
+        ),
     ),
+    # ---- kept sets of top-p, top-k and min-p: rollouts/engines/vllm_support/kept_sets.py
+    Part(target="vllm.outputs:CompletionOutput", attributes=("sampling_mask",)),
+    Part(target="vllm.outputs:SamplingMask", attributes=("token_ids",)),
+    Part(target="vllm.sampling_params:SamplingParams", attributes=("top_p", "top_k", "min_p")),
     Part(target="vllm.v1.engine.llm_engine:LLMEngine.sleep", arguments=("level", "mode"), by_position=2),
     Part(target="vllm.v1.engine.llm_engine:LLMEngine.wake_up", arguments=("tags",), by_position=1),
     Part(

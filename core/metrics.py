@@ -151,6 +151,7 @@ ROLLOUT_KEPT = _declare(
     "sampled tokens that are in samples; the others came after a stop string of the harness, or never reached it",
     _AGENTS,
 )
+ROLLOUT_SET_SIZE = _declare("rollout/kept_set_size_mean", "tokens", "ids that top-p, top-k and min-p left, mean", RL)
 ROLLOUT_GROUP_RETRIES = _declare(
     "rollout/group_retries", "groups", "groups retried on another engine after a timeout (cumulative)", RL
 )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from core.patches import read_attention
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.kept_sets import KeptTokens
 from core.types.measures import Measure
 from core.types.samples import Batch, Policy
 from modeling.attention import BY_SEQUENCE, can_share_prefixes
@@ -66,15 +67,17 @@ def forward(
     log-softmax is in float32 at the sampling temperature, by which the engine also divides its logits. logits_mib:
     memory for logits, above which they are computed in chunks; 0 computes all at once. allowed_tokens: tokens of the
     softmax, equal to those that the engine samples from; all tokens for SFT and preferences, which train on given text.
-    No trained token may be outside (AllowedTokens.check_labels). sequence_group: ranks that compute this batch
-    together; each returns the whole result. teachers: logits of the frozen models that the measures read, by column;
-    see `KeptStates`. measured: True if any pass of the run computes measures, so that all have the same chunks.
+    No trained token may be outside (AllowedTokens.check_labels). With `batch.kept` each token's softmax is over its
+    kept set instead. sequence_group: ranks that compute this batch together; each returns the whole result. teachers:
+    logits of the frozen models that the measures read, by column; see `KeptStates`. measured: True if any pass of the
+    run computes measures, so that all have the same chunks.
     """
     part = _lay_out_part(model, batch, layout, sequence_group)
     softmax = Softmax(
         labels=part.labels,
         temperature=temperature,
         allowed_tokens=allowed_tokens,
+        kept=part.kept,
         measures=measures,
         read_column=lambda name: batch.tokens.column(name)[part.mine],
         teachers=teachers,
@@ -143,6 +146,8 @@ class _Part:
     """Trained tokens of the part, [m]."""
     mine: Tensor
     """[M] bool, True for the batch's trained tokens that are in this part."""
+    kept: KeptTokens | None
+    """Kept sets of the part's trained tokens."""
 
 
 def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group: SequenceGroup | None) -> _Part:
@@ -153,7 +158,8 @@ def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group
             # axes goes to the kernel as it is, and the kernel ignores an empty one.
             inputs["attention_mask"] = batch.input_ids.new_empty((0, 0, 0, 0), dtype=torch.bool)
         every = torch.ones_like(batch.labels, dtype=torch.bool)
-        return _Part(inputs=inputs, at=(row[batch.at], column[batch.at]), labels=batch.labels, mine=every)
+        at = (row[batch.at], column[batch.at])
+        return _Part(inputs=inputs, at=at, labels=batch.labels, mine=every, kept=batch.kept)
     if inputs.keys() != {"input_ids", "position_ids", "segments"} or batch.rope_ids is not None:
         raise ValueError(f"ranks share packed rows of text with their segments, found {sorted(inputs)}")
     own = sequence_group.slice_row(len(batch.input_ids))
@@ -165,7 +171,9 @@ def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group
     mine = own.find_own(batch.at)
     # positions in the slice, since the model sees no other part of the row
     columns = batch.at[mine] - own.begin
-    return _Part(inputs=inputs, at=(torch.zeros_like(columns), columns), labels=batch.labels[mine], mine=mine)
+    kept = None if batch.kept is None else batch.kept.select(mine.cpu())
+    at = (torch.zeros_like(columns), columns)
+    return _Part(inputs=inputs, at=at, labels=batch.labels[mine], mine=mine, kept=kept)
 
 
 def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.errors import UserError
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.kept_sets import KeptTokens
 from core.types.measures import At, Measure, Stored, check_rows
 from core.types.samples import Policy, Tokens
 from modeling.head import finish_logits, split_rows
@@ -55,6 +56,8 @@ class Softmax:
     """[M] int64, token ids."""
     temperature: float
     allowed_tokens: AllowedTokens = EVERY_TOKEN
+    kept: KeptTokens | None = None
+    """Sets of the M tokens, in place of allowed_tokens, which they are subsets of."""
     measures: Mapping[str, Measure] = field(default_factory=dict[str, Measure])
     read_column: Callable[[str], Tensor] = NO_COLUMNS
     """Function of a column's name; the column at the M tokens."""
@@ -65,9 +68,10 @@ class Softmax:
         """Compute log-probability and measures of some of the tokens from their logits, [m, V] -> [1 + k, m]."""
         # divided by the temperature before the softmax, so that logp is that of the distribution the engine samples
         # from
-        logits = self.allowed_tokens.restrict(logits, self.temperature)  # [m, A]
+        support = self._find_support(rows)
+        logits = support.restrict(logits, self.temperature)  # [m, A]
         norm = logits.logsumexp(-1)  # [m]
-        labels = self.allowed_tokens.to_columns(self.labels[rows])
+        labels = support.to_columns(self.labels[rows])
         # computed alike with and without measures, so that scoring and training agree to the bit
         logp = logits.gather(-1, labels[:, None])[:, 0] - norm
         if not self.measures:
@@ -103,10 +107,12 @@ class Softmax:
                 f"a measure reads at.teacher({name!r}), and those that it declares are: {there}; name it in "
                 f"Measure(..., teachers=({name!r},))"
             )
-        logits = self.teachers[name](rows)
-        logits = self.allowed_tokens.restrict(logits, self.temperature)
+        logits = self._find_support(rows).restrict(self.teachers[name](rows), self.temperature)
         # as `compute` does for the policy: a model beside itself has a divergence of exactly 0
         return logits.sub_(logits.logsumexp(-1, keepdim=True))
+
+    def _find_support(self, rows: slice) -> AllowedTokens | KeptTokens:
+        return self.allowed_tokens if self.kept is None else self.kept.select(rows)
 
     def _read_stored(self, name: str, rows: slice) -> Stored:
         ids, logp = (self.read_column(f"{name}_{part}")[rows] for part in ("ids", "logp"))

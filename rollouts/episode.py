@@ -46,6 +46,8 @@ class EpisodeRules:
     """Stop strings and stop tokens of the recipe."""
     parser: ReplyParser = field(default_factory=PlainParser)
     """Parser of replies."""
+    is_truncated: bool = False
+    """True if completions must report kept sets."""
     in_environment: Entering = nullcontext
     """Context manager entered while the policy waits for the environment."""
 
@@ -178,7 +180,7 @@ class _Episode:
         seed = self.rules.seed_of_turn(turn)
         seen = as_argument(script.images)
         done = await self.engine.generate(script.ids, max_new_tokens=script.tokens_left, seed=seed, **seen)
-        check_completion(done, max_new_tokens=script.tokens_left)
+        check_completion(done, max_new_tokens=script.tokens_left, is_truncated=self.rules.is_truncated)
         if self.rules.stops is not None:
             self.rules.stops.check_completion(done.token_ids, done.stop)
         script.append_sampled(done)

@@ -12,6 +12,7 @@ import numpy as np
 
 from core.errors import RunStopped
 from core.types.images import EncodedImage, MaySee, PlacedImage
+from core.types.kept_sets import KeptSets
 from core.types.messages import Message, ToolSpec, find_images
 from core.types.samples import Prompt, Sample, Stop
 from rollouts.engines.base import Completion, CompletionStop
@@ -73,12 +74,14 @@ class SharedPrompt:
 
 @dataclass(kw_only=True)
 class Conversation:
-    """Token columns of a conversation, append-only. The four columns have the same length."""
+    """Token columns of a conversation, append-only. All columns have the same length."""
 
     ids: list[int] = field(default_factory=list[int])
     action_mask: list[bool] = field(default_factory=list[bool])
     logp: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    kept: list[KeptSets] = field(default_factory=list[KeptSets])
+    """Kept sets of the tokens so far, in parts; without truncation all are empty."""
     turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Token range [begin, end) of every reply to train on."""
     messages: list[Message] = field(default_factory=list[Message])
@@ -88,12 +91,12 @@ class Conversation:
     def append_context(self, ids: list[int]) -> None:
         """Append tokens that are not trained on."""
         # 0 and -1 are placeholders: the action mask excludes these tokens
-        self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
+        self._append(ids, [0.0] * len(ids), [-1] * len(ids), None, sampled=False)
 
     def append_reply(self, done: Completion) -> None:
         """Append a turn of sampled tokens, which are trained on."""
         begin = len(self.ids)
-        self._append(done.token_ids, done.logp, done.versions, sampled=True)
+        self._append(done.token_ids, done.logp, done.versions, done.kept, sampled=True)
         self.turns.append((begin, len(self.ids)))
 
     @property
@@ -111,14 +114,18 @@ class Conversation:
             versions=np.array(self.versions, dtype=np.int32),
             stop=self.stop,
             images=self.images,
+            kept=KeptSets.join(self.kept) if any(len(part.ids) for part in self.kept) else None,
             **others,
         )
 
-    def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
+    def _append(
+        self, ids: list[int], logp: list[float], versions: list[int], kept: KeptSets | None, *, sampled: bool
+    ) -> None:
         self.ids = self.ids + ids  # a new list: the engine may still hold the old one
         self.action_mask += [sampled] * len(ids)
         self.logp += logp
         self.versions += versions
+        self.kept.append(KeptSets.none(len(ids)) if kept is None else kept)
 
 
 @dataclass(kw_only=True)
@@ -168,8 +175,11 @@ class Transcript(Conversation):
         )
 
 
-def check_completion(done: Completion, *, max_new_tokens: int) -> None:
-    """Raise RunStopped for an invalid completion, which would silently corrupt training."""
+def check_completion(done: Completion, *, max_new_tokens: int, is_truncated: bool = False) -> None:
+    """Raise RunStopped for an invalid completion, which would silently corrupt training.
+
+    is_truncated: whether the engine must report kept sets.
+    """
     n = len(done.token_ids)
     wrong = None
     if {len(done.logp), len(done.versions)} != {n}:
@@ -184,5 +194,19 @@ def check_completion(done: Completion, *, max_new_tokens: int) -> None:
         wrong = f"the token ids {done.token_ids[:8]}, where integers from 0 to {LARGEST_ID} are possible"
     elif done.stop not in get_args(CompletionStop):
         wrong = f"the stop reason {done.stop!r}, where {' or '.join(get_args(CompletionStop))} is possible"
+    elif is_truncated or done.kept is not None:
+        wrong = _find_wrong_set(done, is_truncated=is_truncated)
     if wrong:
         raise RunStopped(f"the engine (rollout.engine) returned {wrong}: correct its generate()")
+
+
+def _find_wrong_set(done: Completion, *, is_truncated: bool) -> str | None:
+    """Return what is wrong with the kept sets of a completion, or None."""
+    if done.kept is None:
+        return "no kept sets, and rollout.top_p, top_k or min_p is set"
+    if not is_truncated:
+        return "kept sets, and none of rollout.top_p, top_k and min_p is set"
+    if len(done.kept) != len(done.token_ids):
+        return f"{len(done.token_ids)} tokens with {len(done.kept)} kept sets"
+    outside = np.flatnonzero(~done.kept.contain(np.array(done.token_ids)))
+    return f"the token {done.token_ids[outside[0]]}, which is not in its own kept set" if len(outside) else None

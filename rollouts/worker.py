@@ -86,6 +86,7 @@ class RolloutWorker:
             max_prompt_tokens=self.max_prompt_tokens,
             stops=self.stops,
             parser=self.parser,
+            is_truncated=self.rollout.is_truncated,
             in_environment=self._waiting_for_environment,
         )
         # except while the policy waits for the environment
@@ -158,6 +159,7 @@ class RolloutWorker:
             max_new_tokens=self.rollout.max_new_tokens,
             max_turns=self.rollout.max_turns,
             max_model_len=self.max_prompt_tokens + self.rollout.max_new_tokens,
+            truncation=self.rollout.truncation,
         )
         return AgentRunner(agents, sampler, timeout_s=SHARE_OF_TIMEOUT * self.rollout.timeout_s)
 

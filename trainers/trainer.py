@@ -41,6 +41,8 @@ from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
+from trainers.columns import score_columns
+from trainers.distributions import keep_states
 from trainers.learner import Learner
 from trainers.meter import Meter, StepMetrics
 from trainers.models import ModelLoader
@@ -48,7 +50,6 @@ from trainers.observers import BatchSeen, ObserverFactory, Observers
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
 from trainers.references import Reference
-from trainers.scoring import keep_states, score_columns
 
 
 class Trainer:
@@ -171,8 +172,10 @@ class Trainer:
             for micro_batches in updates:
                 self.observers.begin_update()
                 for batch in self.with_totals(micro_batches):
-                    policy, loss, metrics = self._compute_loss(batch)
-                    self._backward(self.policy, loss, batch)
+                    with torch.set_grad_enabled(self.alg.trains_policy):
+                        policy, loss, metrics = self._compute_loss(batch)
+                    if self.alg.trains_policy:
+                        self._backward(self.policy, loss, batch)
                     if self.critic is not None:
                         value_loss, of_values = self._compute_value_loss(self.critic, batch)
                         self._backward(self.critic, value_loss, batch)
@@ -191,7 +194,7 @@ class Trainer:
 
     def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
         """Run the forward pass of a value or reward model; return the loss [M] and the metrics."""
-        returned = self.alg.value_loss(self.score_values(learner, batch), batch.tokens)
+        returned = self.alg.value_loss(self.compute_values_of(learner, batch), batch.tokens)
         return check_per_token(self.alg, returned, batch.tokens)
 
     def _backward(self, learner: Learner, loss: Tensor, batch: Batch) -> None:
@@ -206,7 +209,7 @@ class Trainer:
     def _update_weights(self) -> dict[str, float]:
         """Update every learner with finite gradients; return the gradient norms, or {} if any update was skipped."""
         lr = self.get_lr(self.updates_done)
-        learners = [("grad_norm", self.policy, lr)]
+        learners = [("grad_norm", self.policy, lr)] if self.alg.trains_policy else []
         if self.critic is not None and self.alg.value_lr is not None:
             # the ratio value_lr / lr is constant, so that the critic follows the policy's warm-up and decay
             learners.append(("value/grad_norm", self.critic, lr * self.alg.value_lr / self.cfg.lr))
@@ -247,12 +250,14 @@ class Trainer:
                 if rate == 1 and self.alg.teachers[name].with_optimizer:
                     self.policy.clear_moments()
 
-    def load_batch(self, batch: Batch) -> Batch:
+    def load(self, batch: Batch) -> Batch:
         """Return the batch on the device. Raises RunStopped for a trained token that the policy may not choose."""
         self.allowed_tokens.check_labels(batch.labels)  # on the host, which would wait for a device's answer
+        if batch.kept is not None:
+            batch.kept.check_labels(batch.labels)
         return self.media.load(batch)
 
-    def score_values(self, critic: Learner, batch: Batch) -> Tensor:
+    def compute_values_of(self, critic: Learner, batch: Batch) -> Tensor:
         together = self.sequence_group
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model, sequence_group=together)
 
@@ -340,9 +345,7 @@ class Trainer:
         Batches are loaded lazily: the pixels of a whole update may take more memory than the tokens.
         """
         with torch.no_grad():
-            seen = ((self.forward(batch), batch.tokens) for batch in map(self.load_batch, micro_batches))
+            seen = ((self.forward(batch), batch.tokens) for batch in map(self.load, micro_batches))
             totals = sum_totals(self.alg, seen, self)
-        for batch, own in zip(
-            map(self.load_batch, micro_batches), totals, strict=False
-        ):  # without end if there are none
+        for batch, own in zip(map(self.load, micro_batches), totals, strict=False):  # without end if there are none
             yield replace(batch, tokens=own.add_to(batch.tokens))

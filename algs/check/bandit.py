@@ -46,7 +46,8 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
             "teacher_logp": fixtures.TEACHER,
         }
         scored["values"] = now["values"]
-        scored = dict.fromkeys(alg.required_columns, fixtures.TEACHER) | scored | measure_columns(alg, now)
+        scored |= measure_columns(alg, now)
+        scored = dict.fromkeys(alg.required_columns, fixtures.TEACHER) | scored
         # the engine samples from other logits, as one that rounds differently does
         groups = [g for g in fixtures.sample_bandit(logits + tilt, scored, draw) if alg.accept_group(g)]
         groups = compute_advantages(alg, groups, stale=per_step > 1)

@@ -47,6 +47,7 @@ def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[A
         alg.needs_entropy,
         *describe_teachers(alg, step),
         alg.value_lr,
+        alg.trains_policy,
         [alg.accept_group(g) for g in step.groups],
     ]
     for stale in (False, True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from algs.base import Algorithm, PolicyGradient
 from algs.check.distributions import draw_distributions, draw_stored, measure_columns
 from core.types.arrays import DOUBLE, Floats
-from core.types.samples import Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
+from core.types.samples import TOKEN_REWARDS, Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 from core.types.turns import find_runs
 
 Tables = dict[str, Tensor]
@@ -68,9 +68,15 @@ def get_kind(alg: Algorithm) -> Kind:
 def made_up_step(alg: Algorithm) -> MadeUpStep:
     """Return the step for the algorithm's kind, prepared by `prepare_groups`; always the same."""
     drawn, now, scored = _draw_step(get_kind(alg))
+    scored = scored | measure_columns(alg, now)
     # columns with names of the algorithm's own are those of some teacher
-    scored = dict.fromkeys(alg.required_columns, scored["teacher_logp"]) | scored | measure_columns(alg, now)
-    groups = [[_with_columns(s, scored) for s in group] for group in alg.prepare_groups([[*g] for g in drawn])]
+    scored = dict.fromkeys(alg.required_columns, scored["teacher_logp"]) | scored
+    without = {name: table for name, table in scored.items() if name != TOKEN_REWARDS}
+    # a group in two has token rewards
+    groups = [
+        [_with_columns(s, without if i % 2 else scored) for s in group]
+        for i, group in enumerate(alg.prepare_groups([[*g] for g in drawn]))
+    ]
     return MadeUpStep(groups=groups, now=now)
 
 
@@ -92,6 +98,7 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
     groups: list[Group] = []
     rows: dict[str, list[Tensor]] = {"logp": [], "entropy": [], "values": []}
     scored: dict[ScoredColumn, list[Tensor]] = {"prox_logp": [], "ref_logp": [], "teacher_logp": [], "values": []}
+    scored[TOKEN_REWARDS] = []
     first = 0
     for g, rewards in enumerate(STEP[kind]):
         groups.append([])
@@ -105,6 +112,8 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
             values = draw_noise(n, 0.5)
             columns: dict[ScoredColumn, Tensor] = {"prox_logp": prox, "ref_logp": ref, "teacher_logp": teacher}
             columns["values"] = values
+            # not drawn: they change no other number
+            columns[TOKEN_REWARDS] = 0.05 * (torch.arange(n, dtype=torch.float64) % 3 - 1)
             for name, column in columns.items():
                 scored[name].append(column)
             made = _make_sample(draw, rollout, group=g, first=first, reward=reward, turns=kind == "policy gradient")
@@ -153,14 +162,18 @@ def _with_prompt_of(first: Sample, s: Sample) -> Sample:
 
 
 def keep_columns(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Group]:
-    """Return the groups with only these columns; a sample without trained tokens is never scored and has none."""
+    """Return the groups with only these columns; a sample without trained tokens is never scored and has none.
 
-    def keep(s: Sample) -> Sample:
+    Token rewards stay: they come with a sample and not from a trainer.
+    """
+
+    def keep(sample: Sample, own: frozenset[ScoredColumn]) -> Sample:
         # columns of several numbers are the algorithm's own, from its rows
-        kept = {name: v for name, v in s.columns.items() if name in names or v.ndim > 1}
-        return replace(s, columns=kept if s.n_trained else {})
+        several = {name for name, values in sample.columns.items() if values.ndim > 1}
+        kept = sorted((own & sample.columns.keys()) | several) if sample.n_trained else []
+        return replace(sample, columns={name: sample.columns[name] for name in kept})
 
-    return [[keep(s) for s in g] for g in groups]
+    return [[keep(s, names | {TOKEN_REWARDS}) for s in g] for g in groups]
 
 
 def shuffle_groups(groups: list[Group], seed: int) -> list[Group]:
@@ -175,7 +188,8 @@ def shuffle_groups(groups: list[Group], seed: int) -> list[Group]:
 
 PoisonableColumn = Column | Literal["rollout_logp", "advantage"]
 POISONABLE_COLUMNS: list[PoisonableColumn] = [
-    "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"
+    "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage",
+    "token_rewards",
 ]  # fmt: skip
 
 

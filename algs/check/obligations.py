@@ -4,7 +4,7 @@
     python -m algs.check my_loss.py temper=0.5         a file, with hyper-parameters
 
 (d) (f) (h) (j) to (l) apply to policy gradients, (i) to algorithms on given rows (conversations, pairs, unpaired
-rows), (q) to algorithms with measures, and the others to all. All numbers are float64, and micro-batches are the real
+rows), (o) to algorithms with measures, and the others to all. All numbers are float64, and micro-batches are the real
 ones of data_feeds/packing/batches.py. Exit code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a
 hyper-parameter. With schedules, the algorithm is that of the first step.
 """
@@ -288,11 +288,11 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("l", "far from ratio 1 the gradient keeps its direction, and a clip binds outwards", binds_outwards),
     ("m", "no partition of the rows, on any ranks, changes a bit", changes_no_bit),
     ("n", "a resumed run has the state of one that was not stopped", replays_its_state),
-    ("q", "measures do not depend on the chunk", does_not_depend_on_the_chunk),
+    ("o", "measures do not depend on the chunk", does_not_depend_on_the_chunk),
 ]
 APPLICABLE: dict[fixtures.Kind, str] = {
-    "policy gradient": "abcdefghjklmnq",
-    "conversations": "abcegimnq",
-    "pairs": "abcegimnq",
-    "unpaired": "abcegimnq",
+    "policy gradient": "abcdefghjklmno",
+    "conversations": "abcegimno",
+    "pairs": "abcegimno",
+    "unpaired": "abcegimno",
 }

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from core.types.arrays import BOOLS, INTS, SINGLE
 from core.types.images import EncodedImage, read_image
+from core.types.kept_sets import KeptSets
 from core.types.messages import describe_messages
 from core.types.sample_json import collect_images, describe_places, restore_messages, restore_places
 from core.types.samples import Group, Prompt, Sample, make_sample
@@ -59,6 +60,10 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
             arrays[f"has/{name}"] = there
             filled = [np.zeros(n, dtype) if v is None else v for v, n in zip(values, arrays["lengths"], strict=True)]
             arrays[name] = np.concatenate(filled).astype(dtype, copy=False)
+    if any(s.kept is not None for s in samples):
+        sets = [KeptSets.none(len(s.token_ids)) if s.kept is None else s.kept for s in samples]
+        arrays["has/kept"] = np.array([s.kept is not None for s in samples])
+        arrays["kept_ids"], arrays["kept"] = (KeptSets.join(sets).ids, KeptSets.join(sets).sizes)
     write_images(folder, samples)
     np.savez(folder / ARRAYS, **arrays)  # pyright: ignore[reportArgumentType]
     with (folder / RECORDS).open("w", encoding="utf-8") as file:
@@ -117,6 +122,9 @@ def read_batch(folder: Path) -> list[Group]:
     ends = np.cumsum(arrays["lengths"])[:-1]
     # the number of tokens tells the arrays of tokens from those with an entry per sample or group
     parts = {name: np.split(a, ends) for name, a in arrays.items() if len(a) == int(arrays["lengths"].sum())}
+    if "kept" in parts:  # sizes of sets by token; the ids of a sample's sets are as many as their sum
+        of_samples = np.cumsum([sizes.sum() for sizes in parts["kept"]])[:-1]
+        parts["kept_ids"] = np.split(arrays["kept_ids"], of_samples)
     images = read_images(folder)
     for record in records:
         record["prompt"]["messages"] = restore_messages(record["prompt"]["messages"], images)
@@ -137,6 +145,7 @@ def _read_sample(i: int, record: dict[str, Any], parts: dict[str, Any], arrays: 
 
     columns = {name.removeprefix("has/column/"): None for name in arrays if name.startswith("has/column/")}
     found = {name: get(f"column/{name}") for name in columns}
+    sizes = get("kept")
     return make_sample(
         prompt=Prompt(**record.pop("prompt")),
         token_ids=parts["token_ids"][i].astype(INTS),
@@ -145,6 +154,7 @@ def _read_sample(i: int, record: dict[str, Any], parts: dict[str, Any], arrays: 
         versions=parts["versions"][i].astype(INTS),
         advantage=get("advantage"),
         excluded=get("excluded"),
+        kept=None if sizes is None else KeptSets.of_sizes(parts["kept_ids"][i], sizes),
         columns={name: values for name, values in found.items() if values is not None},
         **record,
     )

@@ -20,7 +20,7 @@ from algs.base import PolicyGradient, assign_advantages
 from algs.validate import check_advantages
 from configs.load import validate
 from core.errors import UserError
-from core.types.samples import Column, Group, Sample
+from core.types.samples import TOKEN_REWARDS, Column, Group, Sample
 from driver.load_recipe import with_length_limit
 
 # no slash: a label is one part of the names of metrics
@@ -70,7 +70,7 @@ def credit_groups(loss: NamedLoss, groups: list[Group], *, stale: bool) -> list[
 
     stale: with several updates per step there is the proximal policy's column too.
     """
-    kept: set[Column] = {*loss.alg.required_columns}
+    kept: set[Column] = {*loss.alg.required_columns, TOKEN_REWARDS}  # earned, whatever the algorithm
     if stale:
         kept.add("prox_logp")
     plain = [[_without_credit(s, kept) for s in g] for g in groups]

@@ -18,6 +18,7 @@ from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES
 from core.types.arrays import Floats
 from core.types.images import PlacedImage, as_argument
+from core.types.kept_sets import KeptSets
 from core.types.measures import ENTROPY
 from core.types.samples import Batch, Policy, Prompt, Sample, ScoredColumn, make_sample
 from core.types.weights import ExportScope
@@ -179,7 +180,7 @@ class Bench:
         tokens = max_new_tokens or self.max_new_tokens
         seen = as_argument(request.images)
         done = await self.engine.generate(request.prompt_ids, max_new_tokens=tokens, seed=request.seed, **seen)
-        check_completion(done, max_new_tokens=tokens)
+        check_completion(done, max_new_tokens=tokens, is_truncated=self.cfg.rollout.is_truncated)
         return done
 
     def score(self, samples: Sequence[Sample], compute: Callable[[Batch], Policy] | None = None) -> list[Sample]:
@@ -243,6 +244,7 @@ def as_sample(request: Request, parts: Sequence[Completion]) -> Sample:
     """Return the training sample of a prompt and its completion, given in one or more parts."""
     ids = [token for part in parts for token in part.token_ids]
     given, n = len(request.prompt_ids), len(ids)
+    sets = [part.kept for part in parts if part.kept is not None]
     return make_sample(
         prompt=Prompt(id="doctor", messages=[]),
         token_ids=[*request.prompt_ids, *ids],
@@ -250,4 +252,5 @@ def as_sample(request: Request, parts: Sequence[Completion]) -> Sample:
         rollout_logp=[0.0] * given + [logp for part in parts for logp in part.logp],
         versions=[-1] * given + [version for part in parts for version in part.versions],
         images=request.images,
+        kept=None if not sets else KeptSets.join([KeptSets.none(given), *sets]),
     )

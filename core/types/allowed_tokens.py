@@ -1,7 +1,7 @@
 """AllowedTokens: the token set shared by the sampler and the trainer's softmax.
 
-All other tokens have probability 0 in both, so log-probabilities agree. Only a fixed set restricts sampling exactly.
-Top-k, top-p and grammars change the distribution with the context, and the trainer would have to repeat that.
+All other tokens have probability 0 in both, so log-probabilities agree. This set is fixed. The sets of top-p, top-k and
+min-p change with the context, and are recorded with each token (core/types/kept_sets.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from core.types.arrays import list_fields, with_tensors, without_tensors
 from core.types.images import EncodedImage
+from core.types.kept_sets import KeptTokens
 
 
 class MissingColumn(AttributeError):
@@ -140,6 +141,8 @@ class Batch:
     media: dict[str, Tensor] = field(default_factory=dict)
     """Inputs of the vision tower, by argument name of the model's forward(): `pixel_values`, `image_grid_thw`, ... The
     process of the forward pass computes them from `images`."""
+    kept: KeptTokens | None = None
+    """Sets of ids that the trained tokens were sampled from, over which their softmax is taken; None: no truncation."""
     compared: dict[str, Tokens] = field(default_factory=dict)
     """The same tokens with the columns of compared losses, by the name of the loss; see the key `compare_losses`."""
 
@@ -151,7 +154,9 @@ class Batch:
         tokens = self.tokens.replace(**_move_tensors(self.tokens, device))
         compared = {name: seen.replace(**_move_tensors(seen, device)) for name, seen in self.compared.items()}
         media = {name: tensor.to(device) for name, tensor in self.media.items()}
-        return replace(self, **_move_tensors(self, device), tokens=tokens, compared=compared, media=media)
+        kept = None if self.kept is None else self.kept.to(device)
+        moved = _move_tensors(self, device)
+        return replace(self, **moved, tokens=tokens, compared=compared, media=media, kept=kept)
 
 
 def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from core.errors import RunStopped
 from core.types.arrays import BOOLS, Floats, Mask
-from core.types.samples import Group, Sample
+from core.types.kept_sets import KeptSets
+from core.types.samples import TOKEN_REWARDS, Group, Sample
 
 
 def number_episodes(group: Group) -> list[int]:
@@ -172,6 +173,9 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
     # A branch without trained tokens was never scored, so it has no columns. The joined sample still gets them.
     trained = [s for s in branches if s.n_trained]
     names = [n for n in (trained[0].columns if trained else ()) if all(n in s.columns for s in trained)]
+    # Like turn_rewards: a branch without them earned 0 at its tokens.
+    if TOKEN_REWARDS not in names and any(TOKEN_REWARDS in s.columns for s in branches):
+        names.append(TOKEN_REWARDS)
     # Reward and prompt are equal in all branches, and the first has the counts.
     joined = replace(
         branches[0],
@@ -181,6 +185,7 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
         versions=gather(lambda s: s.versions),
         columns={name: gather(lambda s, n=name: _get_column(s, n)) for name in names},
         excluded=None if all(s.excluded is None for s in branches) else gather(_get_excluded),
+        kept=_join_kept(branches, order),
         advantage=None,
         # The episode ended where its last turn did.
         completion=last.completion,
@@ -238,6 +243,13 @@ def _get_column(sample: Sample, name: Any) -> Floats:
 
 def _get_excluded(sample: Sample) -> Mask:
     return np.zeros(len(sample.token_ids), dtype=BOOLS) if sample.excluded is None else sample.excluded
+
+
+def _join_kept(branches: Sequence[Sample], order: NDArray[np.intp]) -> KeptSets | None:
+    """Return the kept sets of the joined tokens. A branch without sampled tokens may lack them."""
+    if all(s.kept is None for s in branches):
+        return None
+    return KeptSets.join([KeptSets.none(len(s.token_ids)) if s.kept is None else s.kept for s in branches]).take(order)
 
 
 def _take_back(sample: Sample, joined: Sample, place: NDArray[np.intp]) -> Sample:

@@ -36,6 +36,7 @@ from core.types.batch import MissingColumn as MissingColumn
 from core.types.batch import Policy as Policy
 from core.types.batch import Tokens as Tokens
 from core.types.images import PlacedImage, check_places
+from core.types.kept_sets import KeptSets
 from core.types.messages import ROLES as ROLES
 from core.types.messages import Message as Message
 from core.types.messages import ToolSpec as ToolSpec
@@ -49,6 +50,10 @@ ScoredColumn = str
 values, or the column of a frozen model."""
 Column = str
 """Name of a per-token quantity that the trainer computes or compute_advantages adds (returns, reference_point)."""
+
+TOKEN_REWARDS = "token_rewards"
+"""Column of the shares of `Sample.reward` that tokens earned; the last trained token earned the remainder. Samples may
+lack it, and no loss sees it."""
 
 Rows = Literal["conversations", "pairs", "unpaired"]
 """Kind of supervised row: conversation, chosen and rejected completion, or completion with a label."""
@@ -130,6 +135,9 @@ class Sample:
     """Side played by the policy, in a game where it plays several; see core.types.episodes.split_players."""
     images: tuple[PlacedImage, ...] = ()
     """Images that the tokens represent, in token order."""
+    kept: KeptSets | None = None
+    """[L] sets of ids that truncated sampling (top-p, top-k, min-p) left to choose from, empty outside action_mask;
+    None: no truncation."""
 
     def __post_init__(self) -> None:
         # It may quote the policy or user code, and goes to files, trackers and terminals.
@@ -148,6 +156,8 @@ class Sample:
             check_column("excluded", self.excluded, BOOLS, n)
         if self.images:
             check_places(self.images, n)
+        if self.kept is not None:
+            self.kept.check(self.action_mask)
         if self.turns or self.turn_rewards or self.turn_numbers:
             check_turns(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
 
@@ -212,7 +222,7 @@ def make_sample(
     dtype: np.dtype[Any] = SINGLE,
     **others: Any,
 ) -> Sample:
-    """Create a Sample from lists of per-token values. `dtype`: dtype of the floats."""
+    """Create a Sample from lists of per-token values. `dtype`: dtype of the floats. `kept` may be a list of lists."""
     if others.get("advantage") is not None:
         others["advantage"] = to_column(others["advantage"], dtype)
     if others.get("excluded") is not None:
@@ -222,6 +232,8 @@ def make_sample(
         others["turns"] = tuple((begin, end) for begin, end in others["turns"])
     for name in others.keys() & {"turn_rewards", "turn_numbers", "images"}:
         others[name] = tuple(others[name])
+    if isinstance(others.get("kept"), list):
+        others["kept"] = KeptSets.of_lists(others["kept"])
     if "columns" in others:
         others["columns"] = {name: to_column(values, dtype) for name, values in others["columns"].items()}
     return Sample(

@@ -14,9 +14,11 @@ from torch import Tensor
 from core.errors import RunStopped
 from core.types.arrays import Floats, list_fields, repeat_runs
 from core.types.episodes import number_episodes
-from core.types.samples import Batch, Group, LossNorm, Sample, Tokens
+from core.types.kept_sets import KeptSets, KeptTokens
+from core.types.samples import TOKEN_REWARDS, Batch, Group, LossNorm, Sample, Tokens
 from data_feeds.packing.bin_packing import TooLarge, pack_units
 from data_feeds.packing.inputs import check_untrained, count_inputs, fill_row, make_keys
+from data_feeds.packing.kept_sets import select_kept
 from data_feeds.packing.prefix_bins import find_families, pack_families
 from data_feeds.packing.prefix_tree import lay_out_row
 
@@ -101,7 +103,8 @@ def pack(
     def floats(per_sample: list[Floats]) -> Tensor:
         return torch.from_numpy(select(pad_columns(per_sample))).to(dtype)
 
-    scored = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
+    names = samples[0].columns.keys() - {TOKEN_REWARDS}
+    scored = {name: floats([s.columns[name] for s in samples]) for name in sorted(names)}
     columns: dict[str, Any] = {name: scored.pop(name) for name in list_fields(Tokens) if name in scored}
     columns["columns"] = scored  # those whose names an algorithm chose
     if all_credited(samples):
@@ -125,6 +128,7 @@ def pack(
         ),
         images=images,
         rope_ids=rope_ids,
+        kept=select_kept(samples, learnt),
     )
 
 
@@ -254,6 +258,7 @@ class Plan:
         empty["columns"] = {name: v[:0] for name, v in batch.tokens.columns.items()}
         batch.tokens = batch.tokens.replace(**empty)
         batch.at, batch.labels = batch.at[:0], batch.labels[:0]
+        batch.kept = None if batch.kept is None else KeptTokens.of(KeptSets.none(0))
         return batch
 
 

@@ -7,6 +7,7 @@ from configs.schema import RLConfig
 from core.errors import UserError, quote
 from core.types.allowed_tokens import AllowedTokens
 from data_feeds.chat.tokenizer import ChatTokenizer
+from driver.start.devices import uses_gpus
 from modeling.hf_config import needs_images, read_config
 from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.registry import load_engine_class, resolve_engine
@@ -20,12 +21,22 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
     # Other processes receive weights by broadcasts at least.
     if cfg.backend == "ray" and not can.broadcast:
         raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
+    if cfg.rollout.is_truncated:
+        aborts = isinstance(cfg, RLConfig) and cfg.weight_sync.pause_mode == "abort"
+        load_engine_class(resolve_engine(cfg.rollout.engine)).check_truncation(
+            cfg.rollout, on_gpu=uses_gpus(cfg), aborts=aborts
+        )
     if cfg.rollout.tensor_parallel_size != 1 and not can.tensor_parallel:
         raise UserError(f"{name} has no tensor parallelism: set rollout.tensor_parallel_size to 1")
     if cfg.rollout.stop and not can.stop_strings:
         raise UserError(
             f"rollout.stop is set, and {name} does not look for stop strings: end a completion where "
             "EngineConfig.stop_strings says, as in rollouts/engines/hf.py, and say so in its capabilities"
+        )
+    if isinstance(cfg, RLConfig) and cfg.rollout.top_k == 1:
+        raise UserError(
+            "rollout.top_k is 1, which leaves the policy no choice: every log-probability and every gradient would be "
+            "0; set it to 2 or more, or to 0 for all tokens"
         )
     if isinstance(cfg, EvalConfig):
         return  # its weights never change

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from algs.base import Algorithm
-from algs.measures import plan_measures
+from algs.measures import list_read, plan_measures
 from algs.teachers import check_teachers, list_paths
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
-from core.types.measures import list_teachers
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.attention import refuse_sequence_parallel
 from modeling.hf_config import check_model_folder, max_positions, meta_model, read_config
@@ -53,8 +52,7 @@ def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelC
     Columns and measures of models must have names that exist.
     """
     plan_measures(alg)
-    # the distribution of a teacher may be read without its column
-    check_teachers(alg.teachers, alg.required_columns | {*list_teachers(alg.measures)})
+    check_teachers(alg.teachers, list_read(alg))
     for frozen in list_paths(alg.teachers):
         trusts = model.trust_remote_code
         check_model_folder(frozen, key="alg", trust_remote_code=trusts)

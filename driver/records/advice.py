@@ -19,6 +19,8 @@ WINDOW = 5
 """Steps averaged into a mean. Single steps are too noisy."""
 FEWEST = 3 * WINDOW
 """Minimum number of steps for a trend."""
+LARGE_SET = 256
+"""Smallest mean size of kept sets to report."""
 LONG = 20
 """Minimum number of steps to report that something never happens."""
 Line = Mapping[str, float]
@@ -137,6 +139,17 @@ def find_full_budget(history: History, settings: Settings) -> str | None:
     )
 
 
+def find_large_sets(history: History, settings: Settings) -> str | None:
+    """Report kept sets that take a kilobyte and more per token."""
+    size = history.mean_now(names.ROLLOUT_SET_SIZE, steps=1)
+    if size is None or size < LARGE_SET:
+        return None
+    return (
+        f"rollout.top_p and min_p keep {size:.0f} tokens on average, and each set is recorded with 4 bytes a token: "
+        "bound them with rollout.top_k, such as 100"
+    )
+
+
 def find_endless_warmup(history: History, settings: Settings) -> str | None:
     """Report a learning rate that still rises at the last step."""
     rates = [line[names.TRAIN_LR] for line in history.last if names.TRAIN_LR in line]
@@ -156,6 +169,7 @@ DURING: dict[str, Rule] = {
     "clip_never": find_idle_clipping,
     "mismatch_grows": find_growing_mismatch,
     "length_budget": find_full_budget,
+    "large_sets": find_large_sets,
 }
 """Rules applied after every step."""
 AT_END: dict[str, Rule] = {"warmup_at_end": find_endless_warmup}

@@ -77,6 +77,7 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
         names.ROLLOUT_TRUNCATED: sum(e.stop == "length" for e in joined) / len(joined),
         names.ROLLOUT_ZERO_STD: zero_std / len(groups),
         **measure_counts(samples),
+        **_measure_kept_sets(samples),
     }
     if rewards:
         measured[names.REWARD_MEAN] = mean = sum(rewards) / len(rewards)
@@ -90,6 +91,14 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
         if own := [s.reward for s in rewarded if s.reward is not None and s.prompt.source == source]:
             measured[name] = sum(own) / len(own)
     return measured
+
+
+def _measure_kept_sets(samples: Sequence[Sample]) -> dict[str, float]:
+    """Measure the kept sets of sampled tokens; empty without truncation."""
+    sizes = [s.kept.sizes[s.action_mask] for s in samples if s.kept is not None]
+    if not sizes:
+        return {}
+    return {names.ROLLOUT_SET_SIZE: float(np.concatenate(sizes).mean())}
 
 
 def _has_signal(episodes: Group, *, by_turn: bool) -> bool:

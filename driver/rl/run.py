@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -254,13 +254,8 @@ class Run:
 
     async def _write_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         position = self.buffer.get_state()
-        state = RunState(
-            steps_done=step + 1,
-            metrics=metrics,
-            position=position,
-            recipe=self.settings,
-            alg_state=state_to_json(self.alg),
-        )
+        state = RunState(steps_done=step + 1, metrics=metrics, position=position, recipe=self.settings)
+        state = replace(state, alg_state=state_to_json(self.alg))
         await self.context.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:

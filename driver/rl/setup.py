@@ -99,6 +99,8 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on given text: run it with main_sl.py")
     if alg.needs_siblings and cfg.group_size < 2:
         raise UserError("group_size is 1, and a group of one has no other sample to compare with: set it to 2 or more")
+    if not alg.with_state(alg.state, step=cfg.steps - 1).trains_policy:
+        raise UserError(f"steps={cfg.steps} are over before the policy is trained: raise steps, or lower critic_warmup")
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_output_folders(cfg, alg)

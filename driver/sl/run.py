@@ -114,14 +114,14 @@ def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
         raise UserError("model.lora: a reward model is trained whole, because its head is new: leave model.lora out")
     if cfg.precompute_ref_logp and "ref_logp" not in alg.required_columns:
         raise UserError("precompute_ref_logp is true, and this algorithm uses no reference: leave it out")
+    if any(t.moves or t.prompt is not None for t in alg.teachers.values()):
+        raise UserError("alg has a teacher that follows the policy or has a prompt: run it with main_rl.py")
     reads_reference = "ref_logp" in list_teachers(alg.measures) or "ref_logp" in plan_measures(alg).columns
     if cfg.precompute_ref_logp and reads_reference:
         raise UserError(
             "precompute_ref_logp keeps one number per token, and this algorithm reads the reference's distribution: "
             "leave it out"
         )
-    if any(t.moves or t.prompt is not None for t in alg.teachers.values()):
-        raise UserError("alg has a teacher that follows the policy or has a prompt: run it with main_rl.py")
     if cfg.precompute_ref_logp and alg.rows == "unpaired":
         raise UserError(
             "precompute_ref_logp cannot be true: this algorithm pairs prompts and completions again at each step: "

@@ -117,6 +117,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
     engine = EngineConfig(
         model_path=model.path,
         temperature=cfg.rollout.temperature,
+        truncation=cfg.rollout.truncation,
         max_model_len=cfg.longest_sample,
         stop_token_ids=(),
         dtype=model.dtype,

@@ -27,7 +27,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from core.errors import shorten
 from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
 from rollouts.agents.bounded_json import Unreadable, count_marks, read_json
-from rollouts.agents.session import AgentSession, Request, run_in_thread
+from rollouts.agents.session import AgentSession, Request, Sampler, run_in_thread
 from rollouts.agents.wire import (
     BadRequest,
     ChatRequest,
@@ -183,21 +183,21 @@ async def _read_request(http: web.Request, session: AgentSession) -> Request:
     try:
         async with asyncio.timeout(AGENT_REQUEST_TIMEOUT_S), session.reading:
             body = await _read_body(http)
-            parse = partial(_parse_body, body, temperature=session.sampler.temperature, until=until)
-            ask, digest = await run_in_thread(parse)
+            ask, digest = await run_in_thread(partial(_parse_body, body, session.sampler, until=until))
     except TimeoutError as error:
         raise refuse_slow() from error
     return Request(ask=ask, digest=digest, retry=int(retries) if retries else None)
 
 
-def _parse_body(body: bytes, *, temperature: float, until: float) -> tuple[ChatRequest, str]:
+def _parse_body(body: bytes, sampler: Sampler, *, until: float) -> tuple[ChatRequest, str]:
     """Return a request and the digest of its body."""
     try:
         count_marks(body)
         parsed = read_json(body)
     except Unreadable as error:
         raise BadRequest(f"the body of a request {error}") from error
-    return read_ask(parsed, temperature=temperature, until=until), hashlib.sha256(body).hexdigest()
+    ask = read_ask(parsed, temperature=sampler.temperature, truncation=sampler.truncation, until=until)
+    return ask, hashlib.sha256(body).hexdigest()
 
 
 async def _send(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:

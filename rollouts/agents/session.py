@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from core.timing.phases import Activity
 from core.types.images import as_argument
 from core.types.messages import Message, ToolSpec, find_images
 from core.types.samples import Prompt, Stop
+from core.types.truncation import EVERYTHING_KEPT, Truncation
 from data_feeds.chat.template_append import TemplateRefuses
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser, rename_taken
 from rollouts.agents.trace import CannotContinue, Node, Planned, Trace
@@ -67,6 +68,8 @@ class Sampler:
     max_turns: int
     max_model_len: int
     """Maximum length of prompt and completion together, in tokens."""
+    truncation: Truncation = EVERYTHING_KEPT
+    """Truncation of the run, with which completions report kept sets."""
 
 
 @dataclass(eq=False, slots=True)
@@ -280,7 +283,7 @@ class AgentSession:
             done = await sampler.engine.generate(
                 planned.context, max_new_tokens=max_new_tokens, seed=seed, **as_argument(planned.images)
             )
-        check_completion(done, max_new_tokens=max_new_tokens)
+        check_completion(done, max_new_tokens=max_new_tokens, is_truncated=not sampler.truncation.is_off)
         sampler.stops.check_completion(done.token_ids, done.stop)
         self.counts.sampled += len(done.token_ids)
         return done
@@ -329,4 +332,4 @@ def cut_at_stop(done: Completion, strings: tuple[str, ...], sampler: Sampler) ->
     end = stops.find_end(done.token_ids)
     if end is None:
         return done
-    return replace(done, token_ids=done.token_ids[:end], logp=done.logp[:end], versions=done.versions[:end], stop="eos")
+    return done.cut(end)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from core.errors import quote
 from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
 from core.types.images import ImageRefused, read_data_uri, read_image
 from core.types.messages import ROLES, Message, Part, ToolCall, ToolSpec
+from core.types.truncation import EVERYTHING_KEPT, Truncation
 from rollouts.agents.bounded_json import Unreadable, read_json
 
 MODEL = "policy"
@@ -93,16 +94,20 @@ class ChatResponse:
     completion_tokens: int
 
 
-def read_ask(body: Any, *, temperature: float, until: float = math.inf) -> ChatRequest:
+def read_ask(
+    body: Any, *, temperature: float, truncation: Truncation = EVERYTHING_KEPT, until: float = math.inf
+) -> ChatRequest:
     """Read a parsed request body. Raises BadRequest for an invalid or refused request.
 
-    temperature: sampling temperature of the run. until: deadline, as a time of time.monotonic().
+    temperature, truncation: sampling of the run. until: deadline, as a time of time.monotonic().
     """
     if not isinstance(body, dict):
         raise BadRequest("the body of a request must be a JSON object with model and messages")
     if (model := body.get("model")) != MODEL:
         raise BadRequest(f"there is no model {quote(model)} here: it is called {MODEL}", status=404, param="model")
-    _check_parameters(body, temperature)
+    # what is off in the run has several neutral values
+    rules = {name: value for name, value in asdict(truncation).items() if value != getattr(EVERYTHING_KEPT, name)}
+    _check_parameters(body, {"temperature": temperature, **rules})
     # clients send null for tools that the harness did not set
     messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not isinstance(tools, list):
@@ -124,16 +129,18 @@ def read_ask(body: Any, *, temperature: float, until: float = math.inf) -> ChatR
     )
 
 
-def _check_parameters(body: dict[str, Any], temperature: float) -> None:
+def _check_parameters(body: dict[str, Any], sampling: Mapping[str, float]) -> None:
     """Raise BadRequest for parameters that would change sampling, or that nothing reads."""
-    if (asked := body.get("temperature")) is not None and asked != temperature:
-        raise BadRequest(
-            f"temperature is {asked!r:.40}, and this run samples at rollout.temperature={temperature:g}: leave it out",
-            param="temperature",
-        )
     for name, value in body.items():
         # clients send null for every parameter that the harness did not set
-        if value is None or name in (*READ, *STREAMING, *WITHOUT_EFFECT):
+        if value is None or value == sampling.get(name):
+            continue
+        if name in sampling:
+            raise BadRequest(
+                f"{name} is {value!r:.40}, and this run samples at rollout.{name}={sampling[name]:g}: leave it out",
+                param=name,
+            )
+        if name in (*READ, *STREAMING, *WITHOUT_EFFECT):
             continue
         if name not in NEUTRAL:
             raise BadRequest(

@@ -8,15 +8,20 @@ lists the features of the engine, and a recipe that needs others is refused befo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
+import numpy as np
 from torch import nn
 
-from configs.rollout_schema import PauseMode, SleepMode
+from configs.rollout_schema import PauseMode, RolloutConfig, SleepMode
 from configs.trainer_schema import LoraConfig
+from core.errors import UserError
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.arrays import Ids
 from core.types.images import PlacedImage
+from core.types.kept_sets import KeptSets
+from core.types.truncation import EVERYTHING_KEPT, Truncation
 from core.types.weights import Bucket
 from rollouts.engines.sleeping import WakePart
 from rollouts.stops import StopStrings
@@ -27,7 +32,7 @@ CompletionStop = Literal["eos", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Tokens sampled after a prefix. All lists have the same length."""
+    """Tokens sampled after a prefix. All lists, and `kept`, have the same length."""
 
     token_ids: list[int]
     logp: list[float]
@@ -35,6 +40,24 @@ class Completion:
     versions: list[int]
     """Policy version that sampled each token."""
     stop: CompletionStop
+    kept: KeptSets | None = None
+    """Set that each token was drawn from, with EngineConfig.truncation; `logp` is then that of the distribution over
+    the set. None: no truncation, or greedy decoding."""
+
+    def cut(self, n: int) -> Completion:
+        """Return the first n tokens, ended by a stop."""
+        kept = None if self.kept is None else self.kept.take(np.arange(n))
+        return replace(
+            self, token_ids=self.token_ids[:n], logp=self.logp[:n], versions=self.versions[:n], stop="eos", kept=kept
+        )
+
+
+def make_completion(
+    token_ids: list[int], logp: list[float], versions: list[int], kept: Sequence[Ids], *, stop: CompletionStop
+) -> Completion:
+    """Return a completion. kept: ids of each token's set; empty without truncation."""
+    sets = KeptSets.of_sizes(np.concatenate(kept), [len(ids) for ids in kept]) if kept else None
+    return Completion(token_ids=token_ids, logp=logp, versions=versions, stop=stop, kept=sets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +75,8 @@ class EngineConfig:
     """Texts that end a completion, with the token that completes the text. See `find_end`."""
     allowed_tokens: AllowedTokens = EVERY_TOKEN
     """Tokens that may be sampled."""
+    truncation: Truncation = EVERYTHING_KEPT
+    """Truncation of the distribution over these tokens, at the temperature. Ignored by greedy decoding."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
@@ -98,6 +123,8 @@ class Capabilities:
     """True if prompts may contain images."""
     allowed_tokens: bool = False
     """True if `EngineConfig.allowed_tokens` is respected, with log-probabilities over that set."""
+    kept_sets: bool = False
+    """True if `EngineConfig.truncation` is applied, and the kept sets are reported (`Completion.kept`)."""
     stop_strings: bool = False
     """True if `EngineConfig.stop_strings` ends completions."""
     sleep: bool = False
@@ -131,6 +158,19 @@ class Engine(ReceivesWeights, Protocol):
     def check_family(cls, family: str, *, path: str) -> None:
         """Raise UserError if the engine cannot run this family of vision models. family: the config's `model_type`."""
         return
+
+    @classmethod
+    def check_truncation(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
+        """Raise UserError if the engine cannot report the kept sets of a recipe that truncates.
+
+        on_gpu: whether it runs on GPUs. aborts: whether weight updates abort requests.
+        """
+        if not cls.capabilities.kept_sets:
+            raise UserError(
+                f"rollout.top_p, top_k or min_p is set, and rollout.engine={rollout.engine} does not report kept sets: "
+                "apply EngineConfig.truncation and return Completion.kept, as in rollouts/engines/hf.py, and say so in "
+                "its capabilities"
+            )
 
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()

@@ -1,7 +1,8 @@
 """Engine on plain transformers, for `backend: local`, debugging, and tests of the vLLM engine.
 
 It has a copy of the weights and a KV cache, and computes the prompt of a group once. It samples from softmax(logits /
-temperature) over the allowed tokens, and greedily at temperature 0. The model's generation config is ignored.
+temperature) over the allowed tokens, truncated by top-p, top-k and min-p, and greedily at temperature 0. The model's
+generation config is ignored.
 
 The engine yields to the event loop after every token, so weights can be loaded during generation. The KV cache of
 running requests is then recomputed from all their tokens and images.
@@ -22,11 +23,12 @@ from transformers import DynamicCache
 
 from core.device import find_device
 from core.errors import RunStopped, UserError
+from core.types.allowed_tokens import LOWEST
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
 from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
-from rollouts.engines.hf_support.rows import EngineRequest, Rows, make_rows
+from rollouts.engines.hf_support.rows import EngineRequest, Rows, keep_sets, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
 from trainers.offload.storages import OffloadedStorages, find_storages
 from trainers.weight_sync.base import Chunk
@@ -49,7 +51,7 @@ class HfEngine(Engine):
     """
 
     capabilities = Capabilities(
-        broadcast=True, chunks=True, images=True, allowed_tokens=True, stop_strings=True, sleep=True
+        broadcast=True, chunks=True, images=True, allowed_tokens=True, kept_sets=True, stop_strings=True, sleep=True
     )
     max_batch = 256
 
@@ -70,6 +72,7 @@ class HfEngine(Engine):
             self.processor = ImageProcessor(config.model_path, trust_remote_code=trusts)
         self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
         self.stop_strings, self.allowed_tokens = config.stop_strings, config.allowed_tokens
+        self.truncation = config.truncation
         self.timeout_s, self.request_mode = config.timeout_s, config.pause_mode
         self.sleeper, self.aside, self.sleep_mode = Sleeper(), OffloadedStorages(), config.sleep
         # -1 until the first weight sync
@@ -139,9 +142,7 @@ class HfEngine(Engine):
             elif error is not None:
                 request.done.set_exception(error)
             elif stop := self._stop_reason(request):
-                request.done.set_result(
-                    Completion(token_ids=request.new_ids, logp=request.logp, versions=request.versions, stop=stop)
-                )
+                request.done.set_result(request.make_completion(stop))
             else:
                 cut_off.append(request)
         self.waiting = cut_off + self.waiting
@@ -167,7 +168,12 @@ class HfEngine(Engine):
             **rows.media,
         )
         logits = rows.split(out.logits[:, -1])
-        logp = self.allowed_tokens.restrict(logits, self.temperature or 1.0).log_softmax(-1)  # [B, A]; 1 if greedy
+        logits = self.allowed_tokens.restrict(logits, self.temperature or 1.0)  # [B, A]; 1 if greedy
+        if self.temperature and not self.truncation.is_off:
+            kept = self.truncation.find_kept(logits)
+            logits = logits.masked_fill(~kept, LOWEST)
+            keep_sets(live, kept, self.allowed_tokens)
+        logp = logits.log_softmax(-1)
         columns = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
         chosen, chosen_logp = self.allowed_tokens.to_ids(columns), logp.gather(-1, columns[:, None])[:, 0].tolist()
         stay = []

@@ -16,18 +16,20 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from configs.rollout_schema import PauseMode
+from configs.rollout_schema import PauseMode, RolloutConfig
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed
 from core.gc_control import without_gc
 from core.timing.deadlines import ENGINE_RPC_GRACE_S
+from core.types.arrays import Ids
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
 from modeling.hf_config import needs_images
-from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
+from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig, make_completion
 from rollouts.engines.sleeping import Sleeper, WakePart
 from rollouts.engines.vllm_support import architectures
 from rollouts.engines.vllm_support.images import check_prompt, make_prompt
+from rollouts.engines.vllm_support.kept_sets import KeptReports, check_masks_of_gpu
 from rollouts.engines.vllm_support.loop import EngineLoop
 from rollouts.engines.vllm_support.patches import restoring_threads
 from rollouts.engines.vllm_support.requests import continue_seed, probe_params, read_versions, sampling_params
@@ -47,6 +49,7 @@ class VllmEngine(Engine):
         adapter=True,
         images=True,
         allowed_tokens=True,
+        kept_sets=True,
         stop_strings=True,
         sleep=True,
         ipc=True,
@@ -62,22 +65,21 @@ class VllmEngine(Engine):
         self._pause_mode: PauseMode = config.pause_mode
         self._lora = config.lora
         self._sleeper, self._sleep_level = Sleeper(), 2 if config.sleep == "discard" else 1
-        self._running = 0  # requests that are not finished
-        self._takes_chunks = False
+        self._running, self._takes_chunks = 0, False  # requests that are not finished; whether chunks come
         on_cpu = not torch.cuda.is_available()
+        self._reports = KeptReports(config, self._rpc, on_cpu=on_cpu)
         cores = prepare_cpu(config.cores, config.tensor_parallel_size) if on_cpu else None
-        # 0: in this process
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         # vLLM would send statistics over the network
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         place_sockets()
-        trusts = config.trust_remote_code
-        self._sees = needs_images(config.model_path, trust_remote_code=trusts)
+        self._sees = needs_images(config.model_path, trust_remote_code=config.trust_remote_code)
         self._placeholder: int | None = None
         if self._sees:
             from modeling.images.processor import ImageProcessor
 
+            trusts = config.trust_remote_code
             self._placeholder = ImageProcessor(config.model_path, trust_remote_code=trusts).placeholder_id
         transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
         self._start(engine_args(config, on_cpu=on_cpu, sees=self._sees), transfer=transfer, cores=cores)
@@ -89,6 +91,10 @@ class VllmEngine(Engine):
     @classmethod
     def check_family(cls, family: str, *, path: str) -> None:
         architectures.check_family(family, path=path)
+
+    @classmethod
+    def check_truncation(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
+        check_masks_of_gpu(rollout, on_gpu=on_gpu, aborts=aborts)
 
     def _start(self, args: dict[str, Any], *, transfer: str, cores: Sequence[int] | None) -> None:
         """Start vLLM. transfer: name of the weight-transfer engine. cores: CPU cores of rank 0, None on a GPU."""
@@ -128,29 +134,32 @@ class VllmEngine(Engine):
         ids: list[int] = []
         logp: list[float] = []
         versions: list[int] = []
+        kept: list[Ids] = []
         stop: Literal["eos", "length"] | None = None
         while stop is None:
             # a request to a paused engine waits there: this does not spin
             seed_now = continue_seed(seed, len(ids))
-            output = await self._sample(token_ids, images, ids, max_new_tokens - len(ids), seed_now)
-            if output is None:  # aborted before the first token
-                continue
+            with self._reports.naming() as key:
+                output = await self._sample(token_ids, images, ids, max_new_tokens - len(ids), seed_now, key)
+                if output is None:  # aborted before the first token
+                    continue
+                kept += await self._reports.read(key, output)
             start = len(ids)
             ids += output.token_ids
             logp += [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
             versions += read_versions(output)
             end = None if self._stop_strings is None else self._stop_strings.find_end(ids, start)
             if end is not None:  # vLLM may have sampled more, before it was told to end
-                return Completion(token_ids=ids[:end], logp=logp[:end], versions=versions[:end], stop="eos")
+                return make_completion(ids, logp, versions, kept, stop="eos").cut(end)
             stop = self._stop_reason(output.finish_reason, ids, max_new_tokens)
-        return Completion(token_ids=ids, logp=logp, versions=versions, stop=stop)
+        return make_completion(ids, logp, versions, kept, stop=stop)
 
     async def _sample(
-        self, prompt: list[int], images: Sequence[PlacedImage], ids: list[int], max_new_tokens: int, seed: int
+        self, prompt: list[int], images: Sequence[PlacedImage], ids: list[int], max_new_tokens: int, seed: int, key: str
     ) -> Any:
         """Run a vLLM request to the end or a stop string. Return None if an update aborts it before a token.
 
-        ids: completion tokens sampled so far.
+        ids: completion tokens sampled so far. key: name of the request, for its kept sets.
         """
         seen, strings = len(ids), self._stop_strings
 
@@ -165,6 +174,7 @@ class VllmEngine(Engine):
             seed=seed,
             stop_token_ids=self._stop_token_ids,
             allowed_tokens=self._support,
+            truncation=self._reports.make_params(key),
             # a request that may end, or be aborted, at any token
             reports_tokens=strings is not None or self._pause_mode == "abort",
         )
@@ -187,7 +197,7 @@ class VllmEngine(Engine):
 
     async def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability of each text token after the first, at temperature 1 and without prefix cache."""
-        answer = await self._ask(token_ids, images, probe_params())
+        answer = await self._ask(token_ids, images, probe_params(self._reports.make_probe_params()))
         return [answer.prompt_logprobs[i][token_ids[i]].logprob for i in list_written(len(token_ids), images)]
 
     async def _ask(

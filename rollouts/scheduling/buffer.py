@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from core.types.arrays import from_json, list_fields, to_json
 from core.types.images import EncodedImage, read_image
+from core.types.kept_sets import KeptSets
 from core.types.messages import describe_messages
 from core.types.sample_json import collect_images, describe_places, restore_messages, restore_places
 from core.types.samples import Group, Prompt, Sample, make_sample
@@ -279,7 +280,9 @@ class ReplayBuffer:
 
 def _describe_sample(sample: Sample) -> dict[str, Any]:
     """Return a sample without the prompt, for JSON. Images are named by hash."""
-    named = {"transcript": describe_messages(sample.transcript), "images": describe_places(sample.images)}
+    kept = None if sample.kept is None else {"ids": sample.kept.ids, "offsets": sample.kept.offsets}
+    messages = describe_messages(sample.transcript)
+    named = {"transcript": messages, "images": describe_places(sample.images), "kept": kept}
     return {name: to_json(value) for name, value in (_fields_but("prompt", sample) | named).items()}
 
 
@@ -298,6 +301,8 @@ def _read_sample(described: Mapping[str, Any], images: Mapping[str, EncodedImage
     found: dict[str, Any] = from_json(described)
     found["transcript"] = restore_messages(found["transcript"], images)
     found["images"] = restore_places(found["images"], images)
+    if found.get("kept") is not None:
+        found["kept"] = KeptSets(**found["kept"])
     return found
 
 

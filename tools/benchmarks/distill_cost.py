@@ -116,7 +116,7 @@ def measure_step(name: str, folder: Path, tokens: int, mib: int) -> Cost:
     peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else read_status("VmHWM")
     start = now()
     for teacher in trainer.frozen.values():
-        compute_states(teacher, teacher, trainer.load_batch(batches[0]), layout="padded")
+        compute_states(teacher, teacher, trainer.load(batches[0]), layout="padded")
     return Cost(peak_mib=peak - before, seconds=seconds, teacher_s=now() - start)
 
 

@@ -96,9 +96,12 @@ MATRIX: dict[str, dict[str, Any]] = {
     "self-distillation from the answer": {"name": "opsd", "hint": "({answer})"},
     "SDPO": {"name": "sdpo", "shown": "({solution})"},
     "GRPO, LoRA": {"name": "grpo"},
+    "GRPO, top-p 0.9": {"name": "grpo"},
 }
 HINTED = {"self-distillation from the answer", "SDPO"}
 """Rows whose warmed-up model also copies an answer that stands in its prompt."""
+SETTINGS = {"GRPO, top-p 0.9": {"rollout.top_p": 0.9}}
+"""Other keys of the rows that change them."""
 RECIPES = {"GRPO, LoRA": "quickstart_lora"}
 """Recipes of the rows that do not use the quickstart's."""
 
@@ -189,6 +192,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
         "seed": seed,
         # an override is read as YAML, which writes infinity as .inf
         "alg": json.dumps(alg).replace("Infinity", ".inf"),
+        **SETTINGS.get(name, {}),
     }
     items = [f"{key}={value}" for key, value in overrides.items()]
 

@@ -21,8 +21,9 @@ from algs.terms import KL, AdaptiveEntropy
 from configs.load import validate
 from core.errors import RunStopped, UserError
 from core.types.arrays import from_json, to_json
+from core.types.samples import Policy
 from unit_tests.helpers.examples import some_groups
-from unit_tests.helpers.golden2 import GOLDEN2
+from unit_tests.helpers.golden2 import GOLDEN2, batch_of_groups, rl_groups
 
 STATE = GOLDEN2["state"]
 
@@ -75,6 +76,26 @@ def test_the_adaptive_weight_of_the_entropy_is_the_oracles():
     assert alg.state["entropy_coef"] == case["max"]
     at_target = alg.after(step_of(entropy=case["target"])).state
     assert at_target["entropy_on"] == 0 and at_target["entropy_coef"] < case["max"]
+
+
+def test_adaptive_weights_reach_the_objective():
+    """Gradients by logp and entropy, and KL in the reward, at twice the first coefficient."""
+    adapts = {"kl": {"coef": 0.1, "target": 1.0}, "adaptive_entropy": {"target": 1.0}}
+    state = {"kl_coef": 0.2, "entropy_coef": 0.05, "entropy_on": 1.0}
+    alg = GRPO(**adapts).with_state(state)
+    fixed = GRPO(kl=KL(coef=0.2), entropy_coef=0.05)
+    slopes = []
+    for one in (alg, fixed):
+        tokens = batch_of_groups(one, rl_groups("adv", 0.0), torch.float64).tokens
+        policy = Policy(logp=tokens.ref_logp.clone().requires_grad_(), entropy=torch.ones_like(tokens.ref_logp))
+        policy.entropy.requires_grad_()
+        loss, _ = one.objective(policy, tokens)
+        slopes.append(torch.autograd.grad((loss * tokens.weight).sum(), [policy.logp, policy.entropy]))
+    assert all(torch.equal(a, b) for a, b in zip(*slopes, strict=True)) and slopes[0][1].abs().min() > 0
+    in_reward = {"coef": 0.1, "target": 1.0, "place": "reward"}
+    sample = rl_groups(None, 0.0)[0][0]
+    got = GRPO(kl=in_reward).with_state({"kl_coef": 0.2}).kl_rewards(sample)
+    assert got.tolist() == GRPO(kl=KL(coef=0.2, place="reward")).kl_rewards(sample).tolist() and np.abs(got).min() > 0
 
 
 def test_the_terms_move_beside_a_state_of_ones_own():
@@ -202,7 +223,9 @@ WRONG = {
     "schedules.kl.coef comes to 0, where the algorithm's required_columns is another than at 0.1, .*small number": {
         "kl.coef": {"start": 0.1, "end": 0, "steps": 3}
     },
-    "the schedule of clip_low is empty": {"clip_low": []},
+    r"the schedule of clip_low is \[\], and must have start, end and steps": {"clip_low": []},
+    "the schedule of clip_high is 5, and must have": {"clip_high": 5},
+    r"schedules.clip_low.0.start=inf is not valid": {"clip_low": {"start": math.inf, "end": 0.2, "steps": 3}},
     r"schedules.clip_low.0.steps=0 is not valid: input should be greater than or equal to 1": {
         "clip_low": {"start": 0.1, "end": 0.2, "steps": 0}
     },
@@ -217,6 +240,15 @@ def test_a_schedule_that_cannot_be_is_one_sentence(words):
     with pytest.raises(UserError, match=words) as refused:
         validate(GRPO, {"schedules": WRONG[words]}, prefix="alg.")
     assert "\n" not in str(refused.value) and "alg." in str(refused.value)
+
+
+def test_samples_without_a_trained_token_are_not_counted():
+    [[sample]] = some_groups(1, 1)
+    left_out = replace(sample, excluded=np.ones_like(sample.action_mask))
+    failed = replace(sample, reward=None, failure="timeout")
+    step = StepSeen(number=0, groups=[[sample, left_out], [failed, sample]], means={})
+    assert step.n_samples == 2
+    assert step.group_by(lambda s: s.failure, lambda s: s.reward) == {"": [sample.reward] * 3}
 
 
 BAD = {

@@ -198,6 +198,13 @@ def test_explain_does_the_arithmetic_and_warns_of_missing_devices(recipe, capsys
     assert not (tmp_path / "runs").exists()
 
 
+def test_explain_shows_the_schedules(recipe, capsys):
+    parts = [{"start": 0.2, "end": 0.3, "steps": 10}, {"start": 0.3, "end": 0.25, "steps": 5, "shape": "cosine"}]
+    assert run_here(main_rl, "--config", recipe({"alg.schedules": {"clip_high": parts}}), "--explain")[0] == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "alg.clip_high          0.2 -> 0.3 in 10 steps (linear), then 0.3 -> 0.25 in 5 steps (cosine)" in lines
+
+
 def test_explain_counts_what_an_adapter_trains(recipe, capsys):
     path = recipe({"model.lora": {"r": 1, "targets": ["q_proj"]}, "alg.kl": {"coef": 0.1}})
     assert run_here(main_rl, "--config", path, "--explain")[0] == 0

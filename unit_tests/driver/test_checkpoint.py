@@ -346,10 +346,10 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(recipe, tmp_path):
 
 
 def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path):
-    """With PPO's critic, two updates a step, and tickets that ran ahead of the steps for groups drawn again."""
+    """With PPO's critic and its warm-up, two updates a step, and tickets that ran ahead for groups drawn again."""
     (tmp_path / "luck.py").write_text(LUCK)
     changes = {
-        "alg": {"name": "ppo", "critic_lr": 1e-3},
+        "alg": {"name": "ppo", "critic_lr": 1e-3, "critic_warmup": 3, "critic_lam": 1.0},
         "updates_per_step": 2,
         "reward.function": str(tmp_path / "luck.py"),
         "checkpoint": {"every": 2, "keep": 9},
@@ -363,6 +363,7 @@ def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path):
     assert names(at.folder) == [COMPLETE, "critic", "policy", "progress.json", "rank_0.pt"]
     assert run_here(main_rl, "--config", path, "name=resumed", f"resume={at.folder}") == (0, "")
     assert_same_end(whole, folder_of(tmp_path, "resumed"), first_step=2)
+    assert ["train/grad_norm" in row for row in numbers_of(whole)] == [False, False, False, True, True]
 
 
 def test_tickets_of_groups_drawn_again_are_behind_a_resumed_run_too(recipe, tmp_path):

@@ -112,7 +112,7 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     rl["alg"]["schedules"] = {"clip_high": {"start": 0.1, "end": 0.2, "steps": 2}}
     rl |= {"capture": {"every": 1}, "compare_losses": ["cispo"]}
     assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
-    turns = {"placement": "colocate", "steps": 1}
+    turns = {"placement": "colocate", "steps": 1, "rollout.top_k": 20}
     assert run_here(main_rl, "--config", recipe(turns), "name=turns") == (0, "")
     sft = str(sums / "sft.parquet")
     sl = {"data.train": [{"path": sft, "name": "a"}, {"path": sft, "name": "b"}], "data.eval": sft, "eval_every": 1}

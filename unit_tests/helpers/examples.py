@@ -69,6 +69,18 @@ def fill_batch(batch: Batch, columns: dict[ScoredColumn, Floats]) -> Batch:
     return replace(batch, tokens=batch.tokens.replace(**{c: torch.tensor(v) for c, v in columns.items()}))
 
 
+def with_kept(groups: list[Group], *, seed: int = 0, vocab: int = 64, largest: int = 9) -> list[Group]:
+    """Give every sampled token a kept set by chance, with the token in it."""
+    rng = random.Random(seed)
+
+    def sets(s: Sample) -> list[list[int]]:
+        drawn = [{rng.randrange(2, vocab) for _ in range(rng.randrange(largest))} for _ in s.token_ids]
+        asked = zip(s.token_ids.tolist(), s.action_mask.tolist(), drawn, strict=True)
+        return [sorted(own | {token}) if mask else [] for token, mask, own in asked]
+
+    return [[a_changed(s, kept=sets(s)) for s in g] for g in groups]
+
+
 def columns_of(trainer: Trainer, micro: list[Batch], *columns: ScoredColumn) -> list[dict[str, torch.Tensor]]:
     """What Trainer.compute_columns says, as tensors."""
     return [{c: torch.from_numpy(v) for c, v in b.items()} for b in trainer.compute_columns(micro, frozenset(columns))]

@@ -201,7 +201,10 @@ class Wrong(Collision):
         ),
         ({"which": "plain"}, "the measure collision is <function"),
         ({"which": "taken"}, "a measure is named entropy"),
-        ({"which": "teacher"}, "reads the distribution of 'ref', and the teachers are ref_logp"),
+        (
+            {"which": "teacher"},
+            "reads the distribution of 'ref', and the teachers that rest and read what the policy reads are ref_logp",
+        ),
     ],
 )
 def test_a_wrong_name_is_refused_at_the_start(settings, said):

@@ -16,6 +16,7 @@ import yaml
 import main_eval
 from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
 from core.types.samples import Prompt, Sample, make_sample
+from core.types.truncation import Truncation
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.evaluation.suites.generations import WHOLE
 from rewards import resolve_reward
@@ -58,7 +59,7 @@ async def run(task):
 """
 
 
-def sample_groups(tiny_path: str, *, agent: Path | None, groups: int, size: int) -> list[Sample]:
+def sample_groups(tiny_path: str, *, agent: Path | None, groups: int, size: int, top_p: float = 1.0) -> list[Sample]:
     """Sample with the hf engine; the environment, or the agent's file, is the other party."""
     tokenizer = ChatTokenizer(tiny_path, "chat")
     end = tokenizer.stop_token_ids[0]
@@ -67,7 +68,12 @@ def sample_groups(tiny_path: str, *, agent: Path | None, groups: int, size: int)
         stops = Stops(tokenizer, [], list(range(end, end + 40)))  # so that a random model's replies end
         engine = HfEngine(
             EngineConfig(
-                model_path=tiny_path, temperature=1.0, max_model_len=96, stop_token_ids=stops.token_ids, dtype="float32"
+                model_path=tiny_path,
+                temperature=1.0,
+                truncation=Truncation(top_p=top_p),
+                max_model_len=96,
+                stop_token_ids=stops.token_ids,
+                dtype="float32",
             )
         )
         engine.version = 0
@@ -77,7 +83,7 @@ def sample_groups(tiny_path: str, *, agent: Path | None, groups: int, size: int)
             Asks,
             RewardPool(one_reward(resolve_reward("arithmetic"), {}), 1, 30.0),
             reward=RewardConfig(function="arithmetic", weights={"correct": 1.0, "calculator_calls": 0.5}),
-            rollout=RolloutConfig(max_new_tokens=64, max_turns=4, timeout_s=120),
+            rollout=RolloutConfig(max_new_tokens=64, max_turns=4, timeout_s=120, top_p=top_p),
             seed=5,
             stops=stops,
             max_prompt_tokens=32,
@@ -101,14 +107,15 @@ def test_an_agent_with_openais_client_samples_what_the_environment_samples(tiny_
     pytest.importorskip("openai")
     file = tmp_path / "asks.py"
     file.write_text(ASKS)
-    as_env = sample_groups(tiny_path, agent=None, groups=3, size=2)
-    as_agent = sample_groups(tiny_path, agent=file, groups=3, size=2)
+    as_env = sample_groups(tiny_path, agent=None, groups=3, size=2, top_p=0.95)
+    as_agent = sample_groups(tiny_path, agent=file, groups=3, size=2, top_p=0.95)
     assert len(as_env) == len(as_agent) == 6 and max(len(s.spans) for s in as_env) > 1
     for ours, theirs in zip(as_env, as_agent, strict=True):
         assert not ours.failure and not theirs.failure, (ours.failure, theirs.failure)
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.action_mask.tolist() == theirs.action_mask.tolist()
         np.testing.assert_allclose(ours.rollout_logp, theirs.rollout_logp, atol=1e-5)
+        assert ours.kept == theirs.kept is not None
         assert ours.spans == theirs.spans and ours.stop in (theirs.stop, "turns")
         assert (ours.reward, ours.reward_parts) == (theirs.reward, theirs.reward_parts)
 

@@ -15,7 +15,8 @@ from core.timing import deadlines
 from tools import layers
 
 ROOT = Path(__file__).parent.parent.parent
-LIGHT = {"numpy", "torch", "pydantic", "core", "algs", "math", "collections", "__future__", "dataclasses", "typing"}
+LIGHT = {"numpy", "torch", "pydantic", "core", "algs", "math", "collections", "__future__", "dataclasses", "types"}
+LIGHT |= {"typing"}
 """What the mathematics may import. It must run where no GPU library is installed."""
 FILES = layers.product_files(ROOT)
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from core.types.allowed_tokens import AllowedTokens
+from core.types.arrays import Ids
 from core.types.images import PlacedImage
-from rollouts.engines.base import Completion
+from rollouts.engines.base import Completion, CompletionStop, make_completion
 
 if TYPE_CHECKING:
     from modeling.images.processor import ImageProcessor
@@ -39,6 +41,12 @@ class EngineRequest:
     new_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[Ids] = field(default_factory=list)
+    """Ids of the set that each new token was drawn from, with truncation."""
+
+    def make_completion(self, stop: CompletionStop) -> Completion:
+        """Return the tokens sampled so far."""
+        return make_completion(self.new_ids, self.logp, self.versions, self.kept, stop=stop)
 
     @property
     def so_far(self) -> list[int]:
@@ -83,6 +91,15 @@ class Rows:
         # rows are the second to last axis, with and without M-RoPE
         self.positions = self.positions[..., at, :]
         self.cache.batch_select_indices(at)
+
+
+def keep_sets(requests: Sequence[EngineRequest], kept: Tensor, allowed_tokens: AllowedTokens) -> None:
+    """Add the kept sets [B, A] of the next tokens to their requests."""
+    columns = kept.nonzero()[:, 1]  # in order of the rows
+    ids = allowed_tokens.to_ids(columns).to("cpu", torch.int32).numpy()
+    ends = np.cumsum(kept.sum(-1).tolist())
+    for request, own in zip(requests, np.split(ids, ends[:-1]), strict=True):
+        request.kept.append(own)
 
 
 def make_rows(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from core.types.allowed_tokens import AllowedTokens
@@ -23,21 +23,19 @@ def sampling_params(
     seed: int,
     stop_token_ids: Sequence[int],
     allowed_tokens: AllowedTokens,
+    truncation: Mapping[str, Any],
     reports_tokens: bool,
 ) -> SamplingParams:
-    """Return parameters that sample from the policy's distribution, uncut.
+    """Return parameters that sample from the policy's distribution.
 
-    reports_tokens: return an output per token, which costs time, instead of the last output only.
+    truncation: those of `KeptReports.make_params`. reports_tokens: return an output per token, which costs time,
+    instead of the last output only.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         temperature=temperature,
-        # none of these cuts the distribution, which the trainer's softmax would not repeat
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
         max_tokens=max_new_tokens,
         seed=seed % 2**63,
         logprobs=0,  # of the sampled token only
@@ -47,11 +45,15 @@ def sampling_params(
         skip_clone=True,  # no other request has them
         output_kind=RequestOutputKind.CUMULATIVE if reports_tokens else RequestOutputKind.FINAL_ONLY,
         **_limit_tokens(allowed_tokens),
+        **truncation,  # top_p, top_k and min_p
     )
 
 
-def probe_params() -> SamplingParams:
-    """Return parameters that compute the log-probabilities of a prompt at temperature 1."""
+def probe_params(truncation: Mapping[str, Any]) -> SamplingParams:
+    """Return parameters that compute the log-probabilities of a prompt at temperature 1.
+
+    truncation: those of `KeptReports.make_probe_params`.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -64,6 +66,7 @@ def probe_params() -> SamplingParams:
         skip_reading_prefix_cache=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **truncation,
     )
 
 

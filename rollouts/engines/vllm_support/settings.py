@@ -9,6 +9,7 @@ from typing import Any
 from configs.trainer_schema import LoraConfig
 from modeling.model_files import find_own_head
 from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm_support.kept_sets import truncation_args
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable: the cores of every rank, as 0,1|2,3."""
@@ -54,6 +55,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         **({"hf_overrides": {"tie_word_embeddings": False}} if _has_own_head(config) else {}),
         **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
+        **truncation_args(config.truncation, on_cpu=on_cpu),
     }
 
 

@@ -26,7 +26,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from core.errors import TransportFailed
+from core.types.arrays import Ids
 from core.types.weights import Bucket
+from rollouts.engines.vllm_support.kept_processor import take_kept
 from rollouts.engines.vllm_support.load_trace import LoadTrace
 from rollouts.engines.vllm_support.patches import allow_next_update, find_adapters, forget_half_loaded
 from rollouts.engines.vllm_support.settings import ADAPTER_ID
@@ -261,6 +263,9 @@ class WorkerMethods:
 
     def feynrl_untouched(self) -> list[str]:
         return self.weight_transfer_engine.untouched
+
+    def feynrl_take_kept(self, key: str, forget: list[str]) -> list[Ids]:
+        return take_kept(key, forget)
 
 
 def _catch_transport_error(call: Callable[[Any], None], argument: Any) -> str:
