@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from algs.grpo import GRPO
 from algs.measures import plan_measures
 from algs.minillm import MiniLLM
 from algs.terms import KL, Correction
+from core.errors import UserError
 from core.types.measures import list_teachers
 from modeling.softmax import Softmax
 from unit_tests.helpers.golden import TOLERANCES
@@ -124,3 +127,18 @@ def test_a_tail_makes_it_a_divergence_below_that_of_the_whole_vocabulary():
 def test_settings_that_mean_nothing_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         Divergence(**settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"topk_ids": None}, "has no topk_ids"),
+        ({"topk_tokens": [0, 0, 0, 0]}, "topk_tokens are not the 4 tokens that are trained on here"),
+        ({"topk_ids": [[0], [1], [2], []]}, "must be lists of one length, and not empty"),
+    ],
+)
+def test_a_row_that_stores_something_else_is_refused(change, said):
+    [[sample], _] = logit_groups(1.0, 0.0)
+    extra = {name: value for name, value in {**sample.prompt.extra, **change}.items() if value is not None}
+    with pytest.raises(UserError, match=said):
+        Distill().prepare_groups([[replace(sample, prompt=replace(sample.prompt, extra=extra))]])
