@@ -110,6 +110,10 @@ def measure_step(name: str, folder: Path, tokens: int, mib: int) -> Cost:
             torch.cuda.synchronize()
         return time.perf_counter() if on_gpu else time.process_time()
 
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here, not from the loading
     before, start = torch.cuda.memory_allocated() / 2**20 if on_gpu else read_status("VmRSS"), now()
     trainer.step([batches])
     seconds = now() - start
