@@ -53,4 +53,4 @@ class GKD(PolicyGradient):
         return with_advantages(groups, [0.0 for g in groups for _ in g])
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        return policy.divergence, {"teacher_divergence": policy.divergence}
+        return policy.divergence, {}

@@ -30,5 +30,7 @@ class WPO(dpo.DPO):
         likely = sequence_mean((policy.logp - policy.collision.log()).detach(), tokens.seq_ids)
         # each token holds the mean of its completion, so a share of it adds up to the two means of the pair
         share = likely / sequence_sum(torch.ones_like(likely), tokens.seq_ids)
-        weight = pair_sum(share, tokens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        is_chosen = tokens.advantage > 0
+        both = pair_sum(share * is_chosen, tokens) + pair_sum(share * ~is_chosen, tokens)
+        weight = both.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         return weight * loss, metrics | {"pair/weight": weight}

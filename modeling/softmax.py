@@ -115,4 +115,9 @@ class Softmax:
         return self.allowed_tokens if self.kept is None else self.kept.select(rows)
 
     def _read_stored(self, name: str, rows: slice) -> Stored:
-        raise NotImplementedError
+        ids, logp = (self.read_column(f"{name}_{part}")[rows] for part in ("ids", "logp"))
+        live = ids >= 0
+        if self.allowed_tokens.allowed is not None:
+            raise UserError("stored distributions are of all tokens: leave rollout.allowed_tokens out")
+        # finite numbers in empty slots, which a product with `live` removes
+        return Stored(columns=ids.masked_fill(~live, 0).long(), logp=logp.masked_fill(~live, 0.0), live=live)

@@ -14,6 +14,7 @@ from algs.check.instruments import record_reads, with_settings
 from algs.check.replay import make_up_step_seen
 from algs.check.update import ObligationFailed, describe_any_difference, update_on_groups
 from algs.teachers import check_teachers
+from core.types.measures import list_teachers
 
 
 def reads_what_it_declares(alg: Algorithm) -> str:
@@ -63,7 +64,7 @@ def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[A
 def describe_teachers(alg: Algorithm, step: MadeUpStep) -> list[Any]:
     """Return the teachers, and the prompts that they have of their own on the made-up step."""
     teachers = alg.teachers
-    check_teachers(teachers, alg.required_columns)
+    check_teachers(teachers, alg.required_columns | {*list_teachers(alg.measures)})
     # two functions are never equal, so their results are compared
     plain = {name: replace(t, prompt=None if t.prompt is None else list, when=None) for name, t in teachers.items()}
     return [plain, [t.prompt(s, g) for t in teachers.values() if t.prompt for g in step.groups for s in g]]

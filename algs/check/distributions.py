@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,17 @@ def draw_distributions(n: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(1)
     now = torch.randn(n, SIZE, generator=draw, dtype=torch.float64)
     return {NOW: now, FROZEN: now + torch.randn(n, SIZE, generator=draw, dtype=torch.float64)}
+
+
+def draw_stored(tokens: list[int]) -> dict[str, Any]:
+    """Draw what a row stores of a teacher's distributions at these tokens, of one to three ids each."""
+    draw = torch.Generator().manual_seed(len(tokens))
+    logits = torch.randn(len(tokens), SIZE, generator=draw, dtype=torch.float64)
+    logp, ids = logits.log_softmax(-1).topk(3)
+    counts = [1 + token % 3 for token in tokens]
+    own = {"ids": ids.tolist(), "logp": logp.tolist()}
+    cut = {f"topk_{key}": [row[:n] for row, n in zip(rows, counts, strict=True)] for key, rows in own.items()}
+    return {"topk_tokens": tokens, **cut}
 
 
 def make_softmax(

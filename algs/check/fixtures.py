@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
-from algs.check.distributions import draw_distributions, measure_columns
+from algs.check.distributions import draw_distributions, draw_stored, measure_columns
 from core.types.arrays import DOUBLE, Floats, Mask
 from core.types.samples import TOKEN_REWARDS, Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 from core.types.terms import find_term_tokens
@@ -144,7 +144,7 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
 
 
 def _with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
-    return replace(s, columns={name: table.numpy()[s.token_ids] for name, table in tables.items()})
+    return replace(s, columns=s.columns | {name: table.numpy()[s.token_ids] for name, table in tables.items()})
 
 
 def _make_sample(
@@ -155,9 +155,10 @@ def _make_sample(
     # holes in the mask, as tokens of tools and environments leave them; the last token is always trained
     chosen = (torch.rand(n, generator=draw) < 0.8).tolist()
     mask = [prompt <= t and (chosen[t] or t == n - 1) for t in range(n)]
+    stored = draw_stored([first + t for t in range(1, n) if mask[t]])
     return make_sample(
         dtype=DOUBLE,
-        prompt=Prompt(id=f"check/{group}", messages=[{"role": "user", "content": "?"}], answer="!"),
+        prompt=Prompt(id=f"check/{group}", messages=[{"role": "user", "content": "?"}], answer="!", extra=stored),
         token_ids=list(range(first, first + n)),
         action_mask=mask,
         rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
@@ -182,7 +183,9 @@ def keep_columns(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Gr
     """
 
     def keep(sample: Sample, own: frozenset[ScoredColumn]) -> Sample:
-        kept = sorted(own & sample.columns.keys()) if sample.n_trained else []
+        # columns of several numbers are the algorithm's own, from its rows
+        several = {name for name, values in sample.columns.items() if values.ndim > 1}
+        kept = sorted((own & sample.columns.keys()) | several) if sample.n_trained else []
         return replace(sample, columns={name: sample.columns[name] for name in kept})
 
     return [[keep(s, names | {TOKEN_REWARDS}) for s in g] for g in groups]

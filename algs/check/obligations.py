@@ -271,6 +271,8 @@ def prefers_what_the_rows_prefer(alg: Algorithm) -> str:
     groups = compute_advantages(alg, fixtures.make_on_policy(step), stale=False)
     gradient = run_update(alg, plan_batches(alg, groups, step.now), step.now).gradient
     slopes = gradient["values" if alg.model_kind == "reward" else "logp"]
+    if alg.measures and not slopes.any():
+        raise NotApplicable("it compares distributions, and the rows' own tokens have no say")
     moved = {"raised": 0, "lowered": 0}
     for s in (s for group in groups for s in group):
         wish = "lowered" if alg.rows != "conversations" and s.reward == 0 else "raised"

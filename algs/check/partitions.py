@@ -17,6 +17,7 @@ from torch import Tensor
 
 from algs.base import Algorithm
 from algs.check import fixtures
+from algs.check.distributions import NOW
 from algs.check.fixtures import MadeUpStep, Tables
 from algs.check.update import (
     SPLITS,
@@ -187,7 +188,9 @@ class _Rows:
     def compare_coefficients(self, part: Part, where: str) -> None:
         for name, got in self.differentiate(part).items():
             at, want = self.batch(part).labels, self.differentiate(self.whole)[name]
-            if not same_bits(got[at], want[at]):
+            # a measure is computed again for each part, by kernels that round as they vectorise
+            gap = CLOSE * float(want.abs().max()) if name == NOW else 0.0
+            if not same_bits(got[at], want[at]) and not float((got[at] - want[at]).abs().max()) <= gap:
                 want = torch.zeros_like(got).index_copy(0, at, want[at])
                 raise ObligationFailed(f"{where}: {describe_slopes(self.step, name, got, want)}")
 
@@ -204,7 +207,10 @@ class _Rows:
     def project(self, part: Part) -> Tensor:
         """Return the gradient by the made-up parameters, [7]."""
         at = self.batch(part).labels
-        return sum((self.features[at].T @ t[at] for t in self.differentiate(part).values()), torch.zeros(()))
+        # the numbers of a token, if they are several, with weights of their own
+        tables = (t[at].view(len(at), -1) for t in self.differentiate(part).values())
+        of_tokens = (t @ torch.arange(1, t.shape[-1] + 1, dtype=t.dtype) for t in tables)
+        return sum((self.features[at].T @ values for values in of_tokens), torch.zeros(()))
 
 
 def expect_equal_splits(alg: Algorithm, step: MadeUpStep, groups: list[Group], where: str, *, tolerance: float) -> None:
@@ -213,15 +219,16 @@ def expect_equal_splits(alg: Algorithm, step: MadeUpStep, groups: list[Group], w
     for seed, split in enumerate(SPLITS):
         batches = plan_batches(alg, fixtures.shuffle_groups(groups, seed), step.now, split=split)
         for name, got in run_update(alg, batches, step.now).gradient.items():
-            if not float((got - want[name]).abs().max()) <= tolerance * float(want[name].abs().max()):
+            bound = max(tolerance, CLOSE if name == NOW else 0.0)
+            if not float((got - want[name]).abs().max()) <= bound * float(want[name].abs().max()):
                 raise ObligationFailed(f"{where}, {split}: {describe_slopes(step, name, got, want[name])}")
 
 
 def describe_slopes(step: MadeUpStep, name: str, got: Tensor, want: Tensor) -> str:
     """Describe the largest difference of two derivatives, at all digits."""
-    token = int((got - want).abs().argmax())
-    numbers = f"{float(got[token])!r} instead of {float(want[token])!r} in one piece"
-    return f"the derivative by {name} at {step.locate_token(token)} is {numbers}"
+    at = int((got - want).abs().argmax())  # of a token, or of one of its logits
+    numbers = f"{float(got.flatten()[at])!r} instead of {float(want.flatten()[at])!r} in one piece"
+    return f"the derivative by {name} at {step.locate_token(at * len(got) // got.numel())} is {numbers}"
 
 
 def run_in_lock_step(collectives: Sequence[Collective[T]]) -> list[T]:

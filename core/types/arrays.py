@@ -30,15 +30,18 @@ INTS, BOOLS, SINGLE, DOUBLE = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(n
 Record = TypeVar("Record")
 
 
-def check_column(name: str, column: Any, dtype: np.dtype[Any], length: int) -> None:
-    """Check an array's dtype and length, and make it read-only. Raises UserError otherwise."""
+def check_column(name: str, column: Any, dtype: np.dtype[Any], length: int, *, several: bool = False) -> None:
+    """Check an array's dtype and length, and make it read-only. Raises UserError otherwise.
+
+    several: whether it may have several numbers per token, [L, K].
+    """
     if not isinstance(column, np.ndarray) or column.dtype != dtype:
         found = f"an array of {column.dtype}" if isinstance(column, np.ndarray) else type(column).__name__
         raise UserError(
             f"{name} of a Sample must be a numpy array of {dtype}, found {found}; use Sample.with_advantage() for a "
             "number or an array of any floats, or make_sample() of core/types/samples.py for lists"
         )
-    if column.shape != (length,):
+    if column.shape[:1] != (length,) or column.ndim > 1 + several:
         raise UserError(
             f"the arrays of a Sample must have one length: token_ids has {length}, {name} has the shape "
             f"{list(column.shape)}"

@@ -127,7 +127,7 @@ class Sample:
     advantage: Floats | None = None
     """[L] float32, advantage of each token, computed by the algorithm once per step."""
     columns: dict[Column, Floats] = field(default_factory=dict)
-    """[L] float32 each: quantities that the algorithm requires from the trainer, or that compute_advantages added."""
+    """[L] or [L, K] float32 each: quantities that the algorithm requires from the trainer, or that it added."""
     excluded: Mask | None = None
     """[L] bool, True for chosen tokens that the algorithm does not train on."""
     episode: int | None = None
@@ -158,7 +158,7 @@ class Sample:
         check_column("rollout_logp", self.rollout_logp, floats, n)
         check_column("versions", self.versions, INTS, n)
         for name, column in self.columns.items():
-            check_column(name, column, floats, n)
+            check_column(name, column, floats, n, several=True)
         if self.advantage is not None:
             check_column("advantage", self.advantage, floats, n)
         if self.excluded is not None:

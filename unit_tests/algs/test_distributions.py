@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from algs.base import Algorithm
+from algs.distill import Distill
 from algs.divergences import Divergence, jensen_shannon, kl_divergence
 from algs.gkd import GKD
 from algs.grpo import GRPO
 from algs.measures import plan_measures
 from algs.minillm import MiniLLM
 from algs.terms import KL, Correction
+from core.errors import UserError
 from core.types.measures import list_teachers
 from modeling.softmax import Softmax
 from unit_tests.helpers.golden import TOLERANCES
@@ -52,6 +56,9 @@ CASES: dict[str, Algorithm] = {
     "ppo/exact_kl_penalty": GRPO(
         clip_low=0.2, clip_high=0.2, correction=OFF, kl=KL(coef=0.1, estimator="full"), loss_norm="token"
     ),
+    "stored/forward_truncated": Distill(form="truncated"),
+    "stored/forward_tail": Distill(),
+    "stored/cross_entropy_renormalised": Distill(form="cross_entropy"),
     "minillm/paper": MiniLLM(teacher="somewhere"),
 }
 """Of these the ratio of ppo/exact_kl_penalty is to the sampler, which is then the proximal policy too."""
@@ -67,7 +74,7 @@ def test_loss_and_gradient_by_the_logits_are_the_oracles(name, dtype, rtol, pois
     groups = logit_groups(temperature, poison)
     if name == "minillm/paper":
         groups = alg.compute_advantages(groups)
-    batch = batch_of_groups(alg, groups, dtype)
+    batch = batch_of_groups(alg, alg.prepare_groups(groups), dtype)
     tokens = batch.tokens
     if name == "ppo/exact_kl_penalty":
         tokens = tokens.replace(prox_logp=tokens.rollout_logp)
@@ -120,3 +127,18 @@ def test_a_tail_makes_it_a_divergence_below_that_of_the_whole_vocabulary():
 def test_settings_that_mean_nothing_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         Divergence(**settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"topk_ids": None}, "has no topk_ids"),
+        ({"topk_tokens": [0, 0, 0, 0]}, "topk_tokens are not the 4 tokens that are trained on here"),
+        ({"topk_ids": [[0], [1], [2], []]}, "must be lists of one length, and not empty"),
+    ],
+)
+def test_a_row_that_stores_something_else_is_refused(change, said):
+    [[sample], _] = logit_groups(1.0, 0.0)
+    extra = {name: value for name, value in {**sample.prompt.extra, **change}.items() if value is not None}
+    with pytest.raises(UserError, match=said):
+        Distill().prepare_groups([[replace(sample, prompt=replace(sample.prompt, extra=extra))]])

@@ -92,6 +92,13 @@ def table_of(key: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(LOGITS2[key], dtype=dtype)[mask]
 
 
+def stored_row(b: int) -> dict[str, list]:
+    """What a row of the fixture of logits stores of its teacher, at the trained tokens."""
+    counts = [(t, n) for t, n in enumerate(LOGITS2["topk_n"][b]) if LOGITS2["mask"][b][t]]
+    found = {f"topk_{key}": [LOGITS2[f"topk_{key}"][b][t][:n] for t, n in counts] for key in ("ids", "logp")}
+    return {"topk_tokens": [LOGITS2["labels"][b][t] for t, _ in counts], **found}
+
+
 def logit_groups(temperature: float, poison: float) -> list[Group]:
     """The two rows of the fixture of logits, a group each; the proximal policy is the current one."""
     columns = {"prox_logp": "logits", "ref_logp": "ref_logits", "teacher_logp": "teacher_logits", "": "beh_logits"}
@@ -108,7 +115,7 @@ def logit_groups(temperature: float, poison: float) -> list[Group]:
         rollout = scored.pop("")
         sample = make_sample(
             dtype=DOUBLE,
-            prompt=Prompt(id=str(b), messages=[]),
+            prompt=Prompt(id=str(b), messages=[], extra=stored_row(b)),
             token_ids=[5, 5, *LOGITS2["labels"][b]],
             action_mask=[False, False, *map(bool, mask)],
             rollout_logp=rollout,

@@ -37,6 +37,8 @@ VARIANTS: list[Variant] = [
     ("dpo", {"reference_free": True, "length_norm": True, "beta": 2.0, "target_margin": 1.0}),
 ]
 MORE: list[Variant] = [
+    ("distill", {"form": "cross_entropy"}),
+    ("distill", {"form": "truncated", "loss_norm": "sequence"}),
     ("gkd", {"divergence": {"beta": 0.0, "topk": 3, "rest": "renormalise"}}),
     ("gkd", {"divergence": {"beta": 1.0, "topk": 3, "support": "student"}, "kl": {"coef": 0.1}}),
     ("minillm", {"length_norm": False}),

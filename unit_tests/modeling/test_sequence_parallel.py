@@ -167,6 +167,10 @@ CASES: dict[str, tuple] = {
     "fsdp2_windows_values": ("fsdp2", 2, PPO, "mistral", WINDOW, {"gradient_checkpointing": True}),
     "fsdp2_copied_keys": ("fsdp2", 4, KL_GRPO, "gemma3_text", WINDOW, {}),
     "fsdp2_pairs": ("fsdp2", 2, {"name": "dpo"}, "qwen3", {}, {}),
+    "fsdp2_measures": (
+        *("fsdp2", 2, {"name": "otb", "kl": {"coef": 0.1, "estimator": "full"}}, "llama"),
+        *({"vocab_size": 16_384}, {"logits_mib": 1, "lr": 30.0}),
+    ),
     "fsdp2_adapter": ("fsdp2", 2, KL_GRPO, "llama", {}, {"lora": True}),
     "zero0_totals": (0, 2, {"name": "p3o"}, "qwen2", {}, {}),
     "zero1_windows": (1, 4, KL_GRPO, "mistral", WINDOW, {}),
