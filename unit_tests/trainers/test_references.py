@@ -204,7 +204,7 @@ def test_a_reference_leaves_the_device_and_comes_back(tiny_path):
     ("stage", "dtype"),
     [
         *((stage, "float32") for stage in (FSDP2, 3)),
-        *(pytest.param(stage, "bfloat16", marks=pytest.mark.verify) for stage in (FSDP2, OFFLOADED, 0, 1, 2, 3)),
+        *(pytest.param(stage, "bfloat16", marks=pytest.mark.verify) for stage in (FSDP2, OFFLOADED, 1, 2, 3)),
         *(pytest.param(stage, "float32", marks=pytest.mark.verify) for stage in (OFFLOADED, 0, 1, 2)),
     ],
 )
