@@ -67,10 +67,16 @@ def get_kind(alg: Algorithm) -> Kind:
 def made_up_step(alg: Algorithm) -> MadeUpStep:
     """Return the step for the algorithm's kind, prepared by `prepare_groups`; always the same."""
     drawn, now, scored = _draw_step(get_kind(alg))
-    # columns with names of the algorithm's own are those of some teacher
-    scored = dict.fromkeys(alg.required_columns, scored["teacher_logp"]) | scored
     groups = [[_with_columns(s, scored) for s in group] for group in alg.prepare_groups([[*g] for g in drawn])]
-    return MadeUpStep(groups=groups, now=now)
+    return MadeUpStep(groups=add_own_columns(alg, groups), now=now)
+
+
+def add_own_columns(alg: Algorithm, groups: list[Group]) -> list[Group]:
+    """Return the groups with the columns that the algorithm names itself, which are those of some teacher."""
+    return [
+        [replace(s, columns=dict.fromkeys(alg.required_columns, s.columns["teacher_logp"]) | s.columns) for s in g]
+        for g in groups
+    ]
 
 
 @cache
@@ -172,6 +178,12 @@ PoisonableColumn = Column | Literal["rollout_logp", "advantage"]
 POISONABLE_COLUMNS: list[PoisonableColumn] = [
     "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"
 ]  # fmt: skip
+
+
+def list_poisonable(sample: Sample) -> list[PoisonableColumn]:
+    """Return the columns that a sample has, those with names of the algorithm's own too."""
+    names = [*POISONABLE_COLUMNS, *sorted(sample.columns.keys() - {*POISONABLE_COLUMNS})]
+    return [name for name in names if has_column(sample, name)]
 
 
 def has_column(sample: Sample, name: PoisonableColumn) -> bool:

@@ -191,6 +191,6 @@ def slopes_by_ratio(
     """
     groups, logp = fixtures.ratio_arms(log_ratios, advantages, engine_gap=engine_gap)
     tables = {"logp": logp, "entropy": torch.ones_like(logp), "values": torch.zeros_like(logp)}
-    [batch] = plan_batches(alg, groups, tables)
+    [batch] = plan_batches(alg, fixtures.add_own_columns(alg, groups), tables)
     slopes = run_update(alg, [batch], tables).gradient["logp"] / batch.tokens.weight[0]
     return slopes.view(len(log_ratios), len(advantages))
