@@ -16,8 +16,10 @@ import torch
 import main_rl
 import main_sl
 from algs.base import PolicyGradient
+from algs.opd import OPD
 from algs.opsd import OPSD
 from algs.teachers import Teacher, check_teachers
+from algs.terms import KL
 from analysis.capture.losses import NamedLoss, credit_groups
 from configs.schema import RLConfig
 from core.cluster.workers import Local
@@ -230,6 +232,7 @@ def test_a_teacher_of_a_data_set_that_is_not_there_is_refused():
             "give each its own sources",
         ),
         ({"other": Teacher("m")}, "fills other, which required_columns does not name"),
+        ({}, "names c, which no teacher fills"),
     ],
 )
 def test_teachers_whose_column_is_not_clear_are_refused(teachers, said):
@@ -301,6 +304,23 @@ def test_explain_counts_a_reference_that_moves(recipe, capsys):
         path = recipe({"alg": {"name": "grpo", "kl": kl}, "model.dtype": "bfloat16", "name": "sized"})
         sizes.append(estimate_memory(load_recipe(RLConfig, path, [])).frozen)
     assert sizes[1] == 2 * sizes[0], "float32 instead of bfloat16"
+
+
+def test_explain_counts_every_model_once(recipe, tiny_path):
+    """Two data sets share a teacher, and a third has another."""
+    folders = [tiny_path, tiny_path, f"{tiny_path}/."]
+    several = {"alg": {"name": "opd", "teacher": dict(zip("abc", folders, strict=True))}}
+    one, three = (
+        estimate_memory(load_recipe(RLConfig, recipe(changes), [])).frozen
+        for changes in ({"alg": {"name": "opd", "teacher": tiny_path}}, several)
+    )
+    assert three == 2 * one > 0
+
+
+def test_a_model_of_two_teachers_is_loaded_once(tiny_path):
+    trainer = trainer_of(tiny_path, OPD(teacher={"a": tiny_path, "b": tiny_path}, kl=KL(coef=0.1)))
+    assert sorted(trainer.frozen) == ["ref_logp", "teacher of a", "teacher of b"]
+    assert len({id(model) for model in trainer.frozen.values()}) == 1
 
 
 def test_the_hint_must_hold_the_answer():
