@@ -7,28 +7,27 @@ defines the contribution of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from algs.credit import ScaleRewards, group_advantages, reward_std, sum_terms, whiten, with_advantages
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
+from algs.reductions import Stage, Stages
+from algs.state import Stateful
 from algs.teachers import START, Teacher
-from algs.terms import KL, Correction, Overlong
+from algs.terms import KL, AdaptiveEntropy, Correction, Overlong
 from algs.turns import number_turns, returns_std, reward_to_go, rewards_of_turns, turn_advantages
 from algs.validate import Metrics, check_per_token, check_samples
-from core.strict_model import StrictModel
 from core.types.arrays import Floats
 from core.types.episodes import prepare_credit
 from core.types.samples import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
 
 
-class Algorithm(StrictModel):
+class Algorithm(Stateful):
     """Base of every algorithm. Only `loss` is required."""
 
     model_config = ConfigDict(allow_inf_nan=True)  # .inf is a bound that never binds
@@ -93,13 +92,21 @@ class Algorithm(StrictModel):
         """Set `advantage` [L] on every sample, one per episode. Called once per step, on all groups."""
         return groups
 
-    def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:
-        """Return sums over a micro-batch that the loss needs over the whole update, as `tokens.totals`.
+    def totals(self, policy: Policy, tokens: Tokens) -> Stage | Stages:
+        """Return what the loss needs of the whole update, as `tokens.totals`: sums, or reductions (algs/reductions.py).
 
-        It costs an extra forward pass per update. In return, a quantity that is not linear in tokens does not depend on
-        the split.
+        As a generator it yields one dict after another, and is sent the results so far. It costs an extra forward pass
+        per update. In return, a quantity that is not linear in tokens does not depend on the split.
         """
         return {}
+
+    def prepare_update(self, groups: list[Group]) -> list[Group]:
+        """Change advantages, columns or `excluded` of the samples of an update, after `compute_advantages`.
+
+        For what depends on all tokens of an update, but not on the policy in training. Called on all groups of the
+        update at once; an episode may be several samples here.
+        """
+        return groups
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return the loss per token, [M], not reduced; and metrics, [M] each."""
@@ -122,6 +129,7 @@ class PolicyGradient(Algorithm):
     overlong: Overlong = Overlong()
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus; 0: the entropy is not computed."""
+    adaptive_entropy: AdaptiveEntropy = AdaptiveEntropy()
 
     @property
     def anchored_on_rollout(self) -> bool:
@@ -166,7 +174,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_entropy(self) -> bool:
-        return self.entropy_coef > 0
+        return self.entropy_coef > 0 or self.adaptive_entropy.target is not None
 
     def kl_rewards(self, sample: Sample) -> Floats:
         """Return -coef x k1 of each trained token, [n]; 0 unless the KL is in the reward."""
@@ -174,7 +182,7 @@ class PolicyGradient(Algorithm):
         if not n or not self.kl.in_reward:  # a failed sample is never scored
             return np.zeros(n)
         old, ref = (sample.columns[name][sample.loss_mask].astype(np.float64) for name in ("prox_logp", "ref_logp"))
-        return -self.kl.coef * (old - ref)
+        return -self.kl.current_coef(self) * (old - ref)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         raise NotImplementedError
@@ -205,10 +213,10 @@ class PolicyGradient(Algorithm):
             metrics["kl_ref"] = k3(policy.logp.detach(), tokens.ref_logp)
             metrics["kl_ref_capped"] = reaches_cap(policy.logp, tokens.ref_logp)
         if self.kl.in_loss:
-            loss = loss + self.kl.coef * self.kl.compute_penalty(policy.logp, tokens)
+            loss = loss + self.kl.current_coef(self) * self.kl.compute_penalty(policy.logp, tokens)
         if policy.entropy is not None:
             metrics["entropy"] = policy.entropy
-            loss = loss - self.entropy_coef * policy.entropy
+            loss = loss - self.adaptive_entropy.current_coef(self, self.entropy_coef) * policy.entropy
         return loss, metrics
 
 
@@ -236,21 +244,6 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
 def accepts_group(alg: Algorithm, group: Group) -> bool:
     """Return True if the algorithm trains on this group, for at least one player, with one sample per episode."""
     return any(map(alg.accept_group, prepare_credit([group])[0]))
-
-
-@torch.no_grad()
-def sum_totals(
-    alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], add_up: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """Sum the algorithm's totals over the micro-batches of an update and all ranks; empty without totals.
-
-    seen: not read without totals. add_up: sums a tensor over the ranks, called in the same order on all ranks.
-    """
-    if type(alg).totals is Algorithm.totals:
-        return {}
-    partial = [alg.totals(policy, tokens) for policy, tokens in seen]
-    # Sorted, because all ranks must reduce the totals in the same order.
-    return {name: add_up(torch.stack([p[name] for p in partial]).sum(0)) for name in sorted(partial[0])}
 
 
 def with_prox(policy: Policy, tokens: Tokens) -> Tokens:

@@ -35,7 +35,7 @@ are the two sums. If both decrease together, the model unlearns both completions
 
 Others: TRL's `ipo` takes token means (length_norm) without saying so, OpenRLHF sums; TRL's `sigmoid` ignores
 label_smoothing, and takes its NLL (`sft`) over all chosen tokens of a micro-batch. Robust DPO has no lower bound.
-BCO's running mean delta is left out, as in TRL's `bco_pair`.
+`form: bco` has no running mean delta, as in TRL's `bco_pair`; the algorithm `bco` has it.
 """
 
 from __future__ import annotations

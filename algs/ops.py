@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from algs.reductions import Reduction, count, exact_sum
+
 MAX_LOG_RATIO = 20.0
 """Limit of a log-ratio before exp(). The gradient outside is zero; `reaches_clamp` marks these tokens."""
 
@@ -93,13 +95,13 @@ def k3(logp: Tensor, other: Tensor) -> Tensor:
     return torch.expm1(-inside) + inside + slope * (d + K3_CAP).clamp(max=0.0)
 
 
-def weight_sums(weight: Tensor) -> dict[str, Tensor]:
-    """Compute the sums of a micro-batch for `effective_sample_size`, [M] -> scalars: n, sum w and sum w^2."""
+def weight_sums(weight: Tensor) -> dict[str, Reduction]:
+    """Ask for the totals of `effective_sample_size`, from weights [M]: n, sum w and sum w^2."""
     weight = weight.detach()
-    return {"n": weight.new_tensor(float(weight.numel())), "w": weight.sum(), "w2": weight.square().sum()}
+    return {"n": count(weight), "w": exact_sum(weight), "w2": exact_sum(weight.square())}
 
 
 def effective_sample_size(totals: dict[str, Tensor], prefix: str = "") -> Tensor:
-    """Compute (sum w)^2 / (n sum w^2) of summed `weight_sums` (Kish), in (0, 1]; 1 without tokens."""
+    """Compute (sum w)^2 / (n sum w^2) of reduced `weight_sums` (Kish), in (0, 1]; 1 without tokens."""
     n, w, w2 = (totals[f"{prefix}{name}"] for name in ("n", "w", "w2"))
     return torch.where(n > 0, w.square() / (n * w2).clamp(min=1e-30), torch.ones_like(w))

@@ -39,7 +39,10 @@ class ORPO(Pairwise):
         mean = sequence_mean(policy.logp, tokens.seq_ids)  # [M]
         log_odds = mean - log1mexp(mean)
         signed = tokens.advantage.sign() * log_odds / sequence_sum(torch.ones_like(mean), tokens.seq_ids)
-        odds_loss = -logsigmoid(pair_sum(signed, tokens))
+        is_chosen = tokens.advantage > 0
+        # one sum each, so that the order of the two completions changes no bit
+        margin = pair_sum(signed * is_chosen, tokens) + pair_sum(signed * ~is_chosen, tokens)
+        odds_loss = -logsigmoid(margin)
         nll = -policy.logp * tokens.advantage.clamp(min=0)
         return nll + self.lam * odds_loss, pair_metrics(signed, tokens) | {"nll": nll, "odds_loss": odds_loss}
 

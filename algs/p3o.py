@@ -19,6 +19,7 @@ from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
 from algs.ops import effective_sample_size, importance_ratio, k3, weight_sums
+from algs.reductions import Stage
 from algs.terms import Correction
 from core.types.samples import Policy, Tokens
 
@@ -30,7 +31,7 @@ class P3O(GroupRelative):
     def anchored_on_rollout(self) -> bool:
         return True
 
-    def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:
+    def totals(self, policy: Policy, tokens: Tokens) -> Stage:
         return weight_sums(importance_ratio(policy.logp, tokens.rollout_logp))
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:

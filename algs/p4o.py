@@ -15,6 +15,7 @@ from torch import Tensor
 
 from algs.base import GroupRelative, Metrics, with_prox
 from algs.ops import effective_sample_size, importance_ratio, k3, weight_sums
+from algs.reductions import Stage
 from algs.terms import Correction
 from core.types.samples import Policy, Tokens
 
@@ -26,7 +27,7 @@ class P4O(GroupRelative):
     def anchored_on_rollout(self) -> bool:
         return True
 
-    def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:
+    def totals(self, policy: Policy, tokens: Tokens) -> Stage:
         prox, rollout = with_prox(policy, tokens).prox_logp, tokens.rollout_logp
         of = {"b_": weight_sums(importance_ratio(policy.logp, rollout))}
         of["p_"] = weight_sums(importance_ratio(policy.logp, prox))

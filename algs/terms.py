@@ -1,4 +1,4 @@
-"""Terms of every policy-gradient algorithm: importance correction, KL penalty, overlong penalty."""
+"""Terms of every policy-gradient algorithm: importance correction, KL penalty, entropy bonus, overlong penalty."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from algs.credit import overlong_penalty
 from algs.ops import importance_ratio, k2, k3, sequence_mean, sequence_ratio
+from algs.state import Controller, State, Stateful, StepSeen
 from algs.teachers import START, Teacher
 from core.strict_model import StrictModel
 from core.types.samples import Sample, Tokens
@@ -83,11 +84,17 @@ class Correction(StrictModel):
                 return kept * ((rho >= self.low) & (rho <= self.high))
 
 
-class KL(StrictModel):
+class KL(Controller):
     """Penalty on divergence from the reference model; place and estimator determine the gradient."""
 
     coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the penalty; 0: no reference model is loaded."""
+    """Coefficient of the penalty; 0: no reference model is loaded. With target, that of the first step."""
+    target: float | None = Field(default=None, gt=0)
+    """Desired KL from the reference per token, in nats, to which the coefficient adapts: after each step of n samples
+    it is multiplied by 1 + clip(KL / target - 1, -0.2, 0.2) n / horizon (https://arxiv.org/abs/1909.08593, Eq. 2-3).
+    Unset: it stays."""
+    horizon: int = Field(default=10_000, ge=1)
+    """Samples in which the coefficient changes by a fifth at most, for target."""
     place: Literal["loss", "reward"] = "loss"
     """loss: added to the loss, per token. reward: subtracted from the reward, before advantages are computed."""
     estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased"] = "auto"
@@ -136,6 +143,24 @@ class KL(StrictModel):
             with_optimizer=self.reset_optimizer,
         )
 
+    def adapts_a_penalty(self) -> KL:
+        if self.target is not None and self.coef == 0:
+            raise ValueError("target adapts coef, and 0 stays 0: set coef, such as to 0.1")
+        return self
+
+    def current_coef(self, alg: Stateful) -> float:
+        """Return the coefficient of the step."""
+        return self.coef if self.target is None else float(alg.state["kl_coef"])
+
+    def initial_entries(self) -> dict[str, float]:
+        return {} if self.target is None else {"kl_coef": self.coef}
+
+    def next_entries(self, state: State, step: StepSeen) -> dict[str, float]:
+        if self.target is None:
+            return {}
+        error = min(0.2, max(-0.2, step.mean("kl_ref") / self.target - 1))
+        return {"kl_coef": float(state["kl_coef"]) * (1 + error * step.n_samples / self.horizon)}
+
     @property
     def in_loss(self) -> bool:
         return self.coef > 0 and self.place == "loss"
@@ -158,6 +183,35 @@ class KL(StrictModel):
                 # the live ratio brings the gradient of the sampling distribution, and corrects for the engine's
                 # policy
                 return importance_ratio(logp, tokens.rollout_logp) * k3(logp, tokens.ref_logp)
+
+
+class AdaptiveEntropy(Controller):
+    """Entropy bonus whose weight follows a target (Skywork-OR1, https://arxiv.org/abs/2505.22312).
+
+    After each step the weight rises by `delta` if the policy's entropy was below the target, and falls otherwise. The
+    bonus is on only in steps that follow one below the target.
+    """
+
+    target: float | None = Field(default=None, gt=0)
+    """Desired mean entropy per token, in nats. Unset: the weight is entropy_coef."""
+    delta: float = Field(default=1e-4, gt=0)
+    """Change of the weight per step."""
+    high: float = Field(default=5e-3, gt=0)
+    """Largest weight; the smallest is 0."""
+
+    def current_coef(self, alg: Stateful, coef: float) -> float:
+        """Return the weight of the step. coef: entropy_coef."""
+        return coef if self.target is None else float(alg.state["entropy_coef"]) * float(alg.state["entropy_on"])
+
+    def initial_entries(self) -> dict[str, float]:
+        return {} if self.target is None else {"entropy_coef": 0.0, "entropy_on": 1.0}
+
+    def next_entries(self, state: State, step: StepSeen) -> dict[str, float]:
+        if self.target is None:
+            return {}
+        is_low = step.mean("entropy") < self.target
+        moved = float(state["entropy_coef"]) + (self.delta if is_low else -self.delta)
+        return {"entropy_coef": min(self.high, max(0.0, moved)), "entropy_on": float(is_low)}
 
 
 class Overlong(StrictModel):

@@ -234,10 +234,7 @@ VALUE_RETURN = _declare("train/value/return", "", "mean target of the value mode
 VALUE_MOMENTS = ("train/value/return_sq", "train/value/error", "train/value/error_sq")
 """Intermediate values, from which the driver computes EXPLAINED_VARIANCE."""
 EXPLAINED_VARIANCE = _declare(
-    "train/value/explained_variance",
-    "",
-    "1 - Var(return - prediction) / Var(return); 1 is perfect, 0 a constant",
-    "ppo",
+    "train/value/explained_variance", "", "1 - Var(return - prediction) / Var(return); 0 for a constant", "ppo"
 )
 _declare("train/value/grad_norm", "", "norm of the value model's gradient before clipping", "ppo")
 _PAIRS = "dpo, orpo, reward_model"
@@ -248,10 +245,13 @@ _declare("train/pair/accuracy", "fraction", "pairs with a positive margin", _PAI
 _declare("train/nll", "nats", "negative log-likelihood of the chosen completion", "orpo")
 _declare("train/odds_loss", "", "odds-ratio term of the loss", "orpo")
 _declare("train/kto/z0", "", "KTO's reference point", "kto")
-_declare(
-    "train/kto/accuracy", "fraction", "completions on the side of the reference point that their label says", "kto"
-)
+_declare("train/kto/accuracy", "fraction", "completions on the side of z0 that their label says", "kto")
 
+_declare("train/bco/reward", "", "mean of beta times the log-ratio to the reference", "bco")
+_declare("train/bco/accuracy", "fraction", "completions on the side of delta that their label says", "bco")
+ALG_STATE, ALG_SCHEDULED = "alg/state/{}", "alg/{}"
+_declare("alg/state/<name>", "", "number of the algorithm's state, as the step used it", "an algorithm with a state")
+_declare("alg/<name>", "", "scheduled hyper-parameter, as the step used it", "alg.schedules")
 COMPARE_LOSSES = "compare_losses/"
 """Prefix of a compared loss's metrics."""
 _declare("compare_losses/<name>/<metric>", "", "train/<metric> of a loss that only watches, with compare_losses", RL)
@@ -270,16 +270,14 @@ EVAL_PAIR_ACCURACY = _declare("eval/pair/<metric>", "", "train/pair/<metric> on 
     "<metric>", "accuracy"
 )
 _declare("eval/kto/<metric>", "", "train/kto/<metric> on data.eval", "kto")
+_declare("eval/bco/<metric>", "", "train/bco/<metric> on data.eval", "bco")
 _declare("eval/reward/<part>", "", "reward/<part> on data.eval", RL)
 _declare("eval/rollout/failed", "samples", "samples of data.eval without a reward", RL)
 VERSION = "version"
 _declare("eval/version", "steps", "steps that the evaluated weights have behind them", RL)
 PASS_AT = "pass@{}"
 _declare(
-    "eval/pass@<k>",
-    "fraction",
-    "prompts of data.eval that k samples solve, unbiased; with eval_samples above 1",
-    RL,
+    "eval/pass@<k>", "fraction", "prompts of data.eval that k samples solve, unbiased; with eval_samples above 1", RL
 )
 
 _declare(

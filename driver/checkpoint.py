@@ -3,7 +3,7 @@
     step_00010/            the run after ten steps: complete, because it has this name
         policy/, critic/   a learner's weights and optimizer, a file per rank
         rank_0.pt ...      other state of every rank: counters and random state
-        progress.json      steps, metrics, data position, and the run's recipe
+        progress.json      steps, metrics, data position, the algorithm's state, and the run's recipe
         COMPLETE           the size of every file, to detect damage before reading
     last -> step_00010     and best, if data.eval was measured
     step_00015.partial/    being written or removed, possibly by a killed run: never read
@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class RunState:
     """State of the replay buffer in RL; empty in supervised runs, where the step suffices."""
     recipe: dict[str, Any]
     """Settings and file hashes of the run; see driver/resume.py."""
+    alg_state: dict[str, Any] = field(default_factory=dict[str, Any])
+    """State of the algorithm for the next step, as JSON; empty for one without a state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

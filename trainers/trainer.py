@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from algs.base import Algorithm, Metrics, sum_totals
+from algs.base import Algorithm, Metrics
 from algs.teachers import LIVE
+from algs.totals import measure_near, sum_totals
 from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError, writing
@@ -142,6 +143,10 @@ class Trainer:
         able = not padded and all(can_share_prefixes(m) for m in models)
         return RowLayout(padded=padded, shares_prefixes=able and self.cfg.share_prefixes == "auto")
 
+    def set_algorithm(self, alg: Algorithm) -> None:
+        """Use another copy of the algorithm from now on: the next step's, with its state and schedules."""
+        self.alg = alg
+
     def list_models(self) -> list[nn.Module]:
         return [self.model, *self.frozen.values(), *([self.critic.model] if self.critic is not None else [])]
 
@@ -170,7 +175,8 @@ class Trainer:
         if self.alg.model_kind == "reward":
             return None, *self._compute_value_loss(self.policy, batch)
         policy = self.forward(batch)
-        return policy, *check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
+        loss, metrics = check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
+        return policy, loss, metrics | measure_near(batch.tokens)
 
     def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
         """Run the forward pass of a value or reward model; return the loss [M] and the metrics."""
@@ -332,6 +338,6 @@ class Trainer:
         """
         with torch.no_grad():
             seen = ((self.forward(batch), batch.tokens) for batch in map(self._load, micro_batches))
-            totals = sum_totals(self.alg, seen, self.sum_over_rows)
-        for batch in map(self._load, micro_batches):
-            yield replace(batch, tokens=batch.tokens.replace(totals=totals))
+            totals = sum_totals(self.alg, seen, self)
+        for batch, own in zip(map(self._load, micro_batches), totals, strict=False):  # without end if there are none
+            yield replace(batch, tokens=own.add_to(batch.tokens))

@@ -8,12 +8,8 @@ from torch import Tensor
 from algs.base import Algorithm
 from algs.check import fixtures
 from algs.check.fixtures import Tables
-from algs.check.update import (
-    ObligationFailed,
-    compute_advantages,
-    plan_batches,
-    run_update,
-)
+from algs.check.replay import see_step
+from algs.check.update import ObligationFailed, compute_advantages, plan_batches, run_update
 from core.types.samples import ScoredColumn
 
 UPDATES, MIN_PROBABILITY, ENGINE_OFFSET = 40, 0.5, 0.4
@@ -41,7 +37,7 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
     tilt = engine_offset * torch.linspace(1, -1, len(logits), dtype=torch.float64)
     # two updates per step with an offset: the second sees a policy that is not the proximal one
     start, per_step = logits.log_softmax(-1), 2 if engine_offset else 1
-    for _ in range(UPDATES // per_step):
+    for number in range(UPDATES // per_step):
         now = bandit_tables(logits, value)
         scored: dict[ScoredColumn, Tensor] = {
             "prox_logp": now["logp"],
@@ -58,6 +54,8 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
             tables = bandit_tables(**trained)
             slopes = run_update(alg, plan_batches(alg, groups, tables, horizon=1), tables, by=trained).gradient
             logits, value = logits - slopes["logits"], value - 0.1 * slopes["value"]
+        if groups and alg.has_state:
+            alg = alg.after(see_step(alg, groups, now, number=number, horizon=1))
     return float(logits.softmax(-1)[fixtures.BEST])
 
 

@@ -41,6 +41,8 @@ def check(what: str | type[Algorithm], settings: dict[str, Any] | None = None, *
     for an invalid name or setting.
     """
     alg: Algorithm = validate(what if isinstance(what, type) else find_class(what), settings or {}, prefix="")
+    # a schedule would set a hyper-parameter again that an obligation varies
+    alg = alg.model_copy(update={"schedules": {}})
     of_kind = APPLICABLE[fixtures.get_kind(alg)]
     applicable = [o for o in OBLIGATIONS if o[0] in of_kind and o[0] in (letters or of_kind)]
     return [run_obligation(alg, letter, title, obligation=obligation) for letter, title, obligation in applicable]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from algs.base import Algorithm, PolicyGradient
 from algs.check import fixtures, instruments
 from algs.check.fixtures import MadeUpStep
 from algs.check.instruments import record_reads, with_settings
+from algs.check.replay import make_up_step_seen
 from algs.check.update import ObligationFailed, describe_any_difference, update_on_groups
 from algs.teachers import check_teachers
 
@@ -48,6 +51,11 @@ def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[A
     for stale in (False, True):
         got = update_on_groups(alg, step, step.groups, stale=stale)
         outputs += [got.loss, *(g.tolist() for g in got.gradient.values())]
+    if alg.has_state:  # a hyper-parameter may be read after a step only, or change the steps after it
+        moved = alg.after(make_up_step_seen(alg, step, 0))
+        got = update_on_groups(moved, step, step.groups, stale=False)
+        state = {name: np.asarray(value).tolist() for name, value in moved.state.items()}
+        outputs += [state, got.loss, *(g.tolist() for g in got.gradient.values())]
     return outputs
 
 

@@ -6,7 +6,7 @@
 (d) (f) (h) (j) to (l) apply to policy gradients, (i) to algorithms on given rows (conversations, pairs, unpaired
 rows), and the others to all. All numbers are float64, and micro-batches are the real ones of
 data_feeds/packing/batches.py. Exit code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a
-hyper-parameter.
+hyper-parameter. With schedules, the algorithm is that of the first step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from algs.check.declared import reads_what_it_declares
 from algs.check.fixtures import MadeUpStep, Tables
 from algs.check.instruments import with_settings
 from algs.check.off_policy import binds_outwards, clips_on_the_right_side, corrects_the_engine_once
+from algs.check.partitions import changes_no_bit
+from algs.check.replay import replays_its_state
 from algs.check.update import (
     SPLITS,
     NotApplicable,
@@ -270,10 +272,12 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("j", "an episode may be cut into several samples", may_be_cut_into_samples),
     ("k", "the engine is corrected once", corrects_the_engine_once),
     ("l", "far from ratio 1 the gradient keeps its direction, and a clip binds outwards", binds_outwards),
+    ("m", "no partition of the rows, on any ranks, changes a bit", changes_no_bit),
+    ("n", "a resumed run has the state of one that was not stopped", replays_its_state),
 ]
 APPLICABLE: dict[fixtures.Kind, str] = {
-    "policy gradient": "abcdefghjkl",
-    "conversations": "abcegi",
-    "pairs": "abcegi",
-    "unpaired": "abcegi",
+    "policy gradient": "abcdefghjklmn",
+    "conversations": "abcegimn",
+    "pairs": "abcegimn",
+    "unpaired": "abcegimn",
 }

@@ -10,9 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from algs.base import Algorithm, assign_advantages, sum_totals
+from algs.base import Algorithm, assign_advantages
 from algs.check import fixtures
 from algs.check.fixtures import MadeUpStep, Tables
+from algs.totals import Alone, sum_totals
 from algs.validate import check_per_token
 from core.types.samples import Batch, Group, Policy, ScoredColumn
 from data_feeds.packing.batches import Plan, plan_update
@@ -98,8 +99,8 @@ def make_plan(alg: Algorithm, groups: list[Group], *, split: Split = WHOLE, hori
 
 def with_totals(alg: Algorithm, batches: list[Batch], tables: Tables) -> list[Batch]:
     """Add the algorithm's totals to every micro-batch, summed as in training."""
-    totals = sum_totals(alg, ((make_policy(alg, b, tables), b.tokens) for b in batches), lambda values: values)
-    return [replace(b, tokens=b.tokens.replace(totals=totals)) for b in batches]
+    totals = sum_totals(alg, [(make_policy(alg, b, tables), b.tokens) for b in batches], Alone())
+    return [replace(b, tokens=own.add_to(b.tokens)) for b, own in zip(batches, totals, strict=False)]
 
 
 def make_policy(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:

@@ -22,6 +22,7 @@ from core.errors import CallFailed, ProcessDied, RunStopped, writing
 from core.tasks import start_task
 from core.timing.clock import Clock
 from core.timing.phases import Phase
+from driver.alg_state import state_to_json
 from driver.load_recipe import Loaded
 from driver.rl.observers import PlannedStep, RunObserver, StartedRun
 from driver.start.devices import uses_gpus
@@ -147,6 +148,7 @@ class Recorder(RunObserver):
             updates=describe_updates(step.groups, step.plans, recorded),
             metrics=dict(metrics),
             checkpoint=self._find_checkpoint(step.step),
+            alg_state=state_to_json(step.alg),
         )
         folder = snapshot_folder(self.home, step.step)
 

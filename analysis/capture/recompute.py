@@ -97,7 +97,8 @@ def replay(
         raise UserError(f"--update {update}: the step has {len(facts)} updates, counted from 0")
     others = parse_losses(given, key="--alg", max_new_tokens=run.max_new_tokens)
     check_columns(others, snapshot)
-    own = load_algorithm(snapshot.alg_file, run.alg)
+    own = snapshot.with_state(load_algorithm(snapshot.alg_file, run.alg))
+    others = [replace(loss, alg=snapshot.with_state(loss.alg)) for loss in others]
     trainer, weights = load_trainer(snapshot, update, model)
     groups = snapshot.groups_of(update, snapshot.groups)
     plan = snapshot.plan_of(update)

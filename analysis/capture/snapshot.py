@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from algs.base import Algorithm
 from analysis.capture.batch_file import in_order, read_batch, write_batch
 from analysis.capture.tokens import MANIFEST, SNAPSHOTS, UNREADABLE, CapturedSample, captured_steps, write_captured
 from core.errors import UserError, first_line, writing
 from core.loading import FileSpec, hash_file
 from core.text.atomic_write import flush_folder, flush_path, measure_sizes, write_whole
 from core.types.allowed_tokens import AllowedTokens
+from core.types.arrays import Floats, from_json
 from core.types.batch import RowLayout
 from core.types.samples import Group
 from core.types.weights import ExportScope
 from data_feeds.packing.batches import Plan
 
+A = TypeVar("A", bound=Algorithm)
 FORMAT = 1
 ALGORITHM = "algorithm.py"
 INCOMPLETE = "the snapshot is incomplete, and will not be read"
@@ -90,6 +93,8 @@ class Manifest:
     """Metrics of the trainer for the step, as logged."""
     checkpoint: str | None
     """Checkpoint that holds the weights before the step, if the run made one."""
+    alg_state: dict[str, Any] = field(default_factory=dict[str, Any])
+    """State of the algorithm in the step, as JSON."""
     format: int = FORMAT
 
 
@@ -110,6 +115,19 @@ class StepSnapshot:
         if spec.in_package:
             return FileSpec(module=spec.module, path=spec.path, sha256=hash_file(own_module(spec)), in_package=True)
         return FileSpec(module=spec.module, path=str(self.folder / ALGORITHM), sha256=spec.sha256, in_package=False)
+
+    def with_state(self, alg: A) -> A:
+        """Return a loss for the captured step: with its scheduled values, and its state if the run's has these entries.
+
+        Raises UserError for a loss with other entries, which the run did not move.
+        """
+        recorded: dict[str, float | Floats] = from_json(self.manifest.alg_state)
+        if lacking := sorted(alg.state.keys() - recorded.keys()):
+            raise UserError(
+                f"--alg: {type(alg).__name__} reads the state {lacking[0]}, which the run's algorithm did not have and "
+                "the snapshot does not hold: capture a run of this algorithm"
+            )
+        return alg.with_state(recorded, step=self.manifest.step)
 
     def groups_of(self, update: int, groups: list[Group]) -> list[Group]:
         """Return the groups of the step that an update trained on."""

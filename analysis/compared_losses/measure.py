@@ -6,18 +6,19 @@ from collections.abc import Mapping
 
 import torch
 
-from algs.base import Algorithm, sum_totals
+from algs.base import Algorithm
+from algs.totals import Ranks, sum_totals
 from algs.validate import check_per_token
 from core.metrics import COMPARE_LOSSES
 from core.types.samples import Policy, Tokens
-from trainers.meter import Meter, Rank
+from trainers.meter import Meter
 from trainers.observers import BatchSeen, Observer
 
 
 class ComparedLossMeter(Observer):
     """Metrics of compared losses over the updates of a step that were made."""
 
-    def __init__(self, rank: Rank, *, losses: Mapping[str, Algorithm]):
+    def __init__(self, rank: Ranks, *, losses: Mapping[str, Algorithm]):
         self.rank, self.losses = rank, losses
 
     def begin_step(self) -> None:
@@ -40,9 +41,9 @@ class ComparedLossMeter(Observer):
         for name, alg in self.losses.items():
             # totals, such as P3O's effective sample size, need every batch of the update before the first loss
             own = [(as_needed_by(alg, policy), tokens[name]) for policy, tokens in seen]
-            totals = sum_totals(alg, own, self.rank.sum_over_rows)
-            for policy, plain in own:
-                tokens = plain.replace(totals=totals)
+            totals = sum_totals(alg, own, self.rank)
+            for (policy, plain), reduced in zip(own, totals, strict=False):  # without end if there are none
+                tokens = reduced.add_to(plain)
                 loss, metrics = check_per_token(alg, alg.objective(policy, tokens), tokens)
                 self.totals[name].add(tokens.weight, {"loss": loss, **metrics})
 

@@ -47,6 +47,8 @@ def describe_lack(alg: PolicyGradient, cfg: RLConfig, own: Algorithm) -> str:
         return f"needs {other[0]} of the teacher {other[1].model}, which the run does not have as this loss declares it"
     if alg.needs_entropy and not own.needs_entropy:
         return "needs the entropy, which the run's algorithm does not compute (alg.entropy_coef is 0)"
+    if alg.state or alg.schedules:
+        return "changes from step to step (its state, or schedules), and only the run's algorithm does"
     if alg.needs_siblings and cfg.group_size < 2:
         return "compares the samples of a group, and group_size is 1"
     if alg.whole_groups and not own.whole_groups:

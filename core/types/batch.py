@@ -61,7 +61,10 @@ class Tokens:
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[M] float each, detached; columns whose names an algorithm chose. Read as `tokens.column(name)`."""
     totals: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
+    """Totals of the whole update, all ranks; see Algorithm.totals."""
+    first: dict[str, Tensor] = field(default_factory=dict)
+    """[M] each, the values whose order statistics are in `totals`, as the forward pass of the totals computed them; NaN
+    where a token did not count. Compare these with a threshold: computed again, a last bit may differ."""
 
     def __post_init__(self) -> None:
         for name in list_fields(Tokens):

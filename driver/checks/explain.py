@@ -9,20 +9,15 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from algs.base import Algorithm
+from algs.schedules import Schedule
 from algs.teachers import START, list_paths
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
 from driver.checks.explain_devices import describe_gpus, describe_processes
 from driver.checks.explain_texts import describe_texts
-from driver.checks.memory_estimate import (
-    CUDA_GIB,
-    GIB,
-    BytesEach,
-    MemoryEstimate,
-    estimate_engine_gib,
-    find_gpu_gib,
-)
+from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate, estimate_engine_gib, find_gpu_gib
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded
 from driver.start.devices import check_devices, count_gpus, uses_gpus
@@ -35,7 +30,13 @@ def explain(loaded: Loaded[Any]) -> str:
     """Return the resolved configuration of a training run and derived facts."""
     cfg: RunConfig = loaded.cfg
     texts = describe_texts(cfg.model, cfg.data)
-    facts = [*describe_arithmetic(loaded), *texts, *describe_placement(cfg), *describe_memory(loaded)]
+    facts = [
+        *describe_arithmetic(loaded),
+        *describe_schedules(loaded.alg),
+        *texts,
+        *describe_placement(cfg),
+        *describe_memory(loaded),
+    ]
     return format_explanation(cfg, facts, check_devices(cfg))
 
 
@@ -90,6 +91,15 @@ def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         ("the run", f"{cfg.steps} steps -> {cfg.steps * samples:,} sequences -> {cfg.total_updates} optimizer updates"),
         ("generation", describe_schedule(cfg)),
     ]
+
+
+def describe_schedules(alg: Algorithm) -> list[tuple[str, str]]:
+    """Describe the hyper-parameters that change with the steps."""
+
+    def describe(part: Schedule) -> str:
+        return f"{part.start:g} -> {part.end:g} in {part.steps} steps ({part.shape})"
+
+    return [(f"alg.{name}", ", then ".join(map(describe, parts))) for name, parts in alg.schedules.items()]
 
 
 def describe_schedule(cfg: RLConfig) -> str:

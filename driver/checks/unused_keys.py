@@ -104,6 +104,22 @@ TERM_RULES = (
         why="alg.kl.coef is 0, and there is no penalty",
     ),
     Rule(
+        keys=("alg.schedules.kl.coef",),
+        is_unused=lambda alg: alg.kl.target is not None,
+        why="alg.kl.target moves the coefficient",
+    ),
+    Rule(keys=("alg.kl.horizon",), is_unused=lambda alg: alg.kl.target is None, why="alg.kl.target is unset"),
+    Rule(
+        keys=("alg.adaptive_entropy.delta", "alg.adaptive_entropy.high"),
+        is_unused=lambda alg: alg.adaptive_entropy.target is None,
+        why="alg.adaptive_entropy.target is unset",
+    ),
+    Rule(
+        keys=("alg.entropy_coef", "alg.schedules.entropy_coef"),
+        is_unused=lambda alg: alg.adaptive_entropy.target is not None,
+        why="alg.adaptive_entropy.target is set, and the weight begins at 0",
+    ),
+    Rule(
         keys=("alg.overlong.max_tokens", "alg.overlong.buffer", "alg.overlong.coef"),
         is_unused=lambda alg: alg.overlong.mode != "penalty",
         why="alg.overlong.mode is not penalty",
@@ -138,6 +154,11 @@ def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
         for key in rule.keys:
             if is_given(key, given) and rule.is_unused(about):
                 raise UserError(f"{key} is set and would not be read, because {rule.why}: leave it out")
+    for name in alg.schedules:
+        if is_given(f"alg.{name}", given):
+            raise UserError(
+                f"alg.{name} is set and would not be read, because alg.schedules has it: leave one of them out"
+            )
     if isinstance(cfg, SLConfig) and alg.rows != "conversations" and is_given("data.train_on", given):
         raise UserError(
             "data.train_on is set and would not be read: this algorithm trains on the last reply of each row, whatever "

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from algs.base import PolicyGradient
 from configs.schema import RLConfig
 from core import metrics as names
 from core.cluster.workers import Workers, copy_to_groups
@@ -32,6 +33,8 @@ class PlannedStep:
 
     step: int
     """Number of steps that trained the weights so far."""
+    alg: PolicyGradient
+    """The algorithm, with the state and the scheduled hyper-parameters of this step."""
     groups: list[list[Group]]
     """[update], with their advantages."""
     plans: list[Plan]

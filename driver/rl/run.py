@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from algs.base import PolicyGradient, TurnCredit, assign_advantages
+from algs.base import PolicyGradient, TurnCredit, accepts_group, assign_advantages
 from algs.validate import check_advantages
 from configs.schema import RLConfig
 from core import metrics as names
@@ -21,6 +21,7 @@ from core.types.samples import Group, Prompt, ScoredColumn
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed
 from data_feeds.packing.batches import Plan, plan_update
+from driver.alg_state import measure_algorithm, move_algorithm, state_to_json
 from driver.checkpoint import RunState
 from driver.context import RunContext
 from driver.records.rollout_metrics import (
@@ -50,6 +51,7 @@ class Run:
 
     cfg: RLConfig
     alg: PolicyGradient
+    """The algorithm of the next step: each step replaces it by a copy with another state."""
     prompts: Feed[Prompt]
     evaluation: RunEvaluation | None
     tokenizer: ChatTokenizer
@@ -97,6 +99,13 @@ class Run:
             staleness = measure_staleness(groups, step=step, max_staleness=self.cfg.max_staleness)
             return groups, staleness | measure_drawn(drawn) | self.prompts.count_draws(drawn[-1].ticket + 1)
 
+    def accept_group(self, group: Group) -> bool:
+        """Tell whether to train on a group that is complete.
+
+        With staleness, groups are complete while the algorithm's state moves. So there the state cannot be read.
+        """
+        return accepts_group(self.alg if self.cfg.max_staleness == 0 else self.alg.hide_state(), group)
+
     async def compute_columns(self, groups: list[Group]) -> list[Group]:
         """Compute the columns that the algorithm requires, with the trainer's models as they are now."""
         # With one update per step the policy in training is the proximal policy itself.
@@ -127,10 +136,12 @@ class Run:
                 measured, *_ = await self.trainers.scatter(Trainer.step, step.shard(len(self.trainers)))
                 self.time.prefetch_trainer_timers()
             self.steps_done += 1
+        metrics = name_train_metrics(measured) | step.measure() | measure_algorithm(step.alg)
+        metrics |= await self.observers.on_step(step, measured, metrics)
+        self.alg = await move_algorithm(self.alg, self.trainers, groups, measured)
         with clock.phase(Phase.TRAIN):
             await move_teachers(self.trainers, self.alg, self.steps_done)
-        metrics = name_train_metrics(measured) | step.measure()
-        return metrics | await self.observers.on_step(step, measured, metrics)
+        return metrics
 
     def _plan_step(self, groups: list[Group]) -> PlannedStep:
         """Distribute the groups of a step over updates, ranks and micro-batches."""
@@ -139,7 +150,7 @@ class Run:
         of_updates = [groups[i::k] for i in range(k)]
         plans = [self._plan(own) for own in of_updates]
         batches = [plan.batches() for plan in plans]
-        return PlannedStep(step=self.steps_done, groups=of_updates, plans=plans, batches=batches)
+        return PlannedStep(step=self.steps_done, alg=self.alg, groups=of_updates, plans=plans, batches=batches)
 
     def _plan(self, groups: list[Group], *, apart: bool = False) -> Plan:
         """Split groups into micro-batches. apart: samples need not be together."""
@@ -243,7 +254,13 @@ class Run:
 
     async def _write_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         position = self.buffer.get_state()
-        state = RunState(steps_done=step + 1, metrics=metrics, position=position, recipe=self.settings)
+        state = RunState(
+            steps_done=step + 1,
+            metrics=metrics,
+            position=position,
+            recipe=self.settings,
+            alg_state=state_to_json(self.alg),
+        )
         await self.context.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:

@@ -24,6 +24,7 @@ from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.feed import Feed, load_prompts
+from driver.alg_state import restore_algorithm
 from driver.checkpoint import Checkpoint
 from driver.checks.engine import check_images, check_sampling
 from driver.checks.explain import estimate_memory
@@ -176,15 +177,16 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         layout = await trainers.call_one(0, Trainer.describe_layout)
     # Colocated trainers were reloaded above: a checkpoint is loaded into their tensors.
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
+    alg = await restore_algorithm(prepared.alg, trainers, prepared.checkpoint)
     availability = watch_engines(cfg, engines, context)
     generation = make_generation(prepared, context, engines, availability, first_step)
     evaluation = None
     if prepared.held_out is not None:
         evaluator = Evaluator(cfg, prepared.held_out.all(), generation)
         evaluation = RunEvaluation(evaluator, context, cfg.eval_every)
-    return Run(
+    run = Run(
         cfg=cfg,
-        alg=prepared.alg,
+        alg=alg,
         prompts=feed,
         evaluation=evaluation,
         tokenizer=prepared.tokenizer,
@@ -200,6 +202,8 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         time=await TimeBreakdown.start(context.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
         observers=start_observers(prepared, context, trainers, layout),
     )
+    generation.accept_group = run.accept_group  # by the algorithm of the step, which the run replaces
+    return run
 
 
 def make_generation(

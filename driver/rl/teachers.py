@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -142,7 +141,6 @@ def _add_grades(sample: Sample, found: dict[Column, Floats], wanted: Collection[
 
 async def move_teachers(trainers: Workers[Trainer], alg: Algorithm, steps_done: int) -> None:
     """Let the teachers that follow the policy move, after `steps_done` steps of the run."""
-    state: Mapping[str, Any] = getattr(alg, "state", {})
-    rates = {name: t.rate_after(steps_done, state) for name, t in alg.teachers.items()}
+    rates = {name: t.rate_after(steps_done, alg.state) for name, t in alg.teachers.items()}
     if moving := {name: rate for name, rate in rates.items() if rate}:
         await trainers.call_all(Trainer.move_teachers, moving)

@@ -19,6 +19,7 @@ from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_groups
 from data_feeds.packing.batches import Plan, plan_update
+from driver.alg_state import measure_algorithm, move_algorithm, restore_algorithm, state_to_json
 from driver.checkpoint import Checkpoint, RunState
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
@@ -144,6 +145,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     if cfg.precompute_ref_logp:
         await run.compute_reference()  # before a checkpoint is loaded: the reference is the initial model
     run.first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
+    run.alg = await restore_algorithm(run.alg, trainers, prepared.checkpoint)
     return run
 
 
@@ -153,6 +155,7 @@ class Run:
 
     cfg: SLConfig
     alg: Algorithm
+    """The algorithm of the next step: each step replaces it by a copy with another state."""
     rows: Feed[Group]
     held_out: Feed[Group] | None
     tokenizer: ChatTokenizer
@@ -192,7 +195,9 @@ class Run:
             # Every rank returns the metrics of the whole step.
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
             of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.measure_shared(batches)}
-        return name_train_metrics(measured) | of_plan
+        metrics = name_train_metrics(measured) | of_plan | measure_algorithm(self.alg)
+        self.alg = await move_algorithm(self.alg, self.trainers, groups, measured)
+        return metrics
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:
         """Measure the held-out rows after every `eval_every` steps."""
@@ -257,7 +262,13 @@ class Run:
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         """Write a checkpoint after every `checkpoint.every` steps."""
         if self.context.checkpoint_is_due(step + 1):
-            state = RunState(steps_done=step + 1, metrics=metrics, position={}, recipe=self.settings)
+            state = RunState(
+                steps_done=step + 1,
+                metrics=metrics,
+                position={},
+                recipe=self.settings,
+                alg_state=state_to_json(self.alg),
+            )
             await self.context.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from algs.base import Algorithm, accepts_group, assign_advantages
 from algs.check.cuts import cut_after_every_turn
+from algs.totals import total_alone
 from core.types.allowed_tokens import AllowedTokens
 from core.types.arrays import DOUBLE
 from core.types.episodes import number_episodes
@@ -166,7 +167,7 @@ def logit_gradient(logits: Tensor, alg: Algorithm, batch: Batch, allowed_tokens:
     entropy = -(logp.exp() * logp).sum(-1) if alg.needs_entropy else None
     policy = Policy(logp=logp.gather(-1, allowed_tokens.to_columns(batch.labels)[:, None])[:, 0], entropy=entropy)
     with torch.no_grad():
-        tokens = batch.tokens.replace(totals=alg.totals(policy, batch.tokens))
+        tokens = total_alone(alg, policy, batch.tokens)
     loss, _ = alg.objective(policy, tokens)
     return torch.autograd.grad((loss * tokens.weight).sum(), logits)[0]
 

@@ -37,6 +37,14 @@ VARIANTS: list[Variant] = [
     ("grpo", {"scale_rewards": "batch", "whiten": True, "dual_clip": 3.0, "entropy_coef": 0.01}),
     ("grpo", {"correction": {"level": "sequence", "mode": "mask"}, "kl": {"coef": 0.1, "estimator": "k2"}}),
     ("grpo", {"credit": "turn", "turn_discount": 0.5, "scale_rewards": "group", "dynamic_sampling": True}),
+    (
+        "grpo",
+        {
+            "kl": {"coef": 0.01, "target": 0.5, "horizon": 20},
+            "adaptive_entropy": {"target": 1.0, "delta": 0.01, "high": 0.05},
+            "schedules": {"clip_high": {"start": 0.2, "end": 0.3, "steps": 4}},
+        },
+    ),
     ("cispo", {"anchor": "rollout", **OFF}),
     ("reinforce_pp", {"baseline": True, **KL_IN_REWARD}),
     ("ppo", {"credit": "turn", "turn_discount": 0.9, "bootstrap_truncated": True, **KL_IN_REWARD}),
@@ -92,7 +100,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
-    assert supervised == (name in ("sft", "dpo", "orpo", "kto", "reward_model"))
+    assert supervised == (name in ("sft", "dpo", "orpo", "kto", "bco", "reward_model"))
 
 
 @pytest.mark.slow
@@ -145,7 +153,7 @@ PLANTED: dict[str, tuple[str, str, dict[str, str]]] = {
     "a statistic of the micro-batch for the step's": (
         SURROGATE,
         SURROGATE.replace("advantage,", "advantage / (1 + tokens.advantage.abs().sum()),"),
-        {"a": IN_HALF},
+        {"a": IN_HALF, "m": IN_HALF},
     ),
     "an advantage with gradient": (
         SURROGATE, SURROGATE.replace("advantage,", "advantage - 0.1 * policy.logp,"), {"d": ON_POLICY.format(r"1\.\d+")}
@@ -202,7 +210,7 @@ def unplanted(tmp_path_factory) -> list[Result]:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_an_author_may_get_wrong_is_named_with_its_numbers(name, tmp_path, unplanted):
-    assert [r.status for r in unplanted] == ["ok"] * 11
+    assert [r.status for r in unplanted] == ["ok"] * 12 + ["n/a"]
     old, new, said = PLANTED[name]
     results = check(str(copy_of_grpo(tmp_path, old, new)), letters="".join(said))
     assert [r.letter for r in results] == [*said]
@@ -215,8 +223,8 @@ def test_the_command_line_tells_what_failed_and_ends_with_1(tmp_path, capsys):
     assert run([str(copy_of_grpo(tmp_path, old, new))]) == 1
     lines = capsys.readouterr().out.splitlines()
     failed = [line[:3] for line in lines if "FAILED" in line and line.startswith("(")]
-    assert {"(d)", "(f)"} <= {*failed} and len(lines) == 13
-    assert lines[-1].startswith(f"{len(failed)} of 11 FAILED: {' '.join(failed)}")
+    assert {"(d)", "(f)"} <= {*failed} and len(lines) == 15
+    assert lines[-1].startswith(f"{len(failed)} of 12 FAILED: {' '.join(failed)}")
 
 
 def test_a_right_backward_and_what_is_detached_on_purpose_are_borne(tmp_path):
@@ -238,9 +246,10 @@ def test_a_sum_over_the_micro_batch_in_place_of_the_totals_is_caught(tmp_path):
     text, old = (ROOT / "algs/p3o.py").read_text(), "effective_sample_size(tokens.totals)"
     assert old in text
     file = tmp_path / "planted.py"
-    file.write_text(text.replace(old, "effective_sample_size(self.totals(policy, tokens))"))
-    [a] = check(str(file), letters="a")
-    assert a.status == "FAILED" and re.search(IN_HALF, a.detail)
+    text = text.replace("from algs.terms", "from algs.totals import total_alone\nfrom algs.terms")
+    file.write_text(text.replace(old, "effective_sample_size(total_alone(self, policy, tokens).totals)"))
+    for result in check(str(file), letters="am"):
+        assert result.status == "FAILED" and "in one piece" in result.detail, result
 
 
 class Sharp(StrictModel):
@@ -363,10 +372,10 @@ def test_what_changes_when_an_episode_is_cut_is_caught(cls, said):
 
 
 def test_the_command_line_says_it_all(capsys):
-    assert run(["grpo", "clip_high=0.3", "kl.coef=0.1"]) == 0
+    assert run(["grpo", "clip_high=0.3", "kl.coef=0.1", "kl.target=0.5"]) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
     assert head == "GRPO, a policy gradient"
-    assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefghjkl"]
+    assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefghjklmn"]
     assert re.fullmatch(r"all obligations hold \(.* s\)", last)
 
 

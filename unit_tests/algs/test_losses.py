@@ -24,6 +24,7 @@ from algs.rloo import RLOO
 from algs.sapo import SAPO
 from algs.sft import SFT
 from algs.terms import KL, Correction, Overlong
+from algs.totals import total_alone
 from algs.turns import generalised_advantages
 from core.types.arrays import DOUBLE
 from core.types.samples import Policy, Sample, Tokens
@@ -117,7 +118,7 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     case, alg = GOLDEN["cases"][name], CASES[name]
     tokens = batch_of(name, alg, dtype, poison).tokens
     logp = live(RL["logp"], dtype).requires_grad_()
-    tokens = tokens.replace(totals=alg.totals(Policy(logp=logp), tokens))
+    tokens = total_alone(alg, Policy(logp=logp), tokens)
     loss, _ = alg.objective(Policy(logp=logp), tokens)
     total = (loss * tokens.weight).sum()
     total.backward()
@@ -129,7 +130,7 @@ def metrics_of(name: str, alg: Algorithm, **changes) -> dict[str, torch.Tensor]:
     """The metrics of a case, per token."""
     tokens = batch_of(name, alg, torch.float64).tokens.replace(**changes)
     policy = Policy(logp=live(RL["logp"], torch.float64))
-    return alg.objective(policy, tokens.replace(totals=alg.totals(policy, tokens)))[1]
+    return alg.objective(policy, total_alone(alg, policy, tokens))[1]
 
 
 def test_what_clipping_and_mismatch_tell_is_the_oracles():
@@ -189,7 +190,7 @@ def test_p4o_takes_the_smaller_of_two_effective_sample_sizes():
         rollout_logp=logp,
         prox_logp=logp - torch.tensor([1.0, 3.0], dtype=torch.float64).log(),
     )
-    loss, metrics = alg.loss(Policy(logp=logp), tokens.replace(totals=alg.totals(Policy(logp=logp), tokens)))
+    loss, metrics = alg.loss(Policy(logp=logp), total_alone(alg, Policy(logp=logp), tokens))
     assert metrics["ess"].tolist() == pytest.approx([0.8, 0.8])
     assert metrics["ess_prox"].tolist() == pytest.approx([0.8, 0.8])
     # the weight 1 is capped at 0.8; the mixture is the proximal policy, k3 = q / pi - 1 - log(q / pi)
@@ -413,7 +414,7 @@ def test_identities_between_algorithms():
     def gradient(alg: Algorithm, **changes) -> torch.Tensor:
         tokens = batch_of("p3o/llm", alg, torch.float64).tokens.replace(**changes)
         logp = live(RL["logp"], torch.float64).requires_grad_()
-        tokens = tokens.replace(totals=alg.totals(Policy(logp=logp), tokens))
+        tokens = total_alone(alg, Policy(logp=logp), tokens)
         (alg.objective(Policy(logp=logp), tokens)[0] * tokens.weight).sum().backward()
         return logp.grad
 

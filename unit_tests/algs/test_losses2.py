@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from algs.base import Algorithm
+from algs.bco import BCO
 from algs.dpo import DPO
 from algs.dro import DRO
 from algs.gpg import GPG
@@ -41,6 +42,7 @@ CASES: dict[str, Algorithm] = {
     "pref/apo_down": DPO(form="apo_down"),
     "pref/nca_pair": DPO(form="nca"),
     "pref/bco_pair": DPO(form="bco"),
+    "pref/bco_delta": BCO().with_state({"delta": 0.03, "completions": 6}),
     "pref/exo_pair": DPO(form="exo", label_smoothing=0.1),
     "pref/sppo_hard": DPO(form="sppo"),
     "pref/discopop": DPO(form="discopop"),
@@ -66,7 +68,8 @@ ADVANTAGES: dict[str, Algorithm] = {
 def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     case, alg = CASES2[name], CASES[name]
     if name.startswith("pref/"):
-        mask, logp_of, groups = PREF2["mask"], PREF2["logp"], alg.compute_advantages(pref_groups(poison))
+        mask, logp_of, groups = PREF2["mask"], PREF2["logp"], pref_groups(poison)
+        groups = alg.compute_advantages([[s] for g in groups for s in g] if alg.rows == "unpaired" else groups)
     else:
         given = "seq_adv" if name.startswith("dro/richemond") else case["hyperparameters"].get("advantages", "adv")
         mask, logp_of, groups = RL2["mask"], RL2["logp"], rl_groups(given, poison)

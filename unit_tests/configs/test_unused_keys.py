@@ -34,6 +34,12 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 TERMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "alg.kl.place": ("reward", {"alg.kl.coef": 0.1}),
     "alg.kl.estimator": ("k2", {"alg.kl.coef": 0.1}),
+    "alg.kl.horizon": (100, {"alg.kl.coef": 0.1, "alg.kl.target": 0.1}),
+    "alg.schedules.kl.coef": ({"start": 0.1, "end": 0.2, "steps": 3}, {}),
+    "alg.adaptive_entropy.delta": (1e-3, {"alg.adaptive_entropy.target": 0.2}),
+    "alg.adaptive_entropy.high": (1e-2, {"alg.adaptive_entropy.target": 0.2}),
+    "alg.entropy_coef": (0.1, {}),
+    "alg.schedules.entropy_coef": ({"start": 0.1, "end": 0.2, "steps": 3}, {}),
     "alg.overlong.max_tokens": (8, {"alg.overlong.mode": "penalty", "alg.overlong.buffer": 4}),
     "alg.overlong.buffer": (4, {"alg.overlong.mode": "penalty"}),
     "alg.overlong.coef": (0.5, {"alg.overlong.mode": "penalty", "alg.overlong.buffer": 4}),
@@ -46,6 +52,8 @@ DEAD = {
     **{f"alg.correction.{key}": {"alg.correction.level": "none"} for key in ("mode", "high")},
     **{key: {"trainer.optimizer": "sgd"} for key in ("trainer.betas", "trainer.eps")},
     **{key: {"trainer.strategy": "fsdp2"} for key in ("trainer.zero_stage", "trainer.deepspeed")},
+    **{key: {"alg.adaptive_entropy.target": 0.2} for key in ("alg.entropy_coef", "alg.schedules.entropy_coef")},
+    "alg.schedules.kl.coef": {"alg.kl.coef": 0.1, "alg.kl.target": 0.1},
     "trainer.share_prefixes": {"trainer.layout": "padded"},
     "rollout.restarts": {"placement": "colocate"},
 }
@@ -63,6 +71,13 @@ def test_a_key_of_no_use_is_refused_and_loads_where_it_is_of_use(key, recipe):
     with pytest.raises(UserError, match=f"^{key} is set and would not be read, because .*: leave it out$"):
         load_recipe(RLConfig, recipe(DEAD.get(key, {}) | {key: value}), [])
     load_recipe(RLConfig, recipe(useful | {key: value}), [])
+
+
+def test_a_hyper_parameter_with_a_schedule_has_no_other_value(recipe):
+    changes = {"alg.schedules.clip_high": {"start": 0.2, "end": 0.3, "steps": 3}}
+    assert load_recipe(RLConfig, recipe(changes), []).alg.clip_high == 0.2
+    with pytest.raises(UserError, match=r"^alg.clip_high is set and would not be read, because alg.schedules has it"):
+        load_recipe(RLConfig, recipe(changes), ["alg.clip_high=0.2"])
 
 
 OF_ROWS: dict[str, tuple[type, dict[str, Any]]] = {

@@ -99,11 +99,17 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     (tmp_path / "digits.py").write_text(DIGITS)
     rl |= {"reward.function": str(tmp_path / "digits.py"), "reward.weights": {"digits": 1.0}}
     rl |= {
-        "alg": {"name": "ppo", "critic_lr": 1e-3, "correction": {"max_drift": 0.1}},
+        "alg": {
+            "name": "ppo",
+            "critic_lr": 1e-3,
+            "correction": {"max_drift": 0.1},
+            "adaptive_entropy": {"target": 1.0},
+        },
         "steps": 3,
         "checkpoint": {"every": 1},
         "updates_per_step": 2,
     }
+    rl["alg"]["schedules"] = {"clip_high": {"start": 0.1, "end": 0.2, "steps": 2}}
     rl |= {"capture": {"every": 1}, "compare_losses": ["cispo"]}
     assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
     turns = {"placement": "colocate", "steps": 1}
@@ -111,16 +117,18 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     sft = str(sums / "sft.parquet")
     sl = {"data.train": [{"path": sft, "name": "a"}, {"path": sft, "name": "b"}], "data.eval": sft, "eval_every": 1}
     assert run_here(main_sl, "--config", recipe(sl, kind="sl"), "name=sl") == (0, "")
-    for name, alg, rows in (("pairs", "orpo", PAIRS), ("unpaired", "kto", UNPAIRED)):
+    for name, alg, rows in (("pairs", "orpo", PAIRS), ("unpaired", "kto", UNPAIRED), ("binary", "bco", UNPAIRED)):
         file = tmp_path / f"{name}.jsonl"
         turns = [row | {"messages": [{"role": "user", "content": row["messages"]}]} for row in rows]
-        if name == "unpaired":
+        if name != "pairs":
             turns = [row | {"messages": [*row["messages"], {"role": "assistant", "content": "2"}]} for row in turns]
         file.write_text("\n".join(map(json.dumps, turns)))
         changes = {"data.train": str(file), "data.eval": str(file), "eval_every": 1, "alg": {"name": alg}}
         assert run_here(main_sl, "--config", recipe(changes, kind="sl"), f"name={name}") == (0, "")
     by_runs = {
-        m for name in ("rl", "turns", "sl", "pairs", "unpaired") for m in metrics_of_run(folder_of(tmp_path, name))
+        m
+        for name in ("rl", "turns", "sl", "pairs", "unpaired", "binary")
+        for m in metrics_of_run(folder_of(tmp_path, name))
     }
     assert {name for name in by_runs if find_metric(name) is None} == set()
     everything = by_runs | logged_by_algorithms | {*measure_counts([replace(some_groups()[0][0], counts=COUNTS)])}

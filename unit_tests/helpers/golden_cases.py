@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algs.base import Algorithm, sum_totals
+from algs.base import Algorithm
+from algs.totals import total_alone
 from core.types.samples import Batch, Group, Policy
 from data_feeds.packing.batches import pack, token_weights
 from unit_tests.helpers.golden import GOLDEN, PREF, RL, batch_of, live
@@ -30,7 +31,7 @@ def run_case(alg: Algorithm, file: str, name: str) -> tuple[Outcome, Outcome]:
     batch, logp, want = (_first if file == "golden_losses" else _second)(alg, name)
     logp = logp.requires_grad_()
     policy = Policy(logp=logp)
-    tokens = batch.tokens.replace(totals=sum_totals(alg, [(policy, batch.tokens)], lambda values: values))
+    tokens = total_alone(alg, policy, batch.tokens)
     loss = (alg.objective(policy, tokens)[0] * tokens.weight).sum()
     loss.backward()
     assert logp.grad is not None
