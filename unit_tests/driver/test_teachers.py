@@ -242,7 +242,8 @@ def test_teachers_whose_column_is_not_clear_are_refused(teachers, said):
 
 def test_a_run_moves_its_teachers_after_the_step_that_is_due():
     seen: list[dict[str, float]] = []
-    alg = cast(Any, SimpleNamespace(teachers={"a": Teacher("start", ema=0.1, reset_every=3), "b": Teacher("m")}))
+    teachers = {"a": Teacher("start", ema=0.1, reset_every=3), "b": Teacher("m")}
+    alg = cast(Any, SimpleNamespace(teachers=teachers, state={}))
     trainers = Local(cast(Any, SimpleNamespace(move_teachers=seen.append)))
     for step in range(1, 5):
         asyncio.run(move_teachers(trainers, alg, step))
@@ -268,6 +269,29 @@ def test_a_run_resets_its_reference(recipe, tmp_path):
     kl = {"alg": {"name": "grpo", "kl": {"coef": 0.1, "reset_every": 2}}, "steps": 5, **lucky(tmp_path)}
     assert run_here(main_rl, "--config", recipe(kl)) == (0, "")
     assert [row["train/kl_ref"] == 0 for row in metrics_of(folder_of(tmp_path))] == [True, False, True, False, True]
+
+
+ON_SPIKE = """
+from algs.grpo import GRPO
+from algs.teachers import Teacher
+
+class OnSpike(GRPO):
+    @property
+    def teachers(self):
+        return {"ref_logp": Teacher("start", when=lambda state: state["kl"] > 0)}
+
+    def initial_state(self):
+        return {"kl": 0.0}
+
+    def next_state(self, step):
+        return {"kl": step.mean("kl_ref")}
+"""
+
+
+def test_a_run_resets_its_reference_when_the_state_of_the_step_says_so(recipe, tmp_path):
+    alg = {"alg": {"file": file_of(tmp_path / "on_spike.py", ON_SPIKE), "kl": {"coef": 0.1}}}
+    assert run_here(main_rl, "--config", recipe(alg | {"steps": 4} | lucky(tmp_path))) == (0, "")
+    assert [row["train/kl_ref"] == 0 for row in metrics_of(folder_of(tmp_path))] == [True, False, True, False]
 
 
 def test_a_run_resumes_with_its_average(recipe, tmp_path):
