@@ -232,11 +232,7 @@ class PolicyGradient(Algorithm):
 
 
 def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
-    """Compute the algorithm's advantages; with `overlong.mode: filter`, exclude truncated episodes.
-
-    The algorithm receives whole episodes of a single player, even if episodes have several samples or groups several
-    players.
-    """
+    """Compute the algorithm's advantages, of whole episodes of one player; exclude truncated ones where it says so."""
     if not isinstance(alg, PolicyGradient):
         return alg.compute_advantages(groups)
     # a group's mean is over episodes: one that is cut into many samples must not count more than once

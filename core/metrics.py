@@ -208,7 +208,7 @@ CLIP_FRACTIONS = (
 )
 CLIP_FRACTION = _declare("train/clip_frac", "fraction", "tokens whose ratio was clipped", "gmpo")
 CAPPED = _declare("train/capped", "fraction", "tokens whose importance weight reached max_weight", "cispo")
-MASKED = _declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo, ipo_rl")
+MASKED = _declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo, ipo_rl, opsd")
 SILENCED = (*CLIP_FRACTIONS, CLIP_FRACTION, MASKED)
 """Metrics for the fraction of trained tokens without a gradient."""
 CUT = (*SILENCED, CAPPED)
@@ -217,7 +217,12 @@ _declare("train/drift", "nats", "mean of log pi(a) minus the anchor's", "dro")
 _declare("train/sequence_weight", "", "mean weight of the sequences; 1 on policy", "vespo")
 _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")
 _declare("train/term/<term>/<what>", "", "loss, coef of a term", "by_source, chord, dpo_nll, echo, luffy, positive_nll")
-_declare("train/teacher_kl", "nats", "KL(pi || teacher): an estimate on the sampled tokens, or exact", "opd, minillm")
+_declare(
+    "train/teacher_kl",
+    "nats",
+    "KL(pi || teacher), estimated on the sampled tokens or exact",
+    "opd, opsd, sdpo, minillm",
+)
 _declare("train/teacher_divergence", "nats", "divergence of policy and teacher, over the vocabulary", "gkd")
 _declare("train/penalised", "fraction", "tokens with a penalty on the size of their log-ratio", "kl_cov")
 _declare("train/dropped", "fraction", "tokens that were dropped at random among the candidates", "clip_cov")

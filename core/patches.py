@@ -122,6 +122,14 @@ PATCHES = (
         reason="a second model must share the hpZeRO group of the first: DeepSpeed refuses to form it twice",
         tested=DEEPSPEED,
     ),
+    *(
+        Patch(
+            target=f"deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.{name}",
+            reason="ZeRO-3 copies float32 shards to the model after an update only, not when they were changed",
+            tested=DEEPSPEED,
+        )
+        for name in ("_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters")
+    ),
     Patch(
         target="huggingface_hub.constants.HF_HUB_OFFLINE",
         reason="after a failed connection every library must use its cache; the variable is read at import only",
@@ -270,6 +278,16 @@ def find_hpzero_group() -> Any:
     from deepspeed.utils import groups
 
     return groups._get_zero_param_intra_parallel_group()  # pyright: ignore[reportPrivateUsage]
+
+
+def show_partitioned_weights(optimizer: Any) -> None:
+    """Copy the float32 shards of a ZeRO-3 optimizer to its model."""
+    optimizer._partition_all_parameters()  # nothing gathered stays, which has the old values
+    for number in range(len(optimizer.fp16_partitioned_groups_flat)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    optimizer.invalidate_secondary_tensor()
 
 
 # ---- huggingface_hub

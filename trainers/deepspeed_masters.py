@@ -9,6 +9,7 @@ from torch import Tensor
 
 from configs.trainer_schema import TrainerConfig
 from core.errors import UserError
+from core.patches import show_partitioned_weights
 
 PLACES = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 """Attributes of the optimizers of ZeRO-3, of ZeRO-1 and 2, and of bfloat16 without ZeRO."""
@@ -36,11 +37,6 @@ def list_masters(optimizer: Any) -> list[Tensor]:
 def show_masters(optimizer: Any) -> None:
     """Give the model the values of the float32 weights. Collective."""
     if hasattr(optimizer, PLACES[0]):
-        optimizer._partition_all_parameters()  # nothing gathered stays, which has the old values
-        for number in range(len(optimizer.fp16_partitioned_groups_flat)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-        optimizer.invalidate_secondary_tensor()
+        show_partitioned_weights(optimizer)
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()

@@ -70,8 +70,6 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
     """Return the step for the algorithm's kind, prepared by `prepare_groups`; always the same."""
     drawn, now, scored = _draw_step(get_kind(alg))
     scored = scored | measure_columns(alg, now)
-    # columns with names of the algorithm's own are those of some teacher
-    scored = dict.fromkeys(alg.required_columns, scored["teacher_logp"]) | scored
     without = {name: table for name, table in scored.items() if name != TOKEN_REWARDS}
     # a group in two has token rewards
     groups = [
@@ -80,7 +78,15 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
     ]
     if demonstrates(alg, groups[0][-1]):
         groups = [[*g[:-1], as_demonstration(g[-1])] if len(g) > 2 else g for g in groups]
-    return MadeUpStep(groups=groups, now=now)
+    return MadeUpStep(groups=add_own_columns(alg, groups), now=now)
+
+
+def add_own_columns(alg: Algorithm, groups: list[Group]) -> list[Group]:
+    """Return the groups with the columns that the algorithm names itself, which are those of some teacher."""
+    return [
+        [replace(s, columns=dict.fromkeys(alg.required_columns, s.columns["teacher_logp"]) | s.columns) for s in g]
+        for g in groups
+    ]
 
 
 def demonstrates(alg: Algorithm, sample: Sample) -> bool:
@@ -208,9 +214,10 @@ POISONABLE_COLUMNS: list[PoisonableColumn] = [
 ]  # fmt: skip
 
 
-def list_poisonable(alg: Algorithm) -> list[PoisonableColumn]:
-    """List the columns that a sample of the algorithm may have."""
-    return [*POISONABLE_COLUMNS, *sorted(alg.required_columns - {*POISONABLE_COLUMNS})]
+def list_poisonable(sample: Sample) -> list[PoisonableColumn]:
+    """Return the columns that a sample has, those with names of the algorithm's own too."""
+    names = [*POISONABLE_COLUMNS, *sorted(sample.columns.keys() - {*POISONABLE_COLUMNS})]
+    return [name for name in names if has_column(sample, name)]
 
 
 def has_column(sample: Sample, name: PoisonableColumn) -> bool:

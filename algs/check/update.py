@@ -202,6 +202,6 @@ def slopes_by_ratio(
     groups, logp = fixtures.ratio_arms(log_ratios, advantages, engine_gap=engine_gap)
     tables = {"logp": logp, "entropy": torch.ones_like(logp), "values": torch.zeros_like(logp)}
     tables |= draw_distributions(len(logp))
-    [batch] = plan_batches(totals_of or alg, groups, tables)
+    [batch] = plan_batches(totals_of or alg, fixtures.add_own_columns(alg, groups), tables)
     slopes = run_update(alg, [batch], tables).gradient["logp"] / batch.tokens.weight[0]
     return slopes.view(len(log_ratios), len(advantages))

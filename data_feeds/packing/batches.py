@@ -130,14 +130,6 @@ def pack(
     return batch
 
 
-def pad_columns(per_sample: list[Floats]) -> list[Floats]:
-    """Return columns of several numbers per token, [L, K] each, with one K: -1 in the slots that were added."""
-    width = max((values.shape[1] for values in per_sample if values.ndim == 2), default=0)
-    if all(values.shape[1:] in ((), (width,)) for values in per_sample):
-        return per_sample
-    return [np.pad(v, ((0, 0), (0, width - v.shape[1])), constant_values=-1.0) for v in per_sample]
-
-
 def select_tokens(
     samples: list[Sample],
     weights: Sequence[float],
@@ -151,7 +143,7 @@ def select_tokens(
 
     def floats(per_sample: list[Floats]) -> Tensor:
         # only trained tokens are copied: a NaN at another token cannot reach a loss
-        return torch.from_numpy(inputs.select(pad_columns(per_sample))).to(dtype)
+        return torch.from_numpy(inputs.select(per_sample)).to(dtype)
 
     columns: dict[str, Any] = {}
     if has != "none":

@@ -114,10 +114,19 @@ class Inputs:
     def select(self, per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Concatenate the values of the tokens that these inputs predict."""
         # [1:] is the shift: input t predicts token t + 1
-        return np.concatenate([values[1:][chosen] for values, chosen in zip(per_sample, self.chosen, strict=True)])
+        columns = pad_columns(per_sample)
+        return np.concatenate([values[1:][chosen] for values, chosen in zip(columns, self.chosen, strict=True)])
 
 
 def find_inputs(samples: Sequence[Sample], masks: Sequence[Mask]) -> Inputs:
     """Return the inputs that predict the tokens of each sample's mask."""
     found = [find_trained(s, mask) for s, mask in zip(samples, masks, strict=True)]
     return Inputs(chosen=[chosen for chosen, _ in found], counts=[n for _, n in found])
+
+
+def pad_columns(per_sample: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+    """Return columns of several numbers per token, [L, K] each, with one K: -1 in the slots that were added."""
+    width = max((values.shape[1] for values in per_sample if values.ndim == 2), default=0)
+    if all(values.shape[1:] in ((), (width,)) for values in per_sample):
+        return per_sample
+    return [np.pad(v, ((0, 0), (0, width - v.shape[1])), constant_values=-1.0) for v in per_sample]

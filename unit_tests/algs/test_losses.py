@@ -465,6 +465,7 @@ def test_what_bounds_did_is_told():
 def test_distillation_tells_kl_without_coefficient_and_grades_no_failure():
     alg = OPD(teacher="somewhere", coef=4.0)
     tokens = some_tokens(rollout=[-1.0, -1.0], advantage=[-2.0, 4.0])
+    tokens = tokens.replace(teacher_logp=torch.tensor([-1.5, 0.0]))
     assert alg.loss(Policy(logp=tokens.rollout_logp), tokens)[1]["teacher_kl"].tolist() == [0.5, -1.0]
     [sample, *_] = three_samples()
     [[failed]] = alg.compute_advantages([[replace(sample, failure="timeout", columns={})]])

@@ -10,42 +10,22 @@ from algs.opsd import OPSD
 from algs.sdpo import SDPO
 from algs.terms import Correction
 from core.types.arrays import DOUBLE
-from core.types.samples import Group, Policy, Prompt, make_sample
+from core.types.samples import Policy, Prompt, make_sample
 from unit_tests.helpers.examples import a_changed
 from unit_tests.helpers.golden import TOLERANCES
 from unit_tests.helpers.golden2 import CASES2, GOLDEN2, RL2, batch_of_groups, rl_groups
+from unit_tests.helpers.golden_teachers import graded
 
 OFF = Correction(level="none")
-CASES: dict[str, tuple[Algorithm, str]] = {
-    "opd/by_source_token_mean": (OPD(teacher={"0": "tea", "1": "tea2"}), "by source"),
-    "opd/iw": (OPD(teacher="tea", early=1.0, ratio="none", correction=OFF), "tea"),
-    "self/sdpo_sampled_is": (SDPO(max_weight=1.3, correction=OFF), "priv"),
-    "self/rows_without_teacher": (SDPO(correction=OFF), "priv"),
-    "self/prime_opsd": (OPSD(), "priv"),
+CASES: dict[str, Algorithm] = {
+    "opd/by_source_token_mean": OPD(teacher={"0": "tea", "1": "tea2"}),
+    "opd/iw": OPD(teacher="tea", early=1.0, ratio="none", correction=OFF),
+    "self/sdpo_sampled_is": SDPO(max_weight=1.3, correction=OFF),
+    "self/rows_without_teacher": SDPO(correction=OFF),
+    "self/prime_opsd": OPSD(),
 }
 RL_SAMPLE = rl_groups(None, 0.0)[0][0]
 LOGITS, SELF = GOLDEN2["fixtures"]["logits"], GOLDEN2["fixtures"]["self"]
-
-
-def graded(name: str, column: str, poison: float) -> list[Group]:
-    """The oracle's groups with the column of their teacher, as the driver adds it."""
-    has_teacher = iter(CASES2[name].get("extra", {}).get("has_teacher", [1] * 8))
-    rows = iter(range(8))
-    found: list[Group] = []
-    for group in rl_groups(None, poison):
-        found.append([])
-        for sample in group:
-            b = next(rows)
-            key = column if column != "by source" else ("tea", "tea2")[RL2["source"][b]]
-            given = [x if m else poison for x, m in zip(RL2[key][b], RL2["mask"][b], strict=True)]
-            columns = {"prox_logp": sample.columns["prox_logp"], "teacher_logp": [poison, poison, *given]}
-            if name == "self/rows_without_teacher":  # one update per step, and so no ratio
-                del columns["prox_logp"]
-            if next(has_teacher):
-                found[-1].append(a_changed(sample, columns=columns))
-            else:
-                found[-1].append(a_changed(sample, columns={}, excluded=[True] * len(sample.token_ids)))
-    return found
 
 
 def gradient(total: Tensor, of: Tensor) -> Tensor:
@@ -58,8 +38,8 @@ def gradient(total: Tensor, of: Tensor) -> Tensor:
 @pytest.mark.parametrize(("dtype", "rtol"), TOLERANCES)
 @pytest.mark.parametrize("poison", [0.0, float("nan"), 1e6])
 def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
-    case, (alg, column) = CASES2[name], CASES[name]
-    groups = alg.compute_advantages(graded(name, column, poison))
+    case, alg = CASES2[name], CASES[name]
+    groups = alg.compute_advantages(graded(name, poison))
     tokens = batch_of_groups(alg, [[s for s in g if s.n_trained] for g in groups], dtype).tokens
     kept = torch.cat([torch.from_numpy(s.loss_mask[2:].copy()) for g in groups for s in g])
     logp = torch.tensor([x for row in RL2["logp"] for x in row], dtype=dtype)[kept].requires_grad_()
@@ -72,7 +52,7 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
 
 
 def test_weights_of_early_tokens_are_the_oracles():
-    groups = CASES["opd/iw"][0].compute_advantages(graded("opd/iw", "tea", 0.0))
+    groups = CASES["opd/iw"].compute_advantages(graded("opd/iw", 0.0))
     got = [a for g in groups for s in g for a in (s.advantage * s.loss_mask)[2:].tolist()]
     assert got == pytest.approx([a for row in CASES2["opd/iw"]["extra"]["weighted_advantage"] for a in row], abs=1e-12)
 

@@ -16,8 +16,10 @@ import torch
 import main_rl
 import main_sl
 from algs.base import PolicyGradient
+from algs.opd import OPD
 from algs.opsd import OPSD
 from algs.teachers import Teacher, check_teachers
+from algs.terms import KL
 from analysis.capture.losses import NamedLoss, credit_groups
 from configs.schema import RLConfig
 from core.cluster.workers import Local
@@ -230,6 +232,7 @@ def test_a_teacher_of_a_data_set_that_is_not_there_is_refused():
             "give each its own sources",
         ),
         ({"other": Teacher("m")}, "fills other, which required_columns does not name"),
+        ({}, "names c, which no teacher fills"),
     ],
 )
 def test_teachers_whose_column_is_not_clear_are_refused(teachers, said):
@@ -239,7 +242,8 @@ def test_teachers_whose_column_is_not_clear_are_refused(teachers, said):
 
 def test_a_run_moves_its_teachers_after_the_step_that_is_due():
     seen: list[dict[str, float]] = []
-    alg = cast(Any, SimpleNamespace(teachers={"a": Teacher("start", ema=0.1, reset_every=3), "b": Teacher("m")}))
+    teachers = {"a": Teacher("start", ema=0.1, reset_every=3), "b": Teacher("m")}
+    alg = cast(Any, SimpleNamespace(teachers=teachers, state={}))
     trainers = Local(cast(Any, SimpleNamespace(move_teachers=seen.append)))
     for step in range(1, 5):
         asyncio.run(move_teachers(trainers, alg, step))
@@ -265,6 +269,29 @@ def test_a_run_resets_its_reference(recipe, tmp_path):
     kl = {"alg": {"name": "grpo", "kl": {"coef": 0.1, "reset_every": 2}}, "steps": 5, **lucky(tmp_path)}
     assert run_here(main_rl, "--config", recipe(kl)) == (0, "")
     assert [row["train/kl_ref"] == 0 for row in metrics_of(folder_of(tmp_path))] == [True, False, True, False, True]
+
+
+ON_SPIKE = """
+from algs.grpo import GRPO
+from algs.teachers import Teacher
+
+class OnSpike(GRPO):
+    @property
+    def teachers(self):
+        return {"ref_logp": Teacher("start", when=lambda state: state["kl"] > 0)}
+
+    def initial_state(self):
+        return {"kl": 0.0}
+
+    def next_state(self, step):
+        return {"kl": step.mean("kl_ref")}
+"""
+
+
+def test_a_run_resets_its_reference_when_the_state_of_the_step_says_so(recipe, tmp_path):
+    alg = {"alg": {"file": file_of(tmp_path / "on_spike.py", ON_SPIKE), "kl": {"coef": 0.1}}}
+    assert run_here(main_rl, "--config", recipe(alg | {"steps": 4} | lucky(tmp_path))) == (0, "")
+    assert [row["train/kl_ref"] == 0 for row in metrics_of(folder_of(tmp_path))] == [True, False, True, False]
 
 
 def test_a_run_resumes_with_its_average(recipe, tmp_path):
@@ -301,6 +328,23 @@ def test_explain_counts_a_reference_that_moves(recipe, capsys):
         path = recipe({"alg": {"name": "grpo", "kl": kl}, "model.dtype": "bfloat16", "name": "sized"})
         sizes.append(estimate_memory(load_recipe(RLConfig, path, [])).frozen)
     assert sizes[1] == 2 * sizes[0], "float32 instead of bfloat16"
+
+
+def test_explain_counts_every_model_once(recipe, tiny_path):
+    """Two data sets share a teacher, and a third has another."""
+    folders = [tiny_path, tiny_path, f"{tiny_path}/."]
+    several = {"alg": {"name": "opd", "teacher": dict(zip("abc", folders, strict=True))}}
+    one, three = (
+        estimate_memory(load_recipe(RLConfig, recipe(changes), [])).frozen
+        for changes in ({"alg": {"name": "opd", "teacher": tiny_path}}, several)
+    )
+    assert three == 2 * one > 0
+
+
+def test_a_model_of_two_teachers_is_loaded_once(tiny_path):
+    trainer = trainer_of(tiny_path, OPD(teacher={"a": tiny_path, "b": tiny_path}, kl=KL(coef=0.1)))
+    assert sorted(trainer.frozen) == ["ref_logp", "teacher of a", "teacher of b"]
+    assert len({id(model) for model in trainer.frozen.values()}) == 1
 
 
 def test_the_hint_must_hold_the_answer():

@@ -12,6 +12,7 @@ from data_feeds.packing.batches import pack, token_weights
 from unit_tests.helpers.golden import GOLDEN, PREF, RL, batch_of, live
 from unit_tests.helpers.golden2 import CASES2, PREF2, RL2, batch_of_groups, pref_groups, rl_groups
 from unit_tests.helpers.golden_pairs import first_pairs
+from unit_tests.helpers.golden_teachers import graded
 
 CREDITED = ("advantage/", "lite_ppo/", "raft", "best_of_n/")
 """Cases of the second oracle whose advantages are the algorithm's own."""
@@ -62,6 +63,9 @@ def _credit_second(alg: Algorithm, name: str) -> tuple[list[Group], tuple[list[l
     case = CASES2[name]
     if name.startswith("pref/"):
         return alg.compute_advantages(pref_groups(0.0)), (PREF2["logp"], case["grad"]["logp"])
+    if name.startswith(("opd/", "self/")):
+        groups = alg.compute_advantages(graded(name, 0.0))
+        return groups, (RL2["logp"], case["grad"]["logp"])
     given = "seq_adv" if name.startswith("dro/richemond") else case["hyperparameters"].get("advantages", "adv")
     groups = alg.compute_advantages(rl_groups(None, 0.0)) if name.startswith(CREDITED) else rl_groups(given, 0.0)
     return groups, (RL2["logp"], case["grad"]["logp"])

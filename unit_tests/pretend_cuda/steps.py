@@ -144,7 +144,7 @@ class Models:
 
 
 def make_algorithm(case: Case, models: Models) -> Algorithm:
-    settings = {"teacher": models.find("tiny")} if case.alg in ("opd", "iw_opd") else {}
+    settings = {"teacher": models.find("tiny")} if case.alg in ("opd",) else {}
     return find_algorithm({"name": case.alg})[1](**settings | case.alg_settings)
 
 
