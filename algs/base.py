@@ -315,11 +315,11 @@ class GroupRelative(TurnCredit):
         """Origins of the samples that the group's mean counts; the others are compared with it."""
         return frozenset({"policy"})
 
-    def counts(self, sample: Sample) -> bool:
+    def in_baseline(self, sample: Sample) -> bool:
         return sample.origin in self.baseline_origins
 
     def accept_group(self, group: Group) -> bool:
-        group = [s for s in group if self.counts(s)]
+        group = [s for s in group if self.in_baseline(s)]
         if self.dynamic_sampling and self.credit == "turn":  # without the KL, which nobody has computed yet
             earned = [None if s.reward is None else rewards_of_turns(s, s.reward) for s in group]
             returns = [None if r is None else reward_to_go(r, self.turn_discount) for r in earned]
@@ -332,18 +332,18 @@ class GroupRelative(TurnCredit):
         credit = self._credit_turns(groups) if self.credit == "turn" else self._credit_episodes(groups)
         if self.whiten:
             samples = [s for g in groups for s in g]
-            credit = whiten_tokens(samples, credit, [self.counts(s) for s in samples])
+            credit = whiten_tokens(samples, credit, [self.in_baseline(s) for s in samples])
         return with_advantages(groups, credit)
 
     def _credit_episodes(self, groups: list[Group]) -> list[float]:
-        counted = [[self.counts(s) for s in g] for g in groups]
+        counted = [[self.in_baseline(s) for s in g] for g in groups]
         rewards = [[self.penalised_reward(s) for s in g] for g in groups]
-        std = reward_std([self.penalised_reward(s) for g in groups for s in g if self.counts(s)])
+        std = reward_std([self.penalised_reward(s) for g in groups for s in g if self.in_baseline(s)])
         credit = partial(group_advantages, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)
         return [a for g, own in zip(rewards, counted, strict=True) for a in credit(g, counted=own)]
 
     def _credit_turns(self, groups: list[Group]) -> list[Floats]:
-        returns = [[self.turn_returns(s) if self.counts(s) else None for s in g] for g in groups]
+        returns = [[self.turn_returns(s) if self.in_baseline(s) else None for s in g] for g in groups]
         std = returns_std([r for g in returns for r in g])
         credit = partial(turn_advantages, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)
         return spread_turns([s for g in groups for s in g], [a for g in returns for a in credit(g)])

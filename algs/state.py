@@ -180,8 +180,8 @@ class Stateful(StrictModel):
         return {name: read_value(self, name) for name in self.schedules}
 
     def _controllers(self) -> list[Controller]:
-        values = (getattr(self, name) for name in type(self).model_fields)
-        return [value for value in values if isinstance(value, Controller)]
+        # not by getattr: algs.check would take every hyper-parameter for one that is read
+        return [value for value in vars(self).values() if isinstance(value, Controller)]
 
     def _first_state(self) -> dict[str, float | Floats]:
         state = dict(self.initial_state())

@@ -234,7 +234,8 @@ def poison_column(
 
     def poison_sample(s: Sample) -> Sample:
         def replace_untrained(values: Floats) -> Floats:
-            return np.where(s.loss_mask if keep is None else keep(s), values, bad)
+            kept = s.loss_mask if keep is None else keep(s)
+            return np.where(kept if values.ndim == 1 else kept[:, None], values, bad)
 
         # no policy sampled a demonstration, so it has no rollout_logp at all
         if not has_column(s, name) or (name == "rollout_logp" and s.origin == "demonstration"):

@@ -36,7 +36,9 @@ def test_every_algorithm_holds_as_it_comes(name):
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
-    assert supervised == (name in ("sft", "distill", "dpo", "wpo", "orpo", "kto", "bco", "aot", "reward_model"))
+    assert supervised == (
+        name in ("sft", "distill", "dpo", "dpo_nll", "wpo", "orpo", "kto", "bco", "aot", "reward_model")
+    )
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ CASES: dict[str, Algorithm] = {
     "pref/f_alpha0.5": DPO(divergence="alpha"),
     "pref/aot_unpaired": AOT(),
 }
-COMPUTED = ("lite_ppo/", "raft", "best_of_n/", "scalerl/", "opd/iw")
+COMPUTED = ("advantage/", "lite_ppo/", "raft", "best_of_n/", "scalerl/")
 """Cases whose advantages are the algorithm's own."""
 ADVANTAGES: dict[str, Algorithm] = {
     "opo": OPO(),
