@@ -100,15 +100,8 @@ def list_paths(teachers: Mapping[str, Teacher]) -> list[str]:
     return list(dict.fromkeys(t.path for t in teachers.values() if t.path is not None))
 
 
-OF_POLICY = ("prox_logp", "values")
-"""Columns of the models in training."""
-
-
 def check_teachers(teachers: Mapping[str, Teacher], required: Collection[Column]) -> None:
-    """Raise UserError if teachers fill a column that is not required, or several of them that of one sample.
-
-    And for a required column that nothing fills; those with a dot are measures of another column.
-    """
+    """Raise UserError if teachers fill a column that is not required, or several of them that of one sample."""
     by_column: dict[Column, list[Teacher]] = {}
     for name, teacher in teachers.items():
         if (column := find_column(name, teacher)) not in required:
@@ -121,7 +114,3 @@ def check_teachers(teachers: Mapping[str, Teacher], required: Collection[Column]
                 f"alg: {len(several)} teachers fill the column {column}, and some sample may have two of them: give "
                 "each its own sources"
             )
-    if unfilled := sorted(c for c in {*required} - {*by_column, *OF_POLICY} if "." not in c):
-        raise UserError(
-            f"alg: required_columns names {unfilled[0]}, which no teacher fills: add one to teachers, or leave it out"
-        )

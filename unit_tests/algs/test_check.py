@@ -162,7 +162,7 @@ def test_the_command_line_tells_what_failed_and_ends_with_1(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     failed = [line[:3] for line in lines if "FAILED" in line and line.startswith("(")]
     assert {"(d)", "(f)"} <= {*failed} and len(lines) == 15
-    assert lines[-1].startswith(f"{len(failed)} of 12 FAILED: {' '.join(failed)}")
+    assert lines[-1].startswith(f"{len(failed)} of 13 FAILED: {' '.join(failed)}")
 
 
 def test_a_right_backward_and_what_is_detached_on_purpose_are_borne(tmp_path):
