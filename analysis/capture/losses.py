@@ -70,18 +70,19 @@ def credit_groups(loss: NamedLoss, groups: list[Group], *, stale: bool) -> list[
 
     stale: with several updates per step there is the proximal policy's column too.
     """
-    kept: set[Column] = {*loss.alg.required_columns, TOKEN_REWARDS}  # earned, whatever the algorithm
+    required: set[Column] = {*loss.alg.required_columns}
     if stale:
-        kept.add("prox_logp")
-    plain = [[_without_credit(s, kept) for s in g] for g in groups]
+        required.add("prox_logp")
+    plain = [[_without_credit(s, required) for s in g] for g in groups]
     credited = assign_advantages(loss.alg, plain)
     check_advantages(loss.alg, plain, credited)
     return credited
 
 
-def _without_credit(sample: Sample, columns: Collection[Column]) -> Sample:
-    # advantages and exclusions of the run's own algorithm must not leak into another one
-    own = {name: values for name, values in sample.columns.items() if name in columns}
+def _without_credit(sample: Sample, required: Collection[Column]) -> Sample:
+    # advantages and exclusions of the run's own algorithm must not leak into another one; rewards per token are earned,
+    # whatever the algorithm
+    own = {name: values for name, values in sample.columns.items() if name in {*required, TOKEN_REWARDS}}
     # a sample without a teacher has no column, and is trained on by no loss that reads it
-    excluded = None if own.keys() == {*columns} else np.ones_like(sample.action_mask)
+    excluded = None if own.keys() >= {*required} else np.ones_like(sample.action_mask)
     return replace(sample, advantage=None, excluded=excluded, columns=own)
