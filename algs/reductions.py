@@ -8,7 +8,8 @@
     gather(x, ids)            a value per sequence or group: those of the whole update, ascending
 
 `Algorithm.totals` returns or yields them by name. Only integers are added over ranks. Equal values share their fate if
-a loss compares with the result (`>=`), and never with an index.
+a loss compares with the result (`>=`), and never with an index. The host waits for the device once for each exact_sum
+and each gather, and for no other reduction without `where`.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def reduce_parts(parts: Sequence[Reduction], *, rank: int, ranks: int) -> Collec
         case "sum":
             return (yield from _sum_exactly(values))
         case "gather":
-            return (yield from _gather(torch.cat([_take_first(part) for part in parts]), rank=rank, ranks=ranks))
+            firsts, live = zip(*map(_take_first, parts), strict=True)
+            return (yield from _gather(torch.cat(firsts), torch.cat(live), rank=rank, ranks=ranks))
         case _:
             assert first.at is not None
             return (yield from _find_order_statistic(values, first))
@@ -154,58 +156,65 @@ def _sum_exactly(values: Tensor) -> Collective[Tensor]:
 
 def _find_order_statistic(values: Tensor, rule: Reduction) -> Collective[Tensor]:
     assert rule.at is not None
-    n, n_nan = (yield torch.stack([torch.ones_like(values).sum(), values.isnan().sum()]).to(torch.int64)).tolist()
-    if not n or n_nan:
-        return values.new_tensor(math.nan)
+    # the numbers stay on the device, so that the host waits for none
+    n, n_nan = (yield torch.stack([torch.ones_like(values, dtype=torch.int64).sum(), values.isnan().sum()])).unbind()
     if rule.kind == "kth":
-        k = max(1, int(rule.at * n)) if rule.is_fraction else min(int(rule.at), n)
-        return (yield from _select_kth(values, k))
-    place = rule.at * (n - 1)  # among the ascending values, from 0
-    below = math.floor(place)
-    low = yield from _select_kth(values, n - below)
-    if place == below:
-        return low
-    high = yield from _select_kth(values, n - below - 1)
-    return low + (place - below) * (high - low)
+        k = (rule.at * n.double()).long().clamp(min=1) if rule.is_fraction else n.clamp(max=int(rule.at))
+        found = yield from _select_kth(values, k)
+    else:
+        place = rule.at * (n - 1).double()  # among the ascending values, from 0
+        below = place.floor()
+        low = yield from _select_kth(values, n - below.long())
+        high = yield from _select_kth(values, (n - below.long() - 1).clamp(min=1))
+        between = low + (place - below).to(values.dtype) * (high - low)
+        found = low.where(place == below, between)  # else of two infinite values the difference is NaN
+    return found.where((n > 0) & (n_nan == 0), math.nan)
 
 
-def _select_kth(values: Tensor, k: int) -> Collective[Tensor]:
-    """Select the k-th largest of all ranks' values by their bits, 8 a round from the top, counting each digit."""
+def _select_kth(values: Tensor, k: Tensor) -> Collective[Tensor]:
+    """Select the k-th largest of all ranks' values by their bits, 8 a round from the top, counting each digit.
+
+    k: int64, 0-d, on the device.
+    """
     integer, width = INTEGERS[values.dtype], 8 * values.element_size()
     bits = (values + 0.0).view(integer)  # -0 becomes 0
     top = 1 << (width - 1)
     # in the order of the values if read as unsigned: negative floats count down
     keys = torch.where(bits < 0, ~bits, bits ^ -top)
-    chosen = 0
+    live = torch.ones_like(keys, dtype=torch.int64)
+    chosen = torch.zeros_like(keys[:0], dtype=torch.int64).sum()
     for shift in range(width - 8, -1, -8):
-        digits = (keys >> shift) & 255
-        counts = yield torch.bincount(digits, minlength=256)
-        from_top: list[int] = counts.flip(0).cumsum(0).tolist()
-        place = next(i for i, n in enumerate(from_top) if n >= k)
-        k -= from_top[place - 1] if place else 0
-        keys = keys[digits == 255 - place]
-        chosen |= (255 - place) << shift
-    found = chosen - top if chosen >= top else ~chosen
-    return torch.tensor(found, dtype=integer, device=values.device).view(values.dtype)
+        digits = ((keys >> shift) & 255).long()
+        # unlike bincount it does not ask for the largest digit
+        counts = yield live.new_zeros(256).scatter_add(0, digits, live)
+        from_top = counts.flip(0).cumsum(0)
+        place = (from_top < k).sum()
+        k = k - (from_top * (from_top < k)).max()
+        live = live * (digits == 255 - place)
+        chosen = chosen | ((255 - place) << shift)
+    # the topmost bit is the sign of int64 too
+    found = torch.where((chosen >> (width - 1)) & 1 == 1, chosen ^ -top if width == 64 else chosen - top, ~chosen)
+    return found.to(integer).view(values.dtype)
 
 
-def _take_first(part: Reduction) -> Tensor:
-    """Return the value of each id that counts, from its first token, [n]."""
+def _take_first(part: Reduction) -> tuple[Tensor, Tensor]:
+    """Return the value of each id from its first token, [M], and where it counts, [M] bool; other places are empty."""
     assert part.ids is not None
     order = torch.arange(len(part.values), device=part.values.device)
     begins = order.new_full((len(order),), len(order)).scatter_reduce(0, part.ids, order, "amin")
-    begins = begins[begins < len(order)]
-    return part.values[begins] if part.where is None else part.values[begins][part.where[begins]]
+    live, begins = begins < len(order), begins.clamp(max=len(order) - 1)
+    return part.values[begins], live if part.where is None else live & part.where[begins]
 
 
-def _gather(values: Tensor, *, rank: int, ranks: int) -> Collective[Tensor]:
-    """Place the values of each rank beside those of the others, and sort them."""
+def _gather(values: Tensor, live: Tensor, *, rank: int, ranks: int) -> Collective[Tensor]:
+    """Place the live values of each rank beside those of the others, and sort them."""
     sizes = torch.zeros(ranks, dtype=torch.int64, device=values.device)
-    sizes[rank] = len(values)
+    sizes[rank] = live.sum()
     counts: list[int] = (yield sizes).tolist()
     place = torch.zeros(sum(counts), dtype=torch.int64, device=values.device)
     begin = sum(counts[:rank])
     integer = INTEGERS[values.dtype]
+    own = values[(~live).to(torch.int8).argsort(stable=True)]
     # as integers: the sum with zeros is exact; a rank of a sequence group that does not count finds no room
-    place[begin : begin + counts[rank]] = values.view(integer).to(torch.int64)[: counts[rank]]
+    place[begin : begin + counts[rank]] = own.view(integer).to(torch.int64)[: counts[rank]]
     return (yield place).to(integer).view(values.dtype).sort().values

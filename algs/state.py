@@ -163,9 +163,12 @@ class Stateful(StrictModel):
         """Return a copy of which neither the state nor a scheduled hyper-parameter can be read."""
         copy = self.model_copy()
         copy._hides_state = True
-        for name in self.schedules:
-            vars(copy).pop(name.partition(".")[0], None)
+        copy._remove_scheduled()
         return copy
+
+    def _remove_scheduled(self) -> None:
+        for name in self.schedules:
+            vars(self).pop(name.partition(".")[0], None)
 
     if not TYPE_CHECKING:  # the type checker would accept every name
 

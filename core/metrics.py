@@ -200,7 +200,7 @@ TRAIN_KL_REF = _declare(
     "train/kl_ref", "nats", "k3 estimate of KL(pi || reference) on the trained tokens, with a reference model", RL
 )
 _declare("train/kl_ref_capped", "fraction", "tokens whose k3 to the reference is beyond 10 nats: a straight line", RL)
-_CLIPPED = "grpo, ppo, gspo, reinforce_pp, passk, raft, clip_cov"
+_CLIPPED = "grpo, ppo, gspo, reinforce_pp, passk, qae, raft, clip_cov"
 APPROX_KL = _declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)
 CLIP_FRACTIONS = (
     _declare("train/clip_frac_high", "fraction", "tokens whose gradient the upper clip bound removed", _CLIPPED),
@@ -214,7 +214,7 @@ SILENCED = (*CLIP_FRACTIONS, CLIP_FRACTION, MASKED)
 CUT = (*SILENCED, CAPPED)
 """Metrics for the fraction of tokens that a loss clips, caps or masks."""
 _declare("train/drift", "nats", "mean of log pi(a) minus the anchor's", "dro")
-_declare("train/sequence_weight", "", "mean weight of the sequences; 1 on policy", "vespo")
+_declare("train/sequence_weight", "", "mean weight of the sequences; 1 on policy", "topr, vespo")
 _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")
 _declare("train/term/<term>/<what>", "", "loss, coef of a term", "by_source, chord, dpo_nll, echo, luffy, positive_nll")
 _declare(
@@ -223,7 +223,6 @@ _declare(
     "KL(pi || teacher), estimated on the sampled tokens or exact",
     "opd, opsd, sdpo, minillm",
 )
-_declare("train/teacher_divergence", "nats", "divergence of policy and teacher, over the vocabulary", "gkd")
 _declare("train/penalised", "fraction", "tokens with a penalty on the size of their log-ratio", "kl_cov")
 _declare("train/dropped", "fraction", "tokens that were dropped at random among the candidates", "clip_cov")
 _declare("train/high_entropy", "fraction", "tokens whose entropy is at the quantile or above", "top_entropy")

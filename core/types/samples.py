@@ -158,7 +158,7 @@ class Sample:
         check_column("rollout_logp", self.rollout_logp, floats, n)
         check_column("versions", self.versions, INTS, n)
         for name, column in self.columns.items():
-            check_column(name, column, floats, n, several=True)
+            check_column(name, column, floats, n, several=name not in list_fields(Tokens))
         if self.advantage is not None:
             check_column("advantage", self.advantage, floats, n)
         if self.excluded is not None:

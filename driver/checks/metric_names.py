@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from algs.base import Algorithm
+from algs.by_source import BySource
 from configs.rollout_schema import name_function
 from configs.schema import RLConfig, RunConfig
 from core import metrics as names
@@ -39,8 +40,9 @@ def check_metric_names(cfg: RunConfig, alg: Algorithm, spec: FileSpec) -> None:
 def list_metrics(cfg: RunConfig, alg: Algorithm) -> list[Metric]:
     """List the metrics of this kind of run and algorithm, with the placeholders that the recipe decides filled in."""
     kind = names.RL if isinstance(cfg, RLConfig) else names.SL
-    # The metrics of an algorithm are those of the class that it extends, too.
-    own = {cls.__module__.rpartition(".")[2] for cls in type(alg).__mro__}
+    # The metrics of an algorithm are those of the class that it extends, too, and of the algorithms that it mixes.
+    mixed = [type(part) for part in alg.algorithms.values()] if isinstance(alg, BySource) else []
+    own = {cls.__module__.rpartition(".")[2] for one in (type(alg), *mixed) for cls in one.__mro__}
     return [
         replace(metric, name=name)
         for metric in names.METRICS

@@ -144,7 +144,7 @@ def test_an_engine_that_leaves_gets_no_more_groups_and_keeps_its_own():
     run_in_virtual_time(body())
 
 
-def test_engines_on_machines_that_are_to_go_are_found_while_the_run_goes_on():
+def test_engines_on_machines_that_are_to_go_are_found_by_the_watch():
     async def body() -> None:
         said: list[str] = []
         machines = Machines(TIMES, least=2, most=3)

@@ -21,6 +21,7 @@ from modeling.softmax import KeptStates
 from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.models import compute_policy, packed, random_model, some_samples
+from unit_tests.helpers.variants import NEEDED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEMPERATURE = 0.7
@@ -230,5 +231,4 @@ def test_every_algorithm_of_the_library_has_names_that_exist():
 
     for name in list_algorithms():
         cls = find_algorithm({"name": name})[1]
-        needed = {k: "somewhere" for k, f in cls.model_fields.items() if f.is_required()}
-        plan_measures(cls(**needed))
+        plan_measures(cls(**NEEDED.get(name, {})))

@@ -33,7 +33,7 @@ ALGS = [
     P3O(),
     P4O(),
     KLCov(fraction=0.3),
-    TopEntropy(quantile=0.6),
+    TopEntropy(quantile=0.5),
     PPO(value_clip=0.2),
 ]
 
