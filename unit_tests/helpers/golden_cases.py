@@ -1,12 +1,14 @@
 """A case of an oracle, run with any algorithm: its loss and its gradient beside the oracle's."""
 
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from algs.base import Algorithm
-from algs.totals import total_alone
+from algs.objective import add_totals, compute_objective, view_first
+from algs.totals import Alone, prepare_update, sum_totals
 from core.types.samples import Batch, Group, Policy
 from data_feeds.packing.batches import pack, token_weights
 from unit_tests.helpers.golden import GOLDEN, PREF, RL, batch_of, live
@@ -14,7 +16,7 @@ from unit_tests.helpers.golden2 import CASES2, PREF2, RL2, batch_of_groups, pref
 from unit_tests.helpers.golden_pairs import first_pairs
 from unit_tests.helpers.golden_teachers import graded
 
-CREDITED = ("advantage/", "lite_ppo/", "raft", "best_of_n/")
+CREDITED = ("advantage/", "lite_ppo/", "raft", "best_of_n/", "scalerl/")
 """Cases of the second oracle whose advantages are the algorithm's own."""
 
 
@@ -30,13 +32,24 @@ def run_case(alg: Algorithm, file: str, name: str) -> tuple[Outcome, Outcome]:
     case = (GOLDEN["cases"] if file == "golden_losses" else CASES2)[name]
     batch, logp, want = (_first if file == "golden_losses" else _second)(alg, name)
     logp = logp.requires_grad_()
-    policy = Policy(logp=logp)
-    tokens = total_alone(alg, policy, batch.tokens)
-    loss = (alg.objective(policy, tokens)[0] * tokens.weight).sum()
+    entropy, measures = None, {}
+    if file == "golden_losses2":
+        entropy = pick(RL2["ent"], RL2["mask"]) if alg.needs_entropy else None
+        measures = {"collision": pick(PREF2["log_sum_pi_sq"], PREF2["mask"]).exp()} if name == "pref/wpo" else {}
+    policy = Policy(logp=logp, entropy=entropy, measures=measures)
+    [totals] = islice(sum_totals(alg, [view_first(policy, batch)], Alone()), 1)
+    batch = add_totals(batch, totals)
+    loss = (compute_objective(alg, policy, batch).loss * batch.tokens.weight).sum()
     loss.backward()
     assert logp.grad is not None
     told = Outcome(loss=torch.tensor(case["loss"], dtype=torch.float64), gradient=want)
     return Outcome(loss=loss.detach(), gradient=logp.grad), told
+
+
+def pick(rows: list[list[float]], mask: list[list[int]]) -> Tensor:
+    """The values of a table at the trained tokens, [M]."""
+    cells = zip((x for row in rows for x in row), (m for row in mask for m in row), strict=True)
+    return torch.tensor([x for x, m in cells if m], dtype=torch.float64)
 
 
 def _first(alg: Algorithm, name: str) -> tuple[Batch, Tensor, Tensor]:
@@ -54,6 +67,7 @@ def _first(alg: Algorithm, name: str) -> tuple[Batch, Tensor, Tensor]:
 
 def _second(alg: Algorithm, name: str) -> tuple[Batch, Tensor, Tensor]:
     groups, table = _credit_second(alg, name)
+    groups = prepare_update(alg, groups)
     kept = torch.cat([torch.from_numpy(s.loss_mask[2:].copy()) for g in groups for s in g])
     flat = [torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in table]
     return batch_of_groups(alg, groups, torch.float64), *(values[kept] for values in flat)
