@@ -54,7 +54,6 @@ REASONS = {
     'inputs["attention_mask"] = ': "an empty mask is never read",
     "spans = [torch.arange(": "the same positions, in more launches",
     "grad.new_zeros(ctx.shape": "autograd checks it in C++, where both are on the CPU, and nothing reads it",
-    '"n": weight.new_tensor(': "a number of the CPU mixes with numbers of a GPU",
     "clamp(min=1e-30), torch.ones_like(w)": "a number of the CPU mixes with numbers of a GPU",
 }
 """Part of a place -> why its mistake is not noticed."""
