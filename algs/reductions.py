@@ -182,7 +182,7 @@ def _select_kth(values: Tensor, k: Tensor) -> Collective[Tensor]:
     # in the order of the values if read as unsigned: negative floats count down
     keys = torch.where(bits < 0, ~bits, bits ^ -top)
     live = torch.ones_like(keys, dtype=torch.int64)
-    chosen = torch.zeros_like(keys[:0], dtype=torch.int64).sum()
+    chosen: list[Tensor] = []
     for shift in range(width - 8, -1, -8):
         digits = ((keys >> shift) & 255).long()
         # unlike bincount it does not ask for the largest digit
@@ -191,10 +191,9 @@ def _select_kth(values: Tensor, k: Tensor) -> Collective[Tensor]:
         place = (from_top < k).sum()
         k = k - (from_top * (from_top < k)).max()
         live = live * (digits == 255 - place)
-        chosen = chosen | ((255 - place) << shift)
-    # the topmost bit is the sign of int64 too
-    found = torch.where((chosen >> (width - 1)) & 1 == 1, chosen ^ -top if width == 64 else chosen - top, ~chosen)
-    return found.to(integer).view(values.dtype)
+        chosen.append((255 - place) << shift)
+    key = torch.stack(chosen).sum()
+    return torch.where((key >> (width - 1)) & 1 == 1, key & (top - 1), ~key).to(integer).view(values.dtype)
 
 
 def _take_first(part: Reduction) -> tuple[Tensor, Tensor]:

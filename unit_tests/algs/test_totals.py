@@ -90,6 +90,14 @@ def test_quantiles_are_those_of_numpy():
     assert [float(got[f"{q}"]) for q in qs] == pytest.approx([np.quantile(values, q) for q in qs], abs=1e-15)
 
 
+def test_a_quantile_at_an_infinite_value_is_that_value():
+    values = torch.tensor([math.inf, 1.0, math.inf])
+    got = reduce(Asks(lambda x, *_: {"top": quantile(x, 1.0), "low": quantile(x, 0.0)}), [values])[0].reduced
+    assert (float(got["top"]), float(got["low"])) == (math.inf, 1.0)
+    inner = reduce(Asks(lambda x, *_: {"top": quantile(x, 0.5)}), [values.clamp(min=2)])[0].reduced
+    assert float(inner["top"]) == math.inf
+
+
 def test_sums_are_rounded_once_whatever_the_split():
     """Values from 1e-18 to 1e18 of both signs, whose floating-point sums differ from order to order."""
     draw = np.random.default_rng(0)
