@@ -9,7 +9,7 @@
 
 `Algorithm.totals` returns or yields them by name. Only integers are added over ranks. Equal values share their fate if
 a loss compares with the result (`>=`), and never with an index. The host waits for the device once for each exact_sum
-and each gather, and for no other reduction without `where`.
+and each gather, and for no other reduction.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Reduction:
     """[M] int64, sequence or group of each token, for gather."""
 
     @property
-    def counted(self) -> Tensor:
-        """Values of the tokens that count, [n]."""
-        return self.values if self.where is None else self.values[self.where]
+    def live(self) -> Tensor:
+        """True for the tokens that count, [M] bool."""
+        return torch.ones_like(self.values, dtype=torch.bool) if self.where is None else self.where
 
     @property
     def keeps_values(self) -> bool:
@@ -122,18 +122,19 @@ def gather(x: Tensor, ids: Tensor, where: Tensor | None = None) -> Reduction:
 def reduce_parts(parts: Sequence[Reduction], *, rank: int, ranks: int) -> Collective[Tensor]:
     """Reduce the same reduction of all micro-batches of a rank, and over the ranks; 0-d, or [n] for gather."""
     first = parts[0]
-    values = torch.cat([part.counted for part in parts])
+    # to select the values that count, the host would wait for their number
+    values, live = torch.cat([part.values for part in parts]), torch.cat([part.live for part in parts])
     match first.kind:
         case "count":
             return (yield (values if values.dtype == torch.bool else torch.ones_like(values)).sum().to(torch.int64))
         case "sum":
-            return (yield from _sum_exactly(values))
+            return (yield from _sum_exactly(values.where(live, 0.0)))
         case "gather":
-            firsts, live = zip(*map(_take_first, parts), strict=True)
-            return (yield from _gather(torch.cat(firsts), torch.cat(live), rank=rank, ranks=ranks))
+            firsts, of_ids = zip(*map(_take_first, parts), strict=True)
+            return (yield from _gather(torch.cat(firsts), torch.cat(of_ids), rank=rank, ranks=ranks))
         case _:
             assert first.at is not None
-            return (yield from _find_order_statistic(values, first))
+            return (yield from _find_order_statistic(values, live, first))
 
 
 def _sum_exactly(values: Tensor) -> Collective[Tensor]:
@@ -154,25 +155,25 @@ def _sum_exactly(values: Tensor) -> Collective[Tensor]:
     return values.new_tensor(math.nan if n_unfit else total / (1 << -EXPONENTS[-1]))
 
 
-def _find_order_statistic(values: Tensor, rule: Reduction) -> Collective[Tensor]:
+def _find_order_statistic(values: Tensor, live: Tensor, rule: Reduction) -> Collective[Tensor]:
     assert rule.at is not None
     # the numbers stay on the device, so that the host waits for none
-    n, n_nan = (yield torch.stack([torch.ones_like(values, dtype=torch.int64).sum(), values.isnan().sum()])).unbind()
+    n, n_nan = (yield torch.stack([live.sum(), (live & values.isnan()).sum()])).unbind()
     if rule.kind == "kth":
         k = (rule.at * n.double()).long().clamp(min=1) if rule.is_fraction else n.clamp(max=int(rule.at))
-        found = yield from _select_kth(values, k)
+        found = yield from _select_kth(values, live, k)
     else:
         place = rule.at * (n - 1).double()  # among the ascending values, from 0
         below = place.floor()
-        low = yield from _select_kth(values, n - below.long())
-        high = yield from _select_kth(values, (n - below.long() - 1).clamp(min=1))
+        low = yield from _select_kth(values, live, n - below.long())
+        high = yield from _select_kth(values, live, (n - below.long() - 1).clamp(min=1))
         between = low + (place - below).to(values.dtype) * (high - low)
         found = low.where(place == below, between)  # else of two infinite values the difference is NaN
     return found.where((n > 0) & (n_nan == 0), math.nan)
 
 
-def _select_kth(values: Tensor, k: Tensor) -> Collective[Tensor]:
-    """Select the k-th largest of all ranks' values by their bits, 8 a round from the top, counting each digit.
+def _select_kth(values: Tensor, live: Tensor, k: Tensor) -> Collective[Tensor]:
+    """Select the k-th largest of all ranks' live values by their bits, 8 a round from the top, counting each digit.
 
     k: int64, 0-d, on the device.
     """
@@ -181,16 +182,16 @@ def _select_kth(values: Tensor, k: Tensor) -> Collective[Tensor]:
     top = 1 << (width - 1)
     # in the order of the values if read as unsigned: negative floats count down
     keys = torch.where(bits < 0, ~bits, bits ^ -top)
-    live = torch.ones_like(keys, dtype=torch.int64)
+    each = live.long()
     chosen: list[Tensor] = []
     for shift in range(width - 8, -1, -8):
         digits = ((keys >> shift) & 255).long()
         # unlike bincount it does not ask for the largest digit
-        counts = yield live.new_zeros(256).scatter_add(0, digits, live)
+        counts = yield each.new_zeros(256).scatter_add(0, digits, each)
         from_top = counts.flip(0).cumsum(0)
         place = (from_top < k).sum()
         k = k - (from_top * (from_top < k)).max()
-        live = live * (digits == 255 - place)
+        each = each * (digits == 255 - place)
         chosen.append((255 - place) << shift)
     key = torch.stack(chosen).sum()
     return torch.where((key >> (width - 1)) & 1 == 1, key & (top - 1), ~key).to(integer).view(values.dtype)

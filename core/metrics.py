@@ -208,7 +208,7 @@ CLIP_FRACTIONS = (
 )
 CLIP_FRACTION = _declare("train/clip_frac", "fraction", "tokens whose ratio was clipped", "gmpo")
 CAPPED = _declare("train/capped", "fraction", "tokens whose importance weight reached max_weight", "cispo")
-MASKED = _declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo, ipo_rl, opsd")
+MASKED = _declare("train/masked", "fraction", "tokens that a bound on the divergence masked", "dppo, erc, ipo_rl, opsd")
 SILENCED = (*CLIP_FRACTIONS, CLIP_FRACTION, MASKED)
 """Metrics for the fraction of trained tokens without a gradient."""
 CUT = (*SILENCED, CAPPED)

@@ -73,7 +73,7 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
     without = {name: table for name, table in scored.items() if name != TOKEN_REWARDS}
     # a group in two has token rewards
     groups = [
-        [_with_columns(s, without if i % 2 else scored) for s in group]
+        [with_columns(s, without if i % 2 else scored) for s in group]
         for i, group in enumerate(alg.prepare_groups([[*g] for g in drawn]))
     ]
     if demonstrates(alg, groups[0][-1]):
@@ -149,7 +149,7 @@ def _draw_step(kind: Kind) -> tuple[list[Group], Tables, dict[ScoredColumn, Tens
     return groups, now, {name: torch.cat(parts) for name, parts in scored.items()}
 
 
-def _with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
+def with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
     return replace(s, columns=s.columns | {name: table.numpy()[s.token_ids] for name, table in tables.items()})
 
 

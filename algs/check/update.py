@@ -12,7 +12,7 @@ from torch import Tensor
 
 from algs.base import Algorithm, assign_advantages
 from algs.check import fixtures
-from algs.check.distributions import draw_distributions, measure_policy
+from algs.check.distributions import draw_distributions, measure_columns, measure_policy
 from algs.check.fixtures import MadeUpStep, Tables
 from algs.objective import add_totals, compute_objective, view_first
 from algs.totals import Alone, prepare_update, sum_totals
@@ -202,6 +202,8 @@ def slopes_by_ratio(
     groups, logp = fixtures.ratio_arms(log_ratios, advantages, engine_gap=engine_gap)
     tables = {"logp": logp, "entropy": torch.ones_like(logp), "values": torch.zeros_like(logp)}
     tables |= draw_distributions(len(logp))
+    measured = measure_columns(alg, tables)
+    groups = [[fixtures.with_columns(s, measured) for s in g] for g in groups]
     [batch] = plan_batches(totals_of or alg, fixtures.add_own_columns(alg, groups), tables)
     slopes = run_update(alg, [batch], tables).gradient["logp"] / batch.tokens.weight[0]
     return slopes.view(len(log_ratios), len(advantages))

@@ -92,6 +92,7 @@ MATRIX: dict[str, dict[str, Any]] = {
     "RAFT++": {"name": "raft", "clip": 0.2},
     "TOPR": {"name": "topr"},
     "QAE": {"name": "qae"},
+    "ERC": {"name": "erc"},
     "on-policy distillation": {"name": "opd", "teacher": TEACHER},
     "self-distillation from the answer": {"name": "opsd", "hint": "({answer})"},
     "SDPO": {"name": "sdpo", "shown": "({solution})"},

@@ -98,6 +98,18 @@ def test_a_quantile_at_an_infinite_value_is_that_value():
     assert float(inner["top"]) == math.inf
 
 
+def test_what_does_not_count_is_in_no_reduction():
+    values = torch.tensor([math.nan, 2.0, 7.0, 1.0, math.inf])
+    counts = torch.tensor([False, True, False, True, False])
+    asked = {"sum": exact_sum, "top": largest, "middle": lambda x, where: quantile(x, 0.5, where=where)}
+    alg = Asks(lambda x, t, _: {name: make(x, where=counts[t.seq_ids]) for name, make in asked.items()})
+    places = torch.arange(5)
+    for cut in ([5], [2, 3], [1, 1, 3]):
+        parts = [[tokens_of(v, i)] for v, i in zip(values.split(cut), places.split(cut), strict=True)]
+        got = reduce_on_ranks(alg, parts)[0].reduced
+        assert {name: float(x) for name, x in got.items()} == {"sum": 3.0, "top": 2.0, "middle": 1.5}
+
+
 def test_sums_are_rounded_once_whatever_the_split():
     """Values from 1e-18 to 1e18 of both signs, whose floating-point sums differ from order to order."""
     draw = np.random.default_rng(0)

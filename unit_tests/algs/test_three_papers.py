@@ -1,10 +1,12 @@
-"""QAE and TOPR against numbers computed by hand from their papers' formulas."""
+"""QAE, TOPR and ERC against numbers computed by hand from their papers' formulas."""
 
 import math
 
 import pytest
 import torch
 
+from algs.erc import ERC
+from algs.grpo import GRPO
 from algs.qae import QAE
 from algs.topr import TOPR
 from core.types.samples import Policy, Tokens
@@ -49,3 +51,22 @@ def test_topr_imitates_good_replies_and_tapers_the_bad_ones():
     weight = torch.tensor([1.0] * 4 + [math.exp(-0.75)] * 2 + [1.0] * 2, dtype=torch.float64)
     torch.testing.assert_close(metrics["sequence_weight"], weight)
     torch.testing.assert_close(logp.grad, -weight * advantage)
+
+
+def test_erc_leaves_tokens_out_whose_entropy_has_moved():
+    before = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    now = torch.tensor([0.89, 0.91, 1.29, 1.31, 0.0, 0.1], dtype=torch.float64)
+    logp = torch.linspace(-1.1, -0.9, 6, dtype=torch.float64).requires_grad_()
+    tokens = Tokens(
+        weight=torch.ones(6, dtype=torch.float64),
+        advantage=torch.tensor([1.0, -1.0] * 3, dtype=torch.float64),
+        rollout_logp=torch.full((6,), -1.0, dtype=torch.float64),
+        prox_logp=torch.full((6,), -1.0, dtype=torch.float64),
+        columns={"prox.spread_before": before},
+    )
+    policy = Policy(logp=logp, measures={"spread": now})
+    loss, metrics = ERC(beta_low=0.1, beta_high=0.3).loss(policy, tokens)
+    plain, _ = GRPO().loss(policy, tokens)
+    masked = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(metrics["masked"], masked)
+    torch.testing.assert_close(loss, plain * (1 - masked))
