@@ -130,8 +130,8 @@ def reduce_parts(parts: Sequence[Reduction], *, rank: int, ranks: int) -> Collec
         case "sum":
             return (yield from _sum_exactly(values.where(live, 0.0)))
         case "gather":
-            firsts, of_ids = zip(*map(_take_first, parts), strict=True)
-            return (yield from _gather(torch.cat(firsts), torch.cat(of_ids), rank=rank, ranks=ranks))
+            firsts, counts = zip(*map(_take_first, parts), strict=True)
+            return (yield from _gather(torch.cat(firsts), torch.cat(counts), rank=rank, ranks=ranks))
         case _:
             assert first.at is not None
             return (yield from _find_order_statistic(values, live, first))

@@ -20,11 +20,14 @@ from torch import Tensor
 
 from algs import find_algorithm, list_algorithms
 from algs.base import Algorithm, PolicyGradient, assign_advantages
+from algs.check.distributions import draw_stored
+from algs.totals import prepare_update
 from configs.trainer_schema import LoraConfig
 from core.cluster.workers import Local
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
-from core.types.samples import Group
+from core.types.samples import Group, Sample
 from data_feeds.packing.batches import Plan, plan_update
+from data_feeds.packing.splice import align, splice
 from data_prep import tiny_model
 from driver.rl.scoring import compute_columns
 from modeling.images.processor import ImageProcessor
@@ -35,9 +38,11 @@ from unit_tests.helpers.examples import a_changed, families, some_answers, with_
 from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.pretend_cuda import PretendDevice, pretend_cuda
+from unit_tests.helpers.variants import NEEDED
 
 READ_OUT = ("trainers/local.py", "trainers/meter.py")
 """Files whose waits are the optimizer's norm and the metrics of a step."""
+OTHER_PROMPT = [5, 6, 7]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"layout": "padded"},
     "packed": {"layout": "packed", "share_prefixes": "off"},
@@ -131,6 +136,8 @@ class Models:
         match name:
             case "tiny":
                 tiny_model.make(folder)
+            case "other":
+                tiny_model.make(folder, seed=1)
             case "wide":
                 random_model("llama", vocab_size=4096).save_pretrained(folder)
             case "windows":
@@ -144,7 +151,9 @@ class Models:
 
 
 def make_algorithm(case: Case, models: Models) -> Algorithm:
-    settings = {"teacher": models.find("tiny")} if case.alg in ("opd",) else {}
+    settings = NEEDED.get(case.alg, {})
+    if "teacher" in settings:  # of other weights, or it has nothing to teach
+        settings = settings | {"teacher": models.find("other")}
     return find_algorithm({"name": case.alg})[1](**settings | case.alg_settings)
 
 
@@ -156,7 +165,29 @@ def make_groups(case: Case, alg: Algorithm, models: Models) -> list[Group]:
         groups = with_kept(families()) if case.kept else families()
     else:
         groups = some_answers(alg.rows, 5)
+    if case.alg == "distill":
+        groups = [[with_distributions(s) for s in g] for g in groups]
     return alg.prepare_groups([[a_changed(s, advantage=None) for s in g] for g in groups])
+
+
+def with_distributions(sample: Sample) -> Sample:
+    """Give the row of a sample stored distributions of its trained tokens."""
+    stored = draw_stored(sample.token_ids[sample.loss_mask].tolist())
+    return replace(sample, prompt=replace(sample.prompt, extra=stored))
+
+
+def score(case: Case, alg: Algorithm, trainer: LocalTrainer, groups: list[Group]) -> list[Group]:
+    """Compute the columns. A teacher with a prompt of its own reads `OTHER_PROMPT` in place of the policy's."""
+    workers, columns = Local(trainer), needed_columns(case, alg)
+    for name in [name for name, teacher in alg.teachers.items() if teacher.prompt is not None]:
+        rows = [[splice(s, OTHER_PROMPT) for s in g] for g in groups]
+        done = asyncio.run(compute_columns(workers, rows, plan(case, alg, rows, apart=True), frozenset({name})))
+        groups = [
+            [replace(s, columns=s.columns | {name: align(s, row, name)}) for s, row in zip(g, own, strict=True)]
+            for g, own in zip(groups, done, strict=True)
+        ]
+        columns -= {name}
+    return asyncio.run(compute_columns(workers, groups, plan(case, alg, groups), columns))
 
 
 def train(case: Case, models: Models, device: PretendDevice | None = None) -> Result:
@@ -174,15 +205,15 @@ def train(case: Case, models: Models, device: PretendDevice | None = None) -> Re
         head: Any = trainer.critic.model.score
         head.weight.data.copy_(torch.linspace(-1, 1, head.in_features)[None])
     groups = make_groups(case, alg, models)
-    scored = asyncio.run(compute_columns(Local(trainer), groups, plan(case, alg, groups), needed_columns(case, alg)))
-    credited = assign_advantages(alg, scored)
+    scored = score(case, alg, trainer, groups)
+    credited = prepare_update(alg, assign_advantages(alg, scored))
     before = read_master(trainer)
     micro_batches = plan(case, alg, credited).batches()[0]
     device = device or PretendDevice()  # on the CPU it stays empty
     device.clear()
     metrics = trainer.step([micro_batches] * case.updates)
     syncs, uploads, varlen_calls = Counter(device.syncs), device.uploads.total(), device.varlen_calls
-    columns = [torch.tensor(s.columns[c]) for g in scored for s in g for c in sorted(s.columns)]
+    columns = [torch.tensor(s.columns[c]).flatten() for g in scored for s in g for c in sorted(s.columns)]
     return Result(
         gradient=before - read_master(trainer),
         metrics=metrics,
@@ -199,9 +230,11 @@ def needed_columns(case: Case, alg: Algorithm) -> frozenset[Any]:
     return alg.required_columns | (frozenset({"prox_logp"}) if is_stale else frozenset())
 
 
-def plan(case: Case, alg: Algorithm, groups: list[Group]) -> Plan:
+def plan(case: Case, alg: Algorithm, groups: list[Group], *, apart: bool = False) -> Plan:
+    """Split groups into micro-batches. apart: rows of a teacher, which need not be together."""
     cut: dict[str, Any] = {"padded": case.layout == "padded", "share_prefixes": case.layout == "shared"}
-    whole = {"whole_groups": alg.whole_groups, "whole_episodes": alg.whole_episodes}
+    whole = {"whole_groups": alg.whole_groups, "whole_episodes": alg.whole_episodes, "terms": alg.terms}
+    whole = {} if apart else whole
     return plan_update(groups, alg.loss_norm, case.max_tokens, horizon=10, **cut, **whole)
 
 

@@ -16,6 +16,10 @@ from unit_tests.pretend_cuda.steps import Case, Models, Result, list_cases, trai
 
 pytestmark = [needs_pretend_cuda, pytest.mark.usefixtures("one_thread")]
 CASES = list_cases()
+EXACT = {"aot": 2, "clip_cov": 2, "kl_cov": 2, "p3o": 2, "p4o": 4, "tilted": 1}
+"""Exact sums and gathers of an update: an integer of 160 bits is divided on the host, and a size is read there."""
+IN_CHUNKS = ("distill", "gkd", "minillm")
+"""Algorithms whose measures are computed of a head in chunks."""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +38,16 @@ def test_a_step_is_that_of_the_cpu_to_the_bit(models, name):
 
 def check_waits(case: Case, got: Result) -> None:
     """The host reads norms and metrics; only transformers' own code reads more, for rows that are padded or images."""
-    own = [line for line in got.other_syncs if not re.search(r"module\(\*\*.*inputs", line)]
+    exact = sum(n for line, n in got.other_syncs.items() if line.startswith("algs/reductions.py"))
+    assert exact == EXACT.get(case.alg, 0) * case.updates
+    # clip_cov reads in every micro-batch how many tokens it drops
+    known = r"module\(\*\*.*inputs|^algs/reductions.py|^algs/clip_cov.py.*fraction"
+    own = [line for line in got.other_syncs if not re.search(known, line)]
     # of a head in chunks the first pass is checked
-    assert len(own) == ("logits_mib" in case.trainer) and all("allclose" in line for line in own)
-    assert case.layout == "padded" or case.model in seeing.FAMILIES or got.other_syncs.total() == len(own)
+    in_chunks = "logits_mib" in case.trainer or case.alg in IN_CHUNKS
+    assert len(own) == in_chunks and all("allclose" in line for line in own)
+    by_others = case.layout == "padded" or case.model in seeing.FAMILIES or case.alg == "clip_cov"
+    assert by_others or got.other_syncs.total() == len(own) + exact
     learners = 2 if case.alg == "ppo" else 1
     # of each update whether the gradient is finite, and its norm; of the step the metrics
     assert got.syncs.total() - got.other_syncs.total() <= 2 * learners * case.updates + 1
