@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from core.types.arrays import BOOLS, INTS, Floats, to_column
+from core.types.arrays import BOOLS, INTS, Floats, Mask, to_column
+from core.types.kept_sets import KeptSets
 from core.types.samples import Column, Sample
 
 
@@ -35,6 +36,7 @@ def splice(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
         action_mask=trained,
         rollout_logp=np.concatenate([before.astype(sample.float_dtype), sample.rollout_logp[first:]]),
         versions=np.concatenate([before.astype(INTS) - 1, sample.versions[first:]]),
+        kept=None if sample.kept is None else _splice_kept(sample.kept, trained, first),
         columns={},
         advantage=None,
         excluded=None,
@@ -42,6 +44,15 @@ def splice(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
         turn_rewards=(),
         turn_numbers=(),
     )
+
+
+def _splice_kept(kept: KeptSets, trained: Mask, first: int) -> KeptSets:
+    """Return the sets of a row's trained tokens: the teacher's softmax is over the set that the policy chose from."""
+    own = kept.take(np.arange(first, len(kept)))
+    is_trained = trained[len(trained) - len(own) :]
+    sizes = np.where(is_trained, own.sizes, 0)
+    before = KeptSets.none(len(trained) - len(own))
+    return KeptSets.join([before, KeptSets.of_sizes(own.ids[np.repeat(is_trained, own.sizes)], sizes)])
 
 
 def align(sample: Sample, row: Sample, column: Column) -> Floats:

@@ -24,6 +24,7 @@ from analysis.capture.losses import NamedLoss, credit_groups
 from configs.schema import RLConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped, UserError
+from core.types.kept_sets import KeptSets
 from core.types.samples import Group, Prompt, Sample
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import plan_update
@@ -66,6 +67,16 @@ def test_a_teachers_row_and_its_column_are_the_oracles(prompt, name):
     column = align(sample, replace(row, columns={"teacher": scored}), "teacher")
     assert column[SPLICE["trained_positions"]] == pytest.approx(SPLICE[f"teacher_logp_{name}"], abs=1e-6)
     assert not column[~sample.loss_mask].any()
+
+
+def test_a_teachers_row_has_the_sets_that_the_policy_chose_from():
+    kept = KeptSets.of_lists([[], [1, 2], [2, 3, 4], [], [5, 6]])
+    excluded = [False, False, True, False, False]
+    mask = [False, True, True, False, True]
+    sample = sample_of([9, 1, 3, 8, 6], mask, kept=kept, excluded=excluded)
+    row = splice(sample, [7, 7, 7])
+    assert row.token_ids.tolist() == [7, 7, 7, 1, 3, 8, 6]
+    assert row.kept == KeptSets.of_lists([[], [], [], [1, 2], [], [], [5, 6]])
 
 
 def test_excluded_tokens_stay_so_in_a_teachers_row():
