@@ -4,7 +4,7 @@
     L     = -log sigmoid(+-(S - delta))           + desirable, - undesirable
     delta = mean of S over all completions of the steps before; 0 in the first
 
-Others: TRL moves delta before it uses it, by the micro-batch at hand, so its loss depends on how an update is split.
+Others: TRL moves delta before it uses it, by the micro-batch at hand, so the loss depends on how an update is split.
 TRL's `bco_pair` (here dpo with form: bco) has no delta, and sums the two losses of a pair.
 """
 

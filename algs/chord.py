@@ -7,7 +7,7 @@
 Each mean has a denominator of its own. The demonstration is scored, and counts in no baseline. CHORD-mu lets mu fall
 over the run: a schedule of alg.mu.
 
-Others: Trinity-RFT weights the masked mean of each micro-batch by its share of sequences, we divide by the tokens of
+Others: Trinity-RFT weights the masked mean of each micro-batch by the share of sequences, we divide by the tokens of
 the update.
 """
 

@@ -116,7 +116,7 @@ class DPO(Pairwise):
         return loss, pair_metrics(signed, tokens)
 
     def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Compute the loss of each token's pair from its two sums, [M] -> [M]."""
+        """Compute the loss of each token's pair from the two sums, [M] -> [M]."""
         h, beta, smooth = chosen - rejected, self.beta, self.label_smoothing
         x = beta * h - self.target_margin
         match self.form:

@@ -6,7 +6,7 @@
 A sum of parts of different scale hides the small ones, and different rewards with equal sums look alike. Every part
 counts the same here, whatever reward.weights says. A reward without parts is one part.
 
-over: sequence, TRL's normalize_then_sum (eps 1e-4); token, verl's, where each sequence counts with its tokens and the
+over: sequence, TRL's normalize_then_sum (eps 1e-4); token, verl's, where each sequence counts with all tokens and the
 variance, not its root, has 1e-8 added (eps of the groups 1e-6). Both divide by n - 1.
 """
 
@@ -70,7 +70,7 @@ class GDPO(GRPO):
 
 
 def list_parts(sample: Sample) -> dict[str, float]:
-    """Return the parts of a sample's reward, or the reward as its only part; {} without one."""
+    """Return the parts of a sample's reward, or the reward as the only part; {} without one."""
     if sample.reward is None:
         return {}
     return sample.reward_parts or {"reward": sample.reward}

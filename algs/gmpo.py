@@ -5,7 +5,7 @@
 
 The clip is in log space and wide (0.4), because the mean over tokens dampens the effect of a single token.
 
-Others: verl averages over the micro-batch at hand, so its result depends on how a step is split; ours does not.
+Others: verl averages over the micro-batch at hand, so the result depends on how a step is split; ours does not.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 B counts the step's samples and M those of groups without signal, whose gradient is 0: alpha makes up for them.
 
-Others: verl counts samples whose score is 0 for M (counts: nonzero), so its alpha grows where the policy fails.
+Others: verl counts samples whose score is 0 for M (counts: nonzero), so alpha grows where the policy fails.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ For a completion y of x, labelled desirable (+1) or undesirable (-1):
 z0 is computed once over the whole update, before the split: it needs at least two rows. Choose the lambdas so that
 lambda_D x (desirable rows) is 1 to 4/3 of lambda_U x (undesirable rows).
 
-Others: TRL takes z0 over a micro-batch of each rank, so its loss depends on how an update is split.
+Others: TRL takes z0 over a micro-batch of each rank, so the loss depends on how an update is split.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KTO(Algorithm):
         return frozenset({"ref_logp", "prox_logp"})
 
     def prepare_groups(self, groups: list[Group]) -> list[Group]:
-        """Add a mismatched sample to every row: its prompt with the next row's completion, scored but untrained."""
+        """Add a mismatched sample to every row: the prompt with the next row's completion, scored but untrained."""
         rows = [g[0] for g in groups]
         # the last row takes the first one's completion, so that every row has a mismatch
         return [[s, make_mismatched(s, after)] for s, after in zip(rows, rows[1:] + rows[:1], strict=True)]

@@ -12,7 +12,7 @@ from core.types.measures import ENTROPY, Measure, list_teachers
 from core.types.samples import ScoredColumn
 
 PROX = "prox"
-"""Name of the policy in training, for columns that are measures of its distribution at the start of the step."""
+"""Name of the policy in training, for columns that are measures of the distribution at the start of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

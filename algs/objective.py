@@ -93,7 +93,7 @@ def select(policy: Policy, at: Tensor) -> Policy:
 
 
 def view_first(policy: Policy, batch: Batch) -> tuple[Policy, Tokens]:
-    """Return what `totals` reads: all tokens, or those of the first term."""
+    """Return the tokens that `totals` reads: all, or those of the first term."""
     if not batch.terms:
         return policy, batch.tokens
     first = next(iter(batch.terms.values()))
@@ -101,7 +101,7 @@ def view_first(policy: Policy, batch: Batch) -> tuple[Policy, Tokens]:
 
 
 def add_totals(batch: Batch, totals: Totals) -> Batch:
-    """Return the batch with the totals of its update, which every term reads; `first` is of the first term's tokens."""
+    """Return the batch with the totals of the update, which every term reads; `first` is of the first term's tokens."""
     if not batch.terms:
         return replace(batch, tokens=totals.add_to(batch.tokens))
     first = next(iter(batch.terms))

@@ -3,7 +3,7 @@
     m(y) = mean_t log pi(y_t)                 log odds(y) = m(y) - log(1 - exp m(y))
     L    = NLL(y_w) - lam log sigmoid(log odds(y_w) - log odds(y_l))
 
-NLL is the mean over all tokens of the update's chosen completions, the second term the mean over its pairs.
+NLL is the mean over all tokens of the update's chosen completions, the second term the mean over the pairs.
 
 Others: TRL averages the NLL over the prompt's tokens too; we take the completion's, as the paper does.
 """

@@ -8,7 +8,7 @@
 t counts trained tokens, so the tokens of tools leave no gap. Where one completion is longer than all others, b_t = 0.
 
 Others: verl's version for single turns counts positions, and takes counts of tokens for positions where masks have
-gaps; its version for several turns is this one.
+gaps; the version for several turns is this one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pass@k training: the worth of a sample in a group of k of its siblings (https://arxiv.org/abs/2508.10751, Eq. 10-15).
 
-Of a group of N samples of which F fail, a group of k passes if one of its samples does:
+Of a group of N samples of which F fail, a group of k passes if one sample does:
 
     mean = 1 - C(F, k) / C(N, k)        std = sqrt(mean (1 - mean))
     A    = (1 - mean) / std                                          of a sample that passes

@@ -10,7 +10,7 @@ The value model is a copy of the policy's transformer with a scalar head, initia
 V_t is read at the position that predicts token t. Tokens of the environment are skipped. Both models are saved at the
 end.
 
-A sample with the column token_rewards earned these shares of its reward at its tokens, and the rest at the last one.
+A sample with the column token_rewards earned these shares of the reward at its tokens, and the rest at the last one.
 critic_warmup: in the first steps the value model is trained alone, on samples of the start model (VC-PPO).
 
 bootstrap_truncated: a completion cut off by the budget did not end there. The last token is not trained on, and the

@@ -3,7 +3,7 @@
     A_i = (R_i - mean_j R_j) / std                              std: over the step's centred rewards, population's
     L_t = -sg[min(pi / pi_rollout, max_weight)] A log pi(a_t)   mean over tokens of a prompt, then over prompts
 
-A prompt of equal rewards is left out: of the loss, of its mean, and of the standard deviation. Its place is not filled
+A prompt of equal rewards is left out: of the loss, of the mean, and of the standard deviation. Its place is not filled
 with another prompt (that would be dynamic_sampling).
 
 Others: SkyRL keeps such prompts in the mean over prompts. The paper's cap is 4 to 8.

@@ -7,7 +7,7 @@ The expected gradient of sg[k_t] log pi is that of KL(pi || teacher) at each tok
 is a moving average of the policy. It reads the best other reply of the group whose reward is at least `threshold`.
 Samples without such a sibling have no teacher, and are not trained on.
 
-Others: the paper's main form is the KL over the whole vocabulary or its top k, and its teacher also reads the feedback
+Others: the paper's main form is the KL over the whole vocabulary or its top k, and the teacher also reads the feedback
 of an environment. TRL has this form as sampled_token, with weights below 2.
 """
 

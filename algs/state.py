@@ -84,7 +84,7 @@ class StepSeen:
 class Controller(StrictModel):
     """Section of hyper-parameters with a state of its own, such as an adaptive coefficient.
 
-    Its entries are in the algorithm's state, beside those of initial_state and next_state.
+    The entries are in the algorithm's state, beside those of initial_state and next_state.
     """
 
     def initial_entries(self) -> dict[str, float]:
@@ -153,7 +153,7 @@ class Stateful(StrictModel):
         return copy
 
     def after(self, step: StepSeen) -> Self:
-        """Return the algorithm of the next step, from this one and its finished step."""
+        """Return the algorithm of the next step, from this one and the finished step."""
         moved = dict(self.next_state(step))
         for section in self._controllers():
             moved |= section.next_entries(self.state, step)

@@ -1,6 +1,6 @@
 """Stored distributions: the likeliest tokens of another model, kept with the rows of a data set.
 
-A row holds, for each trained token in order, `NAME_tokens` (its id), `NAME_ids` and `NAME_logp` (lists of the likeliest
+A row holds, for each trained token in order, `NAME_tokens` (the id), `NAME_ids` and `NAME_logp` (lists of the likeliest
 ids and their log-probabilities, of any length). They become the columns NAME_ids and NAME_logp, [L, K] each, that
 `at.stored(NAME)` reads.
 """
@@ -17,7 +17,7 @@ from core.types.samples import Sample
 
 
 def with_stored(sample: Sample, name: str) -> Sample:
-    """Return the sample with the stored distributions of its row. Raises UserError unless they fit its tokens."""
+    """Return the sample with the stored distributions of the row. Raises UserError unless they fit its tokens."""
     if not sample.n_trained:
         return sample
     extra, where = sample.prompt.extra, f"the row {sample.prompt.id}"

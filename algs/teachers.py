@@ -68,7 +68,7 @@ class Teacher:
 
     @property
     def moves(self) -> bool:
-        """True if its weights follow the policy's."""
+        """True if the weights follow the policy's."""
         return self.ema is not None or self.reset_every is not None or self.when is not None
 
     @property

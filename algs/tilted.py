@@ -3,10 +3,10 @@
     l_t = PPO's clipped loss
     L   = log(mean_t exp(beta l_t)) / beta                              mean over the tokens of the update
 
-The tokens' mean for beta to 0, their maximum for beta to infinity: a distributionally robust objective. Its gradient is
+The tokens' mean for beta to 0, their maximum for beta to infinity: a distributionally robust objective. The gradient is
 that of q_t l_t with q_t = exp(beta l_t) / mean exp(beta l), held back from the gradient; the value of every token is L.
 
-Others: three unrelated losses are called DRO, see dro.py. The pull request does not say over what the mean is.
+Others: three unrelated losses are called DRO, see dro.py. The pull request does not say which tokens the mean is of.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The few tokens where the policy decides between ways to go on carry the gain. All tokens count in the mean, so the step
 shrinks by about 1 - quantile; raise the learning rate instead of the weight.
 
-Others: TRL's top_entropy_quantile is 1 - quantile, and its threshold is that of a micro-batch over all ranks.
+Others: TRL's top_entropy_quantile is 1 - quantile, and the threshold is that of a micro-batch over all ranks.
 """
 
 from __future__ import annotations

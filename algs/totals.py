@@ -2,11 +2,11 @@
 
     def totals(self, policy, tokens):
         t = yield {"n": count(x), "sum": exact_sum(x)}             a stage: a dict of reductions, by name
-        yield {"cut": kth(x - t["sum"] / t["n"], fraction=0.2)}    a later stage may use what came before
+        yield {"cut": kth(x - t["sum"] / t["n"], fraction=0.2)}    a later stage may use earlier results
 
 Every micro-batch has its own generator. All of them advance together, from a single forward pass per micro-batch. The
 loss gets the results as `tokens.totals`, and as `tokens.first` the values of the first pass whose order statistics they
-are: computed again, a value may differ in its last bit, and a token at the threshold would change sides.
+are: computed again, a value may differ in the last bit, and a token at the threshold would change sides.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def sum_totals(alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], group: Ran
 
 
 def total_alone(alg: Algorithm, policy: Policy, tokens: Tokens) -> Tokens:
-    """Return the tokens of an update that is a single micro-batch, with its totals."""
+    """Return the tokens of an update that is a single micro-batch, with totals."""
     return next(iter(sum_totals(alg, [(policy, tokens)], Alone()))).add_to(tokens)
 
 
@@ -101,7 +101,7 @@ def prepare_update(alg: Algorithm, groups: list[Group]) -> list[Group]:
 def reduce_totals(
     alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], *, rank: int, ranks: int
 ) -> Collective[list[Totals]]:
-    """Run the stages of all micro-batches together; yield what is to be summed over the ranks."""
+    """Run the stages of all micro-batches together; yield each part of a sum over the ranks."""
     # each to its first stage at once, so that only values per token outlive a forward pass
     running = [_MicroBatch(alg, policy, tokens) for policy, tokens in seen]
     reduced: dict[str, Tensor] = {}
@@ -117,7 +117,7 @@ def reduce_totals(
 
 
 class _MicroBatch:
-    """Generator of a micro-batch, and what it asks for."""
+    """Generator of a micro-batch, and the stage it asks for."""
 
     def __init__(self, alg: Algorithm, policy: Policy, tokens: Tokens):
         self.who, self.shape = f"{type(alg).__name__}.totals", tokens.weight.shape
@@ -127,7 +127,7 @@ class _MicroBatch:
         self.stage: Stage | None = self._check(next(self.stages, None))
 
     def advance(self, reduced: Mapping[str, Tensor]) -> None:
-        """Send the results so far, a copy of its own, and receive the next stage; None after the last."""
+        """Send a copy of the results so far, and receive the next stage; None after the last."""
         try:
             self.stage = self._check(self.stages.send(dict(reduced)))
         except StopIteration:

@@ -36,7 +36,7 @@ def rewards_of_turns(sample: Sample, total: float, per_token: Floats | None = No
 
 
 def rewards_of_tokens(sample: Sample, total: float) -> Floats:
-    """Compute the reward of each trained token, [n]: its share in the column token_rewards, and the last one the rest.
+    """Compute the reward of each trained token, [n]: the share in the column token_rewards, and the last one the rest.
 
     total: reward of the sample. Without the column, the last token earns all: a reward is known after it.
     """

@@ -73,13 +73,19 @@ def forward(
     run computes measures, so that all have the same chunks.
     """
     part = _lay_out_part(model, batch, layout, sequence_group)
+
+    def read_column(name: str) -> Tensor:
+        column = batch.tokens.column(name)
+        # a choice of all tokens would wait for the device to count them
+        return column if sequence_group is None else column[part.mine]
+
     softmax = Softmax(
         labels=part.labels,
         temperature=temperature,
         allowed_tokens=allowed_tokens,
         kept=part.kept,
         measures=measures,
-        read_column=lambda name: batch.tokens.column(name)[part.mine],
+        read_column=read_column,
         teachers=teachers,
     )
     size = choose_chunk(model, len(part.labels), logits_mib, measured=measured)

@@ -27,7 +27,7 @@ TeacherLogits = Callable[[slice], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptStates:
-    """Hidden states of a frozen model at the trained tokens, and its head: enough to compute its distribution."""
+    """Hidden states of a frozen model at the trained tokens, and the head: enough to compute the distribution."""
 
     model: nn.Module
     """The Hugging Face model, for what it does to logits after the head."""
@@ -50,7 +50,7 @@ NO_COLUMNS = Tokens(weight=torch.zeros(0)).column
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Softmax:
-    """Softmax at the sampling temperature over the allowed tokens, and what is computed of it at M tokens."""
+    """Softmax at the sampling temperature over the allowed tokens, and the numbers computed of it at M tokens."""
 
     labels: Tensor
     """[M] int64, token ids."""

@@ -1,4 +1,4 @@
-"""Teachers with weights of the policy that move: averages and copies of what it was.
+"""Teachers with weights of the policy that move: averages and earlier copies of it.
 
 A reference is a float32 copy of the policy's trained weights, in the shards that a rank updates. To score, it changes
 places with them: no second model is loaded, and sharding, layout and adapter are the policy's.

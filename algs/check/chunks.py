@@ -1,4 +1,4 @@
-"""Obligation (q): a measure is a function of its own row, so it does not depend on the chunks of the head."""
+"""Obligation (q): a measure is a function of one row, so it does not depend on the chunks of the head."""
 
 from __future__ import annotations
 

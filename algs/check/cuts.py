@@ -1,6 +1,6 @@
 """Obligation (j): cutting an episode into samples must not change loss or gradient.
 
-A harness that rewrites its history turns an episode into several samples. Here made-up episodes are cut so that every
+A harness that rewrites the history turns an episode into several samples. Here made-up episodes are cut so that every
 token keeps its context, and loss and gradient must stay equal. A token trained on in one sample is context in the
 others.
 """

@@ -28,7 +28,7 @@ def draw_distributions(n: int) -> dict[str, Tensor]:
 
 
 def draw_stored(tokens: list[int]) -> dict[str, Any]:
-    """Draw what a row stores of a teacher's distributions at these tokens, of one to three ids each."""
+    """Draw the stored part of a teacher's distributions at these tokens, of one to three ids each."""
     draw = torch.Generator().manual_seed(len(tokens))
     logits = torch.randn(len(tokens), SIZE, generator=draw, dtype=torch.float64)
     logp, ids = logits.log_softmax(-1).topk(3)

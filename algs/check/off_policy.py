@@ -1,6 +1,6 @@
 """Obligations (h), (k) and (l): the gradient off-policy, far from ratio 1 and with another engine.
 
-Samples have a single token, so a sequence's ratio is that of its token. A term that does not depend on the advantage,
+Samples have a single token, so a sequence's ratio is a token's. A term that does not depend on the advantage,
 such as a KL, is measured with advantage 0 and left out of the weight.
 """
 
@@ -27,7 +27,7 @@ PARTNERS = {"low": "high", "lower": "upper", "min": "max"}
 DUAL = 2.0
 """Ratio from which a bound for A=-1 counts as a dual clip."""
 NONE, HARD = 1e-9, 1e-3
-"""Weights below NONE count as no gradient. A clip is hard if the weight just inside its bound is above HARD."""
+"""Weights below NONE count as no gradient. A clip is hard if the weight just inside the bound is above HARD."""
 
 
 def weigh(alg: Algorithm, log_ratios: Tensor, *, engine_gap: float = 0.0) -> Tensor:

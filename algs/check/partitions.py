@@ -95,7 +95,7 @@ def draw_partitions(n: int, drawn: int | None) -> list[list[Part]]:
 
 @dataclass
 class _Rows:
-    """Rows of an update, and what was computed of each part of them."""
+    """Rows of an update, and the numbers of each part of them."""
 
     alg: Algorithm
     step: MadeUpStep

@@ -158,7 +158,7 @@ def max_abs(gradient: Tables) -> float:
 
 
 def find_largest_difference(got: Tables, want: Tables) -> tuple[float, str, int]:
-    """Return the largest difference, with its table and token."""
+    """Return the largest difference, with table and token."""
     # NaN counts as infinitely far, or max() could pass over it
     gaps = {name: (g - want[name]).abs().nan_to_num(nan=math.inf).view(len(g), -1) for name, g in got.items()}
     return max((float(gap.max()), name, int(gap.amax(-1).argmax())) for name, gap in gaps.items())

@@ -150,7 +150,7 @@ def check_columns(losses: Sequence[NamedLoss], snapshot: StepSnapshot) -> None:
 
 
 def differentiate_kl(trainer: LocalTrainer, own: Algorithm, plan: Plan, groups: list[Group]) -> tuple[Gradient, str]:
-    """Return the gradient of the KL to an anchor, the reference model or else the engine's policy, and its name."""
+    """Return the gradient of the KL to an anchor, the reference model or else the engine's policy, and the name."""
     # without a reference model the sampling policy is the only other policy whose log-probabilities exist
     of_reference = "ref_logp" in own.required_columns
     # a mean over tokens, so that the KL change does not depend on the run's loss_norm

@@ -38,7 +38,7 @@ class TokenMaps:
     """The run's own first."""
 
     def spans(self) -> Iterator[tuple[CapturedSample, slice]]:
-        """Yield every sample with the place of its tokens."""
+        """Yield every sample with the place of the tokens."""
         first = 0
         for sample in self.samples:
             after = first + len(sample.pieces)

@@ -45,7 +45,7 @@ def join_scripts(names: Sequence[str], *, library: str = "") -> str:
 
 
 def save_page(out: Path, text: str, *, key: str) -> str:
-    """Write a page; return a message with its size. Raises a UserError that begins with `key`."""
+    """Write a page; return a message with the size. Raises a UserError that begins with `key`."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")

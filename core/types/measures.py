@@ -28,7 +28,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class At:
-    """Place of a chunk: what a measure may read about its m tokens besides their distribution. No gradient."""
+    """Place of a chunk: what a measure may read about m tokens besides their distribution. No gradient."""
 
     labels: Tensor
     """[m] int64, columns of `s` of the tokens themselves."""
@@ -43,7 +43,7 @@ class At:
         return self.read_column(name)
 
     def teacher(self, name: str) -> Tensor:
-        """Return the log-probabilities of a frozen model, [m, A], by its column; see `Measure.teachers`."""
+        """Return the log-probabilities of a frozen model, [m, A], by column; see `Measure.teachers`."""
         if name not in self.computed:
             self.computed[name] = self.compute_teacher(name)
         return self.computed[name]

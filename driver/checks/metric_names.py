@@ -54,7 +54,7 @@ def list_metrics(cfg: RunConfig, alg: Algorithm) -> list[Metric]:
 
 
 def _fill(name: str, cfg: RunConfig) -> list[str]:
-    """Replace a name's placeholder by what the recipe says, and keep it if only the run can say."""
+    """Replace a name's placeholder by the recipe's value, and keep it if only the run can say."""
     sources = cfg.data.list_sources("train")
     mixed = [source.log_name for source in sources] if len(sources) > 1 else []
     if "<source>" in name:

@@ -5,11 +5,11 @@ There are `max` slots. A slot without an engine waits for a place in the cluster
     waits for a place -> is started -> needs weights -> serves -> leaves -> waits for a place -> ...
 
 An engine joins at a weight sync, after the same verification as all others. If its machine is about to go, it receives
-no more groups and weights, and leaves when its groups are done. A killed engine is handled as in
+no more groups and weights, and leaves when the last group is done. A killed engine is handled as in
 rollouts/scheduling/availability.py: other engines repeat its groups.
 
 Guarantees of the schedule do not depend on membership. Tickets belong to the driver, and staleness is bounded at the
-start of a group. A leaving engine finishes its groups with the weights they started with, or later ones.
+start of a group. A leaving engine finishes the groups with the weights they started with, or later ones.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ElasticAvailability(EngineAvailability):
         self._start_task(self._guard(watch()))
 
     def drain(self, rank: int, why: str) -> None:
-        """Drain an engine: no more groups or weights. The slot becomes free when its groups are done."""
+        """Drain an engine: no more groups or weights. The slot becomes free when the last group is done."""
         if self.states[rank] in (EngineState.SERVING, EngineState.NEEDS_WEIGHTS):
             process = self.process_of(rank)
             n = self.groups[rank]

@@ -18,8 +18,8 @@ pytestmark = [needs_pretend_cuda, pytest.mark.usefixtures("one_thread")]
 CASES = list_cases()
 EXACT = {"aot": 2, "clip_cov": 2, "kl_cov": 2, "p3o": 2, "p4o": 4, "tilted": 1}
 """Exact sums and gathers of an update: an integer of 160 bits is divided on the host, and a size is read there."""
-IN_CHUNKS = ("distill", "gkd", "minillm")
-"""Algorithms whose measures are computed of a head in chunks."""
+IN_CHUNKS = ("gkd", "minillm")
+"""Algorithms with the logits of a frozen model, whose head computes in chunks."""
 
 
 @pytest.fixture(scope="module")
