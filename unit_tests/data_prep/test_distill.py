@@ -1,0 +1,86 @@
+"""From a teacher to stored rows to a student that has learnt them, without the teacher."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+import main_sl
+from core.cli import run_guarded
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_prep import arithmetic, distill, tiny_model
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("distilled")
+    tiny_model.main(["--out", str(home / "student")])
+    tiny_model.main(["--out", str(home / "teacher"), "--seed", "7"])
+    arithmetic.main(["--out", str(home), "--max", "9", "--train", "5", "--eval", "5", "--sft", "20"])
+    recipe = {
+        "name": "distilled",
+        "backend": "local",
+        "steps": 30,
+        "rows_per_step": 20,
+        "model": {"path": str(home / "student"), "dtype": "float32"},
+        "alg": {"name": "distill"},
+        "data": {"train": str(home / "rows.parquet"), "max_tokens": 32},
+        "trainer": {"lr": 1e-2},
+        "run_dir": str(home / "runs"),
+    }
+    (home / "student.yaml").write_text(yaml.safe_dump(recipe))
+    recipe["data"]["train"] = str(home / "sft.parquet")
+    (home / "sft.yaml").write_text(yaml.safe_dump(recipe | {"alg": {"name": "sft"}}))
+    return home
+
+
+def test_rows_hold_the_teachers_likeliest_tokens_and_teach_a_student(home):
+    files = ["--config", f"{home}/sft.yaml", "--model", f"{home}/teacher", "--out", f"{home}/rows.parquet"]
+    distill.main([*files, "--top", "103"])  # all
+    rows = pq.read_table(home / "rows.parquet").to_pylist()
+    stored = json.loads(rows[0]["extra"])
+    sums = [sum(torch.tensor(row).exp().tolist()) for row in stored["topk_logp"]]
+    assert len(rows) == 20 and {len(ids) for ids in stored["topk_ids"]} == {103}
+    assert len(stored["topk_tokens"]) == len(stored["topk_ids"]) and sums == pytest.approx([1.0] * len(sums), abs=1e-2)
+
+    result = main_sl.run(str(home / "student.yaml"))
+    student, start, teacher = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (result.model, home / "student", home / "teacher")
+    )
+    prompt = ChatTokenizer(str(home / "teacher"), "chat").render(rows[0]["messages"][:-1], [])
+    ids = torch.tensor([[*prompt, *stored["topk_tokens"]]])
+    before = slice(len(prompt) - 1, -1)  # the logits that predict the reply
+
+    def distance(model) -> float:
+        with torch.no_grad():
+            own, other = (m(ids).logits[0, before].log_softmax(-1) for m in (model, teacher))
+        return float((other.exp() * (other - own)).sum(-1).mean())
+
+    assert distance(student) < 0.5 * distance(start), (distance(student), distance(start))
+
+
+def test_stored_log_probabilities_are_the_teachers(home):
+    files = ["--config", f"{home}/sft.yaml", "--model", f"{home}/teacher", "--out", f"{home}/few.jsonl"]
+    distill.main([*files, "--top", "3"])
+    row = json.loads((home / "few.jsonl").read_text().splitlines()[0])
+    stored = row["extra"] if isinstance(row["extra"], dict) else json.loads(row["extra"])
+    tokenizer = ChatTokenizer(str(home / "teacher"), "chat")
+    prompt = tokenizer.render(row["messages"][:-1], [])
+    ids = torch.tensor([[*prompt, *stored["topk_tokens"]]])
+    model = AutoModelForCausalLM.from_pretrained(home / "teacher")
+    with torch.no_grad():
+        want, likeliest = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1).topk(3)
+    assert likeliest.tolist() == stored["topk_ids"]
+    torch.testing.assert_close(torch.tensor(stored["topk_logp"]), want, atol=1e-4, rtol=0)
+
+
+def test_a_teacher_that_is_not_there_is_one_sentence(home, capsys):
+    def run() -> int:
+        distill.main(["--config", f"{home}/sft.yaml", "--model", f"{home}/nobody", "--out", f"{home}/x.parquet"])
+        return 0
+
+    assert run_guarded(run) == 2
+    assert "--model" in capsys.readouterr().err
