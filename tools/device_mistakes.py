@@ -54,6 +54,8 @@ REASONS = {
     'inputs["attention_mask"] = ': "an empty mask is never read",
     "spans = [torch.arange(": "the same positions, in more launches",
     "grad.new_zeros(ctx.shape": "autograd checks it in C++, where both are on the CPU, and nothing reads it",
+    "values.new_tensor(math.nan if": "a number of the CPU mixes with numbers of a GPU",
+    "sizes = torch.zeros(ranks": "several ranks would notice, in the sum over them",
     "clamp(min=1e-30), torch.ones_like(w)": "a number of the CPU mixes with numbers of a GPU",
 }
 """Part of a place -> why its mistake is not noticed."""
