@@ -41,6 +41,12 @@ class Objective:
     of_terms: list[tuple[Tensor, Metrics]] = field(default_factory=list[tuple[Tensor, Metrics]])
     """Weight and metrics of each term's tokens, [m] each."""
 
+    @staticmethod
+    def of_loss(alg: Algorithm, returned: Any, tokens: Tokens) -> Objective:
+        """Return the objective of an algorithm without terms, from what its `objective` returned, checked."""
+        loss, metrics = check_per_token(alg, returned, tokens)
+        return Objective(loss=loss, metrics=metrics | measure_near(tokens))
+
     def detach(self) -> Objective:
         """Return the same without gradient."""
         of_terms = [(weight, _detach(metrics)) for weight, metrics in self.of_terms]
@@ -54,8 +60,7 @@ def _detach(metrics: Metrics) -> Metrics:
 def compute_objective(alg: Algorithm, policy: Policy, batch: Batch) -> Objective:
     """Compute the objective of a micro-batch. Raises UserError for a loss that is not one number per token."""
     if not batch.terms:
-        loss, metrics = check_per_token(alg, alg.objective(policy, batch.tokens), batch.tokens)
-        return Objective(loss=loss, metrics=metrics | measure_near(batch.tokens))
+        return Objective.of_loss(alg, alg.objective(policy, batch.tokens), batch.tokens)
     weight = batch.tokens.weight
     done = Objective(loss=torch.zeros_like(policy.logp))
     for term in alg.terms:

@@ -187,10 +187,11 @@ class Trainer:
     def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Objective]:
         """Run the forward pass; return the policy (None for a reward model), and the objective."""
         if self.alg.model_kind == "reward":
-            loss, metrics = self._compute_value_loss(self.policy, batch)
-            return None, Objective(loss=loss, metrics=metrics)
+            return None, Objective.of_loss(self.alg, self._compute_value_loss(self.policy, batch), batch.tokens)
         policy = self.forward(batch)
-        return policy, compute_objective(self.alg, policy, batch)
+        if batch.terms:
+            return policy, compute_objective(self.alg, policy, batch)
+        return policy, Objective.of_loss(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
 
     def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
         """Run the forward pass of a value or reward model; return the loss [M] and the metrics."""
@@ -339,10 +340,8 @@ class Trainer:
         )
 
     def with_totals(self, micro_batches: list[Batch]) -> Generator[Batch]:
-        """Yield the batches on the device, with the algorithm's totals over the whole update and all ranks.
-
-        Batches are loaded lazily: the pixels of a whole update may take more memory than the tokens.
-        """
+        """Yield the batches on the device, with the algorithm's totals over the whole update and all ranks."""
+        # loaded lazily: the pixels of a whole update may take more memory than the tokens
         with torch.no_grad():
             seen = (view_first(self.forward(batch), batch) for batch in map(self.load, micro_batches))
             totals = sum_totals(self.alg, seen, self)
