@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from algs.base import Metrics, PolicyGradient
 from algs.ops import importance_ratio
-from algs.teachers import Teacher
+from algs.teachers import Teacher, append_text, grade_tokens
 from algs.terms import Correction
 from core.types.samples import Group, Message, Policy, Sample, ScoredColumn, Tokens
 
@@ -65,19 +64,12 @@ class OPSD(PolicyGradient):
         """Return the prompt with the answer; None without one."""
         if not sample.prompt.answer:
             return None
-        *before, asked = sample.prompt.messages
         hint = self.hint.replace("{answer}", sample.prompt.answer)
-        return [*before, {**asked, "content": asked["content"] + hint}]
+        return append_text(sample.prompt.messages, hint)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Set the log-ratio of teacher and engine: the advantage on policy, for the log."""
-
-        def grade_tokens(s: Sample) -> Sample:
-            if not s.n_trained:  # never scored
-                return s.with_advantage(0.0)
-            return s.with_advantage(s.columns["teacher_logp"].astype(np.float64) - s.rollout_logp)
-
-        return [[grade_tokens(s) for s in g] for g in groups]
+        return [[grade_tokens(s, "teacher_logp") for s in g] for g in groups]
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         logp, log_ratio = policy.logp.detach(), policy.logp - tokens.rollout_logp

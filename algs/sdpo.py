@@ -13,13 +13,12 @@ of an environment. TRL has this form as sampled_token, with weights below 2.
 
 from __future__ import annotations
 
-import numpy as np
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from algs.base import Metrics, PolicyGradient
 from algs.ops import importance_ratio
-from algs.teachers import Teacher
+from algs.teachers import Teacher, append_text, grade_tokens
 from core.types.samples import Group, LossNorm, Message, Policy, Sample, ScoredColumn, Tokens
 
 
@@ -68,22 +67,15 @@ class SDPO(PolicyGradient):
             return None
         # of equal rewards the one whose tokens come first, so that the order of the group does not matter
         best = min(solved, key=lambda s: (-(s.reward or 0.0), s.token_ids.tolist()))
-        *before, asked = sample.prompt.messages
         solution = self.shown.replace("{solution}", best.completion or "")
-        return [*before, {**asked, "content": asked["content"] + solution}]
+        return append_text(sample.prompt.messages, solution)
 
     def accept_group(self, group: Group) -> bool:
         return any(self.show_solution(s, group) is not None for s in group if s.n_trained)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Set the log-ratio of teacher and engine: the advantage on policy, for the log."""
-
-        def grade_tokens(s: Sample) -> Sample:
-            if not s.n_trained:  # never scored
-                return s.with_advantage(0.0)
-            return s.with_advantage(s.columns["teacher_logp"].astype(np.float64) - s.rollout_logp)
-
-        return [[grade_tokens(s) for s in g] for g in groups]
+        return [[grade_tokens(s, "teacher_logp") for s in g] for g in groups]
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         logp = policy.logp.detach()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from core.errors import UserError
 from core.types.samples import Column, Group, Message, Sample
 
@@ -88,6 +90,19 @@ class Teacher:
         if self.when is not None and self.when(state):
             return 1.0
         return self.ema if self.ema is not None and steps_done % self.ema_every == 0 else 0.0
+
+
+def append_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return messages whose last one goes on with `text`, for a teacher that reads more than the policy."""
+    *before, last = messages
+    return [*before, {**last, "content": last["content"] + text}]
+
+
+def grade_tokens(sample: Sample, column: Column) -> Sample:
+    """Return the sample with log pi_teacher - log pi_rollout of each token as its advantage; 0 if it was not scored."""
+    if not sample.n_trained:
+        return sample.with_advantage(0.0)
+    return sample.with_advantage(sample.columns[column].astype(np.float64) - sample.rollout_logp)
 
 
 def find_column(name: str, teacher: Teacher) -> Column:

@@ -26,9 +26,8 @@ class Scorer(Protocol):
     model: Any
     frozen: dict[str, nn.Module]
     references: dict[str, Reference]
+    measures: MeasurePlan
 
-    @property
-    def measures(self) -> MeasurePlan: ...
     def load(self, batch: Batch) -> Batch: ...
     def forward(
         self, batch: Batch, *, frozen: nn.Module | None = None, measures: Mapping[str, Measure] | None = None

@@ -79,7 +79,8 @@ class Trainer:
         total_updates: updates of the whole run, for the learning rate. observers: factories by the recipe key that
         enables them.
         """
-        self.device, self.cfg, self.alg, self.temperature = device, cfg, alg, temperature
+        self.device, self.cfg, self.temperature = device, cfg, temperature
+        self.set_algorithm(alg)
         self.allowed_tokens = allowed_tokens
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
         asked: dict[str, ObserverFactory] = {"metrics": StepMetrics, **observers}
@@ -110,11 +111,6 @@ class Trainer:
     def get_file_settings(self) -> dict[str, Any]:
         """Return the recipe keys, with values, that determine the checkpoint format."""
         return {"backend": "local", "trainer.ranks": 1}
-
-    @property
-    def measures(self) -> MeasurePlan:
-        """Measures of the algorithm as it is now: its hyper-parameters may change from step to step."""
-        return plan_measures(self.alg)
 
     def hold_frozen(self, model: nn.Module) -> nn.Module:
         """Return a frozen model on this rank's device."""
@@ -158,6 +154,7 @@ class Trainer:
     def set_algorithm(self, alg: Algorithm) -> None:
         """Use another copy of the algorithm from now on: the next step's, with its state and schedules."""
         self.alg = alg
+        self.measures: MeasurePlan = plan_measures(alg)  # once, and not in every forward pass
 
     def list_models(self) -> list[nn.Module]:
         return [self.model, *self.frozen.values(), *([self.critic.model] if self.critic is not None else [])]

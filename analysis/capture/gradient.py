@@ -66,7 +66,7 @@ def compute_update(trainer: LocalTrainer, alg: Algorithm, plan: Plan, groups: li
     groups: those that `plan` splits, as `alg` credited them.
     """
     # with_totals sums what trainer.alg asks for over the update
-    trainer.alg = alg
+    trainer.set_algorithm(alg)
     meter = Meter()
     columns: list[list[dict[str, Floats]]] = []
     for batches in plan.batches():
