@@ -156,10 +156,12 @@ class RunContext:
         save_to = self.training.save_to
         copies = [Path(save_to).absolute()] if save_to else []
         with self.clock.phase(Phase.SAVE):
-            write = partial(self._write_model, trainers, tokenizer, self.facts.get("steps_done", self.cfg.n_steps))
+            steps = self.facts.get("steps_done", self.cfg.n_steps)
+            write = partial(self._write_model, trainers, tokenizer, steps)
             await write_to_each([self.folder.path / "model", *copies], write)
             if alg.value_lr is not None:
-                await write_value_model(self.folder.path / "value_model", trainers, self.training)
+                run = self.folder.path
+                await write_value_model(run / "value_model", trainers, self.training, run=run, steps=steps)
             if self.training.push_to is not None:
                 pushed = await asyncio.to_thread(push_model, self.training.push_to, self.folder.path / "model")
                 self.facts["pushed"] = pushed
