@@ -128,6 +128,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         kv_cache_gib=None if uses_gpus(cfg) else cfg.rollout.kv_cache_gib,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
+        options=cfg.rollout.vllm,
     )
     parser_file = locate_parser(cfg.rollout.tool_parser)  # another process may have another working folder
     moved = {} if parser_file is None else {"tool_parser": parser_file.path}

@@ -8,8 +8,8 @@ lists the features of the engine, and a recipe that needs others is refused befo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from torch import nn
@@ -104,6 +104,8 @@ class EngineConfig:
     """Treatment of the weights during sleep of a colocated engine. None: the engine never sleeps."""
     over_ipc: bool = False
     """Receive weights through CUDA IPC handles, from another process on the same GPU."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of this engine alone, such as `rollout.vllm`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,12 @@ class Engine(ReceivesWeights, Protocol):
                 "apply EngineConfig.truncation and return Completion.kept, as in rollouts/engines/hf.py, and say so in "
                 "its capabilities"
             )
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], *, engine: str) -> None:
+        """Raise UserError for an option that the engine does not take. engine: `rollout.engine`."""
+        if options:
+            raise UserError(f"rollout.vllm has options of vLLM, and rollout.engine is {engine}: leave rollout.vllm out")
 
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
