@@ -66,8 +66,9 @@ class RunConfig(StrictModel):
     """Condition that ends the run early: {metric: reward/mean, above: 0.95, for_steps: 3}. Unset: run all `steps`."""
     trainer: TrainerConfig = TrainerConfig()
     trackers: list[str] = Field(["jsonl"])
-    """Destinations of metrics: jsonl (metrics.jsonl in the run folder), mlflow, wandb, tensorboard, or the path of your
-    own tracker. A tracker that fails is reported once, and the run continues; only a full disk stops the run."""
+    """Destinations of metrics: jsonl (metrics.jsonl in the run folder), mlflow, wandb, tensorboard, prometheus, or the
+    path of your own tracker. A tracker that fails is reported once, and the run continues; only a full disk stops the
+    run."""
     tracking: TrackingConfig = TrackingConfig()
     display: Literal["auto", "plain", "quiet", "json"] = "auto"
     """Terminal output. auto: a line per step, and in a terminal a status line. plain: lines without colours. quiet:

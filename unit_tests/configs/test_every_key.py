@@ -126,6 +126,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "driver/test_two_hosts.py": ("ship_code",),
     "data_feeds/test_decoding.py": ("rollout.skip_special_tokens",),
     "configs/test_bad_input.py": ("save_to",),
+    "driver/test_prometheus.py": ("tracking.prometheus_port", "tracking.prometheus_host"),
     "driver/test_elastic.py": ("rollout.num_engines.min", "rollout.num_engines.max"),
     "driver/test_push.py": ("push_to",),
     "trainers/test_gpu.py": ("device",),
