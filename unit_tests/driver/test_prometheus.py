@@ -66,7 +66,7 @@ def test_a_port_that_is_taken_is_one_sentence_before_the_start():
         port = server.getsockname()[1]
         with pytest.raises(UserError, match=f"prometheus cannot listen on 127.0.0.1:{port}.*prometheus_port"):
             check_trackers(["prometheus"], TrackingConfig(prometheus_port=port))
-    with pytest.raises(UserError, match="cannot listen on 192.0.2.1:.*or tracking.prometheus_host to an address"):
+    with pytest.raises(UserError, match=r"cannot listen on 192.0.2.1:.*or tracking.prometheus_host to an address"):
         check_trackers(["prometheus"], TrackingConfig(prometheus_port=port, prometheus_host="192.0.2.1"))
 
 
