@@ -1,6 +1,6 @@
 """One step of every algorithm, cut in many ways: micro-batches, ranks, layouts, shared prefixes, and a real model.
 
-python -m unit_tests.trainers.splits        prints the table of docs/results.md
+python -m unit_tests.trainers.splits [--write]        prints the table of docs/reference/splits.md, and writes it
 
 The derivative of a token is compared to the bit by `algs.check`, obligation (m), whose forward pass gives every cut the
 same numbers. Here the model computes them, in float32, so a gradient may differ by rounding.
@@ -27,6 +27,7 @@ from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.variants import NEEDED
 from unit_tests.pretend_cuda.steps import LAYOUTS, Case, Models, make_algorithm, make_groups, read_master, score
 
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "splits.md"
 CLOSE = 2e-5
 """Largest difference of a gradient that is rounding, as a part of its norm."""
 
@@ -95,22 +96,25 @@ def cut(alg: Algorithm, groups: list[Group], way: Way) -> list[Batch]:
 
 
 def main() -> None:
-    """Print the table. Exit code 1 where a cut changes a gradient by more than rounding, or a derivative by a bit."""
+    """Print the table, with --write also into the page. Exit code 1 where a cut changes a gradient by more than rounding, or a derivative by a bit."""
     torch.set_num_threads(1)
     wrong: list[str] = []
-    print(
-        f"| algorithm | {' | '.join(WAYS)} | derivative of each token |", f"|---{'|---' * (len(WAYS) + 1)}|", sep="\n"
-    )
+    rows = [f"| algorithm | {' | '.join(WAYS)} | derivative of each token |", f"|---{'|---' * (len(WAYS) + 1)}|"]
+    print(*rows, sep="\n")
     with tempfile.TemporaryDirectory() as folder:
         models = Models(Path(folder))
         for name in list_algorithms():
             apart = measure(name, models)
             [bits] = check(name, NEEDED.get(name), letters="m")
             same = "equal" if bits.detail.endswith(": equal") else bits.detail
-            print(f"| {name} | {' | '.join(f'{value:.0e}' for value in apart.values())} | {same} |")
+            rows.append(f"| {name} | {' | '.join(f'{value:.0e}' for value in apart.values())} | {same} |")
+            print(rows[-1])
             if max(apart.values()) > CLOSE or bits.status != "ok":
                 wrong.append(name)
     print(f"\n{len(list_algorithms())} algorithms; beyond rounding: {', '.join(wrong) or 'none'}")
+    if sys.argv[1:] == ["--write"]:
+        text = PAGE.read_text(encoding="utf-8").partition("\n| algorithm |")[0]
+        PAGE.write_text("\n".join([text, *rows, ""]), encoding="utf-8")
     sys.exit(bool(wrong))
 
 
