@@ -96,7 +96,7 @@ def cut(alg: Algorithm, groups: list[Group], way: Way) -> list[Batch]:
 
 
 def main() -> None:
-    """Print the table, with --write also into the page. Exit code 1 where a cut changes a gradient by more than rounding, or a derivative by a bit."""
+    """Print the table, with --write also into the page. Exit code 1 where a cut changes a gradient or a derivative."""
     torch.set_num_threads(1)
     wrong: list[str] = []
     rows = [f"| algorithm | {' | '.join(WAYS)} | derivative of each token |", f"|---{'|---' * (len(WAYS) + 1)}|"]
