@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from configs.rollout_schema import RewardConfig, RolloutConfig
@@ -175,6 +176,14 @@ class RolloutWorker:
             truncation=self.rollout.truncation,
         )
         return AgentRunner(agents, sampler, timeout_s=SHARE_OF_TIMEOUT * self.rollout.timeout_s)
+
+    async def start_trace(self, trace: bool, memory: bool) -> None:
+        """Start to profile the engine."""
+        await self.engine.start_trace(trace=trace, memory=memory)
+
+    async def stop_trace(self, stem: Path) -> list[str]:
+        """Write the profile of the engine; return the names of its files."""
+        return await self.engine.stop_trace(stem)
 
     async def sleep(self) -> None:
         """Wait for groups that a finished run left running, then put the engine to sleep."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -219,6 +220,14 @@ class Engine(ReceivesWeights, Protocol):
     async def wake(self, part: WakePart) -> None:
         """Allocate the memory of a part again: first the weights, then the cache."""
         raise EngineLacks("this engine does not sleep")
+
+    async def start_trace(self, *, trace: bool, memory: bool) -> None:
+        """Start to profile the engine's processes; see core/timing/trace.py."""
+        raise EngineLacks("this engine has no profiler: leave profile out")
+
+    async def stop_trace(self, stem: Path) -> list[str]:
+        """Write the profiles to files whose names begin with `stem`; return their names."""
+        raise EngineLacks("this engine has no profiler: leave profile out")
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
         """Return checksums of the last update's tensors, one mapping per tensor-parallel rank."""

@@ -14,6 +14,7 @@ import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers import DynamicCache
 
 from core.device import find_device
 from core.errors import RunStopped, UserError
+from core.timing.trace import Tracer
 from core.types.allowed_tokens import LOWEST
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
@@ -82,6 +84,7 @@ class HfEngine(Engine):
         self.waiting: list[EngineRequest] = []
         self.running: asyncio.Task[None] | None = None
         self.paused = False
+        self._tracer = Tracer()
         self.chunks: list[Bucket] | None = None
         """Buckets for the next `receive_weights`. None: weights arrive by broadcast."""
 
@@ -283,6 +286,12 @@ class HfEngine(Engine):
         self.sleeper.wake(part)
         if part == "weights":
             self.aside.bring_back()
+
+    async def start_trace(self, *, trace: bool, memory: bool) -> None:
+        self._tracer.start(trace=trace, memory=memory)
+
+    async def stop_trace(self, stem: Path) -> list[str]:
+        return self._tracer.stop(stem)
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
         return [self.loaded]

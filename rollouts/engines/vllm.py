@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -35,12 +36,13 @@ from rollouts.engines.vllm_support.options import check_options, naming_refused
 from rollouts.engines.vllm_support.patches import restoring_threads
 from rollouts.engines.vllm_support.requests import (
     continue_seed,
+    make_adapter_request,
     probe_params,
     read_stop,
     read_versions,
     sampling_params,
 )
-from rollouts.engines.vllm_support.settings import ADAPTER_ID, engine_args, prepare_cpu
+from rollouts.engines.vllm_support.settings import engine_args, prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
 
@@ -78,8 +80,7 @@ class VllmEngine(Engine):
         cores = prepare_cpu(config.cores, config.tensor_parallel_size) if on_cpu else None
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
-        # vLLM would send statistics over the network
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would send statistics over the network
         place_sockets()
         self._sees = needs_images(config.model_path, trust_remote_code=config.trust_remote_code)
         self._placeholder: int | None = None
@@ -220,15 +221,8 @@ class VllmEngine(Engine):
         return answer
 
     async def _request(self, prompt: dict[str, Any], params: Any, ends: Callable[[list[int]], bool] | None) -> Any:
-        return await self._loop.request(prompt, params, adapter=self._adapter_of_requests(), ends=ends)
-
-    def _adapter_of_requests(self) -> Any:
-        """Return vLLM's request for the in-memory adapter, or None without LoRA."""
-        if self._lora is None:
-            return None
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest("policy", ADAPTER_ID, "in memory")
+        adapter = None if self._lora is None else make_adapter_request()
+        return await self._loop.request(prompt, params, adapter=adapter, ends=ends)
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
         """Join the sender's group with ranks `first_rank`, `first_rank` + 1, ... for this engine's workers."""
@@ -332,6 +326,12 @@ class VllmEngine(Engine):
             await self._loop.call(self._loop.llm.wake_up, [part])
         if self._sleeper.may_sample:
             self._loop.resume()
+
+    async def start_trace(self, *, trace: bool, memory: bool) -> None:
+        await self._rpc("feynrl_start_trace", trace=trace, memory=memory)
+
+    async def stop_trace(self, stem: Path) -> list[str]:
+        return [name for names in await self._rpc("feynrl_stop_trace", stem=str(stem)) for name in names]
 
     async def close(self) -> None:
         await self._loop.close()

@@ -126,6 +126,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "driver/test_two_hosts.py": ("ship_code",),
     "data_feeds/test_decoding.py": ("rollout.skip_special_tokens",),
     "configs/test_bad_input.py": ("save_to",),
+    "analysis/test_profile.py": ("profile.steps", "profile.trace", "profile.memory"),
     "driver/test_prometheus.py": ("tracking.prometheus_port", "tracking.prometheus_host"),
     "driver/test_elastic.py": ("rollout.num_engines.min", "rollout.num_engines.max"),
     "driver/test_push.py": ("push_to",),
@@ -180,7 +181,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
 SECTIONS = {
     *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
-    *("capture", "tracking", "rollout.agent"),
+    *("capture", "profile", "tracking", "rollout.agent"),
 }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from configs.rollout_schema import PauseMode
 from core.errors import RunStopped
 from core.types.allowed_tokens import AllowedTokens
+from rollouts.engines.vllm_support.settings import ADAPTER_ID
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -92,6 +93,13 @@ def continue_seed(seed: int, tokens: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def make_adapter_request() -> Any:
+    """Return vLLM's request for the in-memory adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", ADAPTER_ID, "in memory")
 
 
 def read_versions(output: Any) -> list[int]:

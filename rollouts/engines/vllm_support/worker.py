@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from core.errors import TransportFailed
+from core.timing.trace import Tracer
 from core.types.arrays import Ids
 from core.types.weights import Bucket
 from rollouts.engines.vllm_support.kept_processor import take_kept
@@ -234,6 +236,7 @@ class WorkerMethods:
 
     weight_transfer_engine: VerifiedTransfer
     model_runner: Any
+    rank: int
     init_weight_transfer_engine: Callable[[dict[str, Any]], None]
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
@@ -263,6 +266,13 @@ class WorkerMethods:
 
     def feynrl_untouched(self) -> list[str]:
         return self.weight_transfer_engine.untouched
+
+    def feynrl_start_trace(self, trace: bool, memory: bool) -> None:
+        self.feynrl_tracer = Tracer()
+        self.feynrl_tracer.start(trace=trace, memory=memory)
+
+    def feynrl_stop_trace(self, stem: str) -> list[str]:
+        return self.feynrl_tracer.stop(Path(f"{stem}-{self.rank}"))
 
     def feynrl_take_kept(self, key: str, forget: list[str]) -> list[Ids]:
         return take_kept(key, forget)
