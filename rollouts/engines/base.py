@@ -132,6 +132,8 @@ class Capabilities:
     """True if `EngineConfig.stop_strings` ends completions."""
     sleep: bool = False
     """True if the engine can sleep and wake (`sleep`, `wake`), so that a trainer can use the device."""
+    file_names: bool = False
+    """True if weights arrive under the names of model files. False: under those of transformers' model."""
     ipc: bool = False
     """True if the engine can open CUDA IPC handles of its GPU (`EngineConfig.over_ipc`)."""
 

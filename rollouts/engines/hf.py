@@ -28,8 +28,10 @@ from core.timing.trace import Tracer
 from core.types.allowed_tokens import LOWEST
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
+from modeling.export import saved_buffers
 from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
+from rollouts.engines.hf_support.attention import attend_with_cache
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, keep_sets, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
 from trainers.offload.storages import OffloadedStorages, find_storages
@@ -62,8 +64,9 @@ class HfEngine(Engine):
 
         self.device = find_device()
         model = load_model(
-            config.model_path, dtype=config.dtype, attention="sdpa", trust_remote_code=config.trust_remote_code
+            config.model_path, dtype=config.dtype, attention="auto", trust_remote_code=config.trust_remote_code
         )
+        attend_with_cache(model)
         # eval(): dropout would change the policy at every token
         self.model = model.eval().to(self.device)
         trusts = config.trust_remote_code
@@ -233,7 +236,7 @@ class HfEngine(Engine):
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Copy every tensor into the model. Raises RunStopped for a missing name or a wrong shape."""
         self.sleeper.check_loading()
-        own = dict(self.model.named_parameters())
+        own: dict[str, Tensor] = dict([*self.model.named_parameters(), *saved_buffers(self.model)])
         self.loaded = {}
         # a running batch sees the change, and rebuilds its cache
         self.n_updates += 1

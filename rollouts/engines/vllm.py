@@ -62,13 +62,13 @@ class VllmEngine(Engine):
         stop_strings=True,
         sleep=True,
         ipc=True,
+        file_names=True,
     )
     stat_loggers: ClassVar[Sequence[Any]] = ()
     """Classes of vLLM's StatLoggerBase, for a subclass that counts iterations."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._temperature = config.temperature
-        self._stop_token_ids = list(config.stop_token_ids)
+        self._temperature, self._stop_token_ids = config.temperature, list(config.stop_token_ids)
         self._stop_strings, self._support = config.stop_strings, config.allowed_tokens
         self._timeout_s = config.timeout_s
         self._pause_mode: PauseMode = config.pause_mode
