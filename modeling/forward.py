@@ -21,7 +21,7 @@ from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.kept_sets import KeptTokens
 from core.types.measures import Measure
 from core.types.samples import Batch, Policy
-from modeling.attention import BY_SEQUENCE, can_share_prefixes
+from modeling.attention import BY_SEQUENCE
 from modeling.head import choose_chunk, compute_hidden, score_in_chunks
 from modeling.pretrained import runs_own_code
 from modeling.segments import Segments
@@ -221,7 +221,7 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     config = model.config.get_text_config()
     kernel = read_attention(config)
     segments = Segments.of_batch(batch)
-    if segments.are_shared and not can_share_prefixes(model):
+    if segments.are_shared and kernel != BY_SEQUENCE:
         raise ValueError(
             f"a {config.model_type} model with {kernel} attention cannot share prefixes: set trainer.share_prefixes=off"
         )

@@ -238,7 +238,7 @@ def test_torch_takes_the_arguments_of_the_call_for_a_gpu():
     for parents in ([-1, -1, -1, -1], [-1, 0, 0, 1]):
         segments = Segments([11, 6, 6, 17], parents)
         assert attend_varlen(query, key, key, segments, scaling=None, window=3).shape == (1, 40, 4, 64)
-    assert not fits_varlen(query), "it is not on a GPU"
+    assert not fits_varlen(query, query), "it is not on a GPU"
 
 
 def test_a_segment_cannot_continue_a_later_one():
