@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from core.patches import read_attention
 from modeling.attention_scores import Scores, attend
 from modeling.attention_varlen import attend_varlen, fits_varlen
-from modeling.hf_config import vision_family
-from modeling.pretrained import find_written_class
 from modeling.segments import EqualSegments, Segments
 
 BY_SEQUENCE = "by_sequence"
@@ -42,23 +40,17 @@ WITHOUT_EFFECT = frozenset(
 """Arguments of transformers' attention interface that change no number of a pass without a cache. Borders of a packed
 row come as `segments`."""
 
-FAMILIES = frozenset(
-    {"gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
-)
-"""Tested model families. Their layers all pass segments and window to the kernel, and mix tokens nowhere else: no
-linear attention, and no experts whose auxiliary loss would count a shared token once."""
-LANGUAGE_PARTS = FAMILIES | {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
-"""Families of language parts in vision-language models, tested within these models."""
+TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
+"""Attention kernels that receive the sequence boundaries of a packed row and need no mask."""
 
 
 def attend_by_sequence_if_able(model: nn.Module) -> None:
-    """Replace torch's kernel by this kernel, in tested models built from transformers' own layers.
+    """Replace the attention of transformers by this one, in models whose code takes an attention by its name.
 
-    Does nothing for other models.
+    modeling/layout_probe.py measures whether it is the same attention, and takes it back if not.
     """
     config: Any = model.config
-    ours = find_written_class(model).__module__.startswith(("transformers.", "modeling."))
-    if ours and _is_tested(config) and read_attention(config.get_text_config()) == "sdpa":
+    if read_attention(config.get_text_config()) in ("sdpa", "eager"):
         set_attention(model, BY_SEQUENCE)
 
 
@@ -79,16 +71,10 @@ def set_attention(model: nn.Module, name: str) -> None:
     hf.set_attn_implementation({**parts, **of_text} if of_text else name)
 
 
-def can_share_prefixes(model: nn.Module) -> bool:
-    """Tell whether packed rows of this model may share prefixes."""
-    config: Any = model.config
-    return read_attention(config.get_text_config()) == BY_SEQUENCE and _is_tested(config)
-
-
 def refuse_sequence_parallel(config: Any, size: int) -> str | None:
     """Return why `size` ranks cannot compute a row of this model together; None if they can."""
-    if config.model_type not in FAMILIES:
-        return f"a {config.model_type} model cannot share rows: it is for the text models {', '.join(sorted(FAMILIES))}"
+    if getattr(config, "vision_config", None) is not None:
+        return f"a {config.model_type} model reads images, and ranks share rows of text models only"
     heads = config.num_attention_heads
     of_keys = getattr(config, "num_key_value_heads", None) or heads
     # With fewer heads of keys than ranks, several ranks get a copy of the same head (SequenceGroup.to_heads).
@@ -103,12 +89,6 @@ def refuse_sequence_parallel(config: Any, size: int) -> str | None:
         if kind in ("dynamic", "longrope"):
             return f"the model's rotary embedding ({kind}) depends on the longest sequence of the whole row"
     return None
-
-
-def _is_tested(config: Any) -> bool:
-    if vision_family(config) is not None:
-        return config.get_text_config().model_type in LANGUAGE_PARTS
-    return config.model_type in FAMILIES
 
 
 def attend_by_sequence(

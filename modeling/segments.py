@@ -45,6 +45,16 @@ class VarlenIndex:
     longest_key: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathIndex:
+    """Segments of a row after all their ancestors, as rows of their own, padded on the right."""
+
+    places: Tensor
+    """[S, L] int64, row position of every token. Padding repeats the last token of the segment."""
+    back: Tensor
+    """[T] int64, for every position of the row its place among the S * L, in the row of its own segment."""
+
+
 @dataclass(slots=True)
 class Segments:
     """Segments of a row, for a forward and backward pass; caches the masks of the layers."""
@@ -59,6 +69,7 @@ class Segments:
     runs: list[EqualSegments] = field(init=False)
     _masks: dict[tuple[int, int, int | None, int | None], Tensor] = field(init=False, default_factory=dict)
     _varlen: VarlenIndex | None = field(init=False, default=None)
+    _paths: PathIndex | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.chains = []
@@ -123,6 +134,20 @@ class Segments:
                 longest_key=max(seen),
             )
         return self._varlen
+
+    def index_paths(self, device: torch.device) -> PathIndex:
+        """Return the positions of whole sequences, for layers that read a sequence from its first token."""
+        # computed once for all layers of a pass
+        if self._paths is None:
+            spans = torch.arange(sum(self.lengths)).split(self.lengths)
+            rows = [torch.cat([spans[a] for a in [*chain, i]]) for i, chain in enumerate(self.chains)]
+            width = max(map(len, rows))
+            places = torch.stack([torch.cat([row, row[-1:].expand(width - len(row))]) for row in rows])
+            # A shared segment has a row without its descendants, so that NaN in one of them stays there.
+            ends = [number * width + len(row) for number, row in enumerate(rows)]
+            back = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, self.lengths, strict=True)])
+            self._paths = PathIndex(places=places.to(device), back=back.to(device))
+        return self._paths
 
     def _place_keys(self, ends: list[int]) -> Tensor:
         """Return the row position of every key, on the CPU: a GPU would need a launch for every segment."""

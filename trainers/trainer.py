@@ -33,9 +33,9 @@ from core.types.measures import Measure
 from core.types.samples import Batch, Policy, Prompt, ScoredColumn, make_sample
 from core.types.weights import Bucket, ExportScope
 from data_feeds.packing.batches import pack
-from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
-from modeling.forward import compute_values, forward, layout_for
+from modeling.forward import compute_values, forward
+from modeling.layout_probe import can_share_prefixes, find_probe, layout_for, probe_layout
 from modeling.load import DTYPES
 from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
@@ -98,6 +98,7 @@ class Trainer:
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, **kind)
+        self._measure_layouts(model.path)
         self.layout = layout_for(cfg.layout, self.model)
         self.get_lr = make_lr_schedule(cfg, total_updates)
         self.updates_done = self.skipped_in_a_row = 0
@@ -149,7 +150,21 @@ class Trainer:
         models = self.list_models()
         padded = any(layout_for(self.cfg.layout, m) == "padded" for m in models)
         able = not padded and all(can_share_prefixes(m) for m in models)
-        return RowLayout(padded=padded, shares_prefixes=able and self.cfg.share_prefixes == "auto")
+        measured = find_probe(self.model).describe()
+        shares = able and self.cfg.share_prefixes == "auto"
+        return RowLayout(padded=padded, shares_prefixes=shares, measured=measured)
+
+    def _measure_layouts(self, path: str) -> None:
+        """Measure the best row layout of every model, on its own weights and device. All ranks take part."""
+        critic = [] if self.critic is None else [(self.critic.module, self.critic.model, f"model.path={path} (values)")]
+        frozen = {id(m): (m, m, f"alg, the model of {name}") for name, m in self.frozen.items()}
+        for module, model, key in [(self.policy.module, self.model, f"model.path={path}"), *frozen.values(), *critic]:
+            given: dict[str, Any] = {"device": self.device, "layout": self.cfg.layout, "key": key}
+            probe_layout(module, model, agree=self.find_largest, **given)
+
+    def find_largest(self, value: Tensor) -> Tensor:
+        """Return the largest `value` of all ranks, on every rank."""
+        return value
 
     def set_algorithm(self, alg: Algorithm) -> None:
         """Use another copy of the algorithm from now on: the next step's, with its state and schedules."""

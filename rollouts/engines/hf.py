@@ -56,14 +56,16 @@ class HfEngine(Engine):
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
+        from modeling.layout_probe import set_exact_attention
         from modeling.load import load_model
 
         self.device = find_device()
         model = load_model(
-            config.model_path, dtype=config.dtype, attention="sdpa", trust_remote_code=config.trust_remote_code
+            config.model_path, dtype=config.dtype, attention="auto", trust_remote_code=config.trust_remote_code
         )
         # eval(): dropout would change the policy at every token
         self.model = model.eval().to(self.device)
+        set_exact_attention(self.model, device=self.device)  # ours takes no cache
         trusts = config.trust_remote_code
         self.processor: ImageProcessor | None = None
         if needs_images(config.model_path, trust_remote_code=trusts):

@@ -12,6 +12,9 @@ from modeling.head import use_scoring_head
 from modeling.softmax import Softmax
 from unit_tests.helpers.examples import a_sample
 
+FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+"""Families without experts and recurrent layers, whose packed rows must share prefixes."""
+
 
 def random_model(family: str, attention: str = "sdpa", **more):
     """The same weights whatever the attention."""

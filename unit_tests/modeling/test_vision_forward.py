@@ -15,11 +15,12 @@ from transformers import AutoConfig
 from core.errors import RunStopped, UserError
 from core.types.samples import Batch, Group
 from data_feeds.packing.batches import pack
-from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able, can_share_prefixes
-from modeling.forward import compute_values, forward, layout_for
+from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able
+from modeling.forward import compute_values, forward
 from modeling.images.media import ImageMedia, add_blank
 from modeling.images.processor import ImageProcessor
 from modeling.images.rope_positions import find_rope_ids
+from modeling.layout_probe import can_share_prefixes, layout_for
 from modeling.load import check_weights, load_model, load_scalar_model
 from modeling.media import MediaLoader
 from unit_tests.helpers.examples import families
