@@ -23,6 +23,7 @@ from core.gc_control import collecting_seldom
 from core.timing.clock import Clock
 from core.timing.deadlines import CLOSE_TIMEOUT_S
 from core.timing.phases import Phase
+from core.types.batch import RowLayout
 from core.types.samples import Group
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed
@@ -149,6 +150,11 @@ class RunContext:
                 sentences, self.facts[key] = feed.summary(key)
                 for sentence in sentences:
                     self.console.say(sentence)
+
+    def report_layout(self, layout: RowLayout) -> None:
+        """Report the measured row layout."""
+        self.facts["layout"] = layout.measured
+        self.console.say(f"rows: {layout.measured}")
 
     async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
         """Save the final model to the run folder and to `save_to`, and the value model if there is one."""

@@ -28,7 +28,8 @@ from driver.rl.setup import Prepared
 from driver.start.devices import list_cores
 from driver.start.rollouts import RolloutPlan, build_engine, plan_rollouts
 from driver.start.weight_sync import choose_scope
-from modeling.forward import forward, layout_for
+from modeling.forward import forward
+from modeling.layout_probe import layout_for
 from rollouts.engines.base import Completion, Engine, EngineLacks
 from rollouts.episode import check_completion, make_seed
 from rollouts.transcript import find_places

@@ -16,6 +16,7 @@ from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
 from driver.checks.explain_devices import describe_gpus, describe_processes
+from driver.checks.explain_layout import describe_rows
 from driver.checks.explain_texts import describe_texts
 from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate, estimate_engine_gib, find_gpu_gib
 from driver.checks.shared_memory import describe_turns
@@ -34,6 +35,7 @@ def explain(loaded: Loaded[Any]) -> str:
         *describe_arithmetic(loaded),
         *describe_schedules(loaded.alg),
         *texts,
+        *describe_rows(cfg),
         *describe_placement(cfg),
         *describe_memory(loaded),
     ]

@@ -60,6 +60,7 @@ class HfEngine(Engine):
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
+        from modeling.layout_probe import set_exact_attention
         from modeling.load import load_model
 
         self.device = find_device()
@@ -69,6 +70,7 @@ class HfEngine(Engine):
         attend_with_cache(model)
         # eval(): dropout would change the policy at every token
         self.model = model.eval().to(self.device)
+        set_exact_attention(self.model, device=self.device)  # ours takes no cache
         trusts = config.trust_remote_code
         self.processor: ImageProcessor | None = None
         if needs_images(config.model_path, trust_remote_code=trusts):
