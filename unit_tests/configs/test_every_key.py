@@ -169,6 +169,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "modeling/test_sequence_parallel.py": ("trainer.sequence_parallel",),
     "trainers/test_step.py": ("trainer.max_skipped_updates",),
     "rewards/test_rewards.py": ("reward.workers", "reward.timeout_s"),
+    "rewards/test_async_rewards.py": ("reward.max_concurrency",),
     "driver/test_metrics.py": ("reward.max_failed_fraction",),
     "rollouts/test_vllm_adapter.py": ("model.lora.alpha",),
     "rollouts/test_episode.py": ("rollout.max_turns",),
