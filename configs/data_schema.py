@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from core.strict_model import StrictModel
 
-COLUMNS = ("id", "messages", "tools", "answer", "chosen", "rejected", "label", "image", "images")
+COLUMNS = (
+    *("id", "messages", "completion", "tools", "answer", "demonstration", "chosen", "rejected", "label"),
+    *("image", "images"),
+)
+OURS = "ours"
+"""Form of rows with our columns."""
 TrainOn = Literal["everything", "last_reply"] | list[str]
 
 
@@ -18,8 +23,8 @@ class SourceConfig(StrictModel):
     """Data set of a mixture, or the only data set."""
 
     path: str
-    """Parquet, JSONL or CSV file (also .jsonl.gz, .csv.gz), folder written by datasets.save_to_disk, or hub:NAME
-    (hub:NAME/CONFIG)."""
+    """Parquet, JSONL, JSON, CSV or Arrow file (also .jsonl.gz, .json.gz, .csv.gz), folder written by
+    datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
     # No slash, because the name is one part of a metric's name: data/<name>/rows.
     name: str = Field("", pattern="^[^/]*$")
     """Name of the source in the log, without "/" and unique in a mixture. Unset: name of the file or data set."""
@@ -27,11 +32,15 @@ class SourceConfig(StrictModel):
     """Rows drawn from this source, relative to the other sources. Exact: after any number of rows, each source's count
     differs from its share by less than a row."""
     split: str = "train"
-    """Split of a Hugging Face data set."""
+    """Split of a Hugging Face data set, or key of a JSON file."""
+    form: str = "auto"
+    """Form of the rows, such as alpaca, sharegpt or verl; docs/how_to/data_set.md lists them. auto: the only form that
+    fits the columns and the first 200 rows; the run says which it is, and its config.yaml names it."""
     columns: dict[str, str] = Field({})
-    """Mapping from our column names to those of the data set, if they differ. Ours: id, messages, tools, answer,
-    chosen, rejected, label, image, images. A plain-text column mapped to `messages` becomes a user turn, after the
-    row's images."""
+    """Mapping from our column names to those of the data set, if they differ. Ours: id, messages, completion, tools,
+    answer, demonstration, chosen, rejected, label, image, images. Theirs may be a dotted path, such as
+    reward_model.ground_truth. With `form: auto`, no form is recognised, and `messages` as plain text is a user turn,
+    after the row's images; `completion` is the reply to it."""
     replacement: bool = False
     """true: draw each row at random from all rows. false: draw every row once per epoch."""
 
@@ -52,6 +61,30 @@ class SourceConfig(StrictModel):
         name = PurePath(self.path)
         # train.jsonl.gz has two suffixes.
         return PurePath(name.stem).stem if name.suffix == ".gz" else name.stem
+
+
+class HoldOutConfig(StrictModel):
+    """Held-out rows that are taken from data.train."""
+
+    from_train: int = Field(ge=1)
+    """Number of rows of data.train to hold out, of each source of a mixture. They are chosen by the hash of what they
+    hold: equal rows are all kept out of training, and a resumed run holds the same rows out."""
+
+
+def _name_choice(given: Any) -> str:
+    """Return the choice of `data.eval` that a value is meant for, so that an error is about that one."""
+    is_source = isinstance(given, dict) and not given.keys().isdisjoint(SourceConfig.model_fields)
+    if isinstance(given, HoldOutConfig) or (isinstance(given, dict) and not is_source):
+        return "HoldOutConfig"
+    return "SourceConfig" if isinstance(given, dict | SourceConfig) else "str"
+
+
+EvalRows = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[SourceConfig, Tag("SourceConfig")]
+    | Annotated[HoldOutConfig, Tag("HoldOutConfig")],
+    Discriminator(_name_choice),
+]
 
 
 class TemplateConfig(StrictModel):
@@ -100,19 +133,39 @@ class DataConfig(TemplateConfig):
     """Training rows: a source's `path` (data_prep/ creates such files), or a mixture as a list of sources with path and
     ratio. Columns: id, messages, answer, and tools available to the policy. Pairs also have chosen and rejected,
     unpaired rows label."""
-    eval: str | SourceConfig | None = None
-    """Held-out rows with the same columns. Reward (or loss) on them is measured before and after training."""
+    eval: EvalRows | None = None
+    """Held-out rows: a source of their own, or {from_train: 200} for rows of `train`. Reward (or loss) on them is
+    measured before and after training."""
     eval_rows: int = Field(200, ge=1)
-    """Maximum number of rows of `eval` to use."""
+    """Maximum number of rows of `eval` to use, if it is a source."""
     max_invalid_fraction: float = Field(0.1, ge=0, le=1)
     """Maximum fraction of invalid rows (missing or empty column, too long, no reply). Invalid rows are counted and
     shown. A larger fraction stops the run at the start."""
 
     def list_sources(self, which: Literal["train", "eval"]) -> list[SourceConfig]:
-        """Return the sources of `train` or `eval`; empty if unset."""
-        given = self.train if which == "train" else self.eval
+        """Return the sources of `train` or `eval`; empty if unset. Those of `eval` may be those of `train`."""
+        given = self.train if which == "train" or self.held_out_rows else self.eval
         listed = given if isinstance(given, list) else [] if given is None else [given]
         return [SourceConfig(path=source) if isinstance(source, str) else source for source in listed]
+
+    @property
+    def held_out_rows(self) -> int:
+        """Rows of each source of `train` that are held out; 0 if `eval` is another source, or unset."""
+        return self.eval.from_train if isinstance(self.eval, HoldOutConfig) else 0
+
+    def with_forms(self, which: Literal["train", "eval"], forms: list[str]) -> Self:
+        """Return the keys with the form of each source of `train` or `eval`, in place of auto.
+
+        A path alone, whose rows have our columns, stays a path.
+        """
+        given = self.train if which == "train" else self.eval
+        if isinstance(given, HoldOutConfig) or (isinstance(given, str) and forms == [OURS]):
+            return self
+        sources = [
+            source.model_copy(update={"form": form})
+            for source, form in zip(self.list_sources(which), forms, strict=True)
+        ]
+        return self.model_copy(update={which: sources if which == "train" else sources[0]})
 
     @model_validator(mode="after")
     def a_mixture_has_names(self) -> DataConfig:

@@ -32,11 +32,14 @@ class EvalSetConfig(StrictModel):
     """Data set of an evaluation: an entry of `data.sets`."""
 
     path: str
-    """Parquet or JSONL file, folder written by datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
+    """Parquet, JSONL, JSON, CSV or Arrow file, folder written by datasets.save_to_disk, or hub:NAME
+    (hub:NAME/CONFIG)."""
     name: str = Field("", pattern="^[^/]*$")
     """Unique name of the data set in the results. Unset: name of the file or data set."""
     split: str = "train"
-    """Split of a Hugging Face data set."""
+    """Split of a Hugging Face data set, or key of a JSON file."""
+    form: str = "auto"
+    """Form of the rows, as in training. auto: the only form that fits the columns and the first 200 rows."""
     columns: dict[str, str] = Field({})
     """Mapping from our column names (id, messages, tools, answer, image, images) to those of the data set, if they
     differ."""
@@ -56,7 +59,7 @@ class EvalSetConfig(StrictModel):
     @property
     def source(self) -> SourceConfig:
         """The data set as a training source."""
-        return SourceConfig(path=self.path, name=self.name, split=self.split, columns=self.columns)
+        return SourceConfig(path=self.path, name=self.name, split=self.split, form=self.form, columns=self.columns)
 
 
 class EvalDataConfig(TemplateConfig):

@@ -169,7 +169,7 @@ def without_branches(found: list[Any]) -> list[Any]:
 def is_branch(part: str | int) -> bool:
     """Tell whether a location's part is pydantic's name for a union's choice instead of a key."""
     choices = ("list[", "dict[", "literal[")
-    named = ("str", "int", "SourceConfig", "EngineRange")
+    named = ("str", "int", "SourceConfig", "HoldOutConfig", "EngineRange")
     return isinstance(part, str) and (part in named or part.startswith(choices))
 
 

@@ -218,12 +218,12 @@ class RLConfig(RunConfig):
             raise ValueError(
                 "backend: local is one process: set rollout.num_engines and rollout.tensor_parallel_size to 1"
             )
-        # All of these are logged as reward/<name>: two with the same name would overwrite each other.
+        # all of these are logged as reward/<name>, sources of a mixture too: two of a name would overwrite each other
         taken = {"mean", "std", "mean_drawn", *self.reward.weights}
-        if isinstance(self.data.train, list) and (clash := taken & {s.log_name for s in self.data.train}):
-            raise ValueError(
-                f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"
-            )
+        names = {source.log_name for source in self.data.list_sources("train")}
+        if len(names) > 1 and (clash := taken & names):
+            said = f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"
+            raise ValueError(said)
         sources = [*self.data.list_sources("train"), *self.data.list_sources("eval")]
         self.reward.check_sources(list(dict.fromkeys(source.log_name for source in sources)))
         if self.backend == "local" and sync.transport != "auto":
@@ -312,7 +312,7 @@ class SLConfig(RunConfig):
     def sections_agree(self) -> SLConfig:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("set either steps or epochs" + ("" if self.steps is None else ", and not both"))
-        if self.epochs is not None and isinstance(self.data.train, list):
+        if self.epochs is not None and len(self.data.list_sources("train")) > 1:
             raise ValueError("epochs counts passes over one data set, and data.train is a mixture: set steps instead")
         if self.steps is not None:
             check_warmup(self.trainer, self.steps)

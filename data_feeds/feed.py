@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
-from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
+from configs.data_schema import OURS, DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
 from core.errors import UserError
 from core.gc_control import without_gc
 from core.metrics import DATA_EPOCH, DATA_ROWS
@@ -16,10 +16,12 @@ from core.types.messages import ToolSpec
 from core.types.samples import Group, Prompt, Rows
 from data_feeds.chat.tokenizer import ChatTokenizer, Encoded
 from data_feeds.chat.turns import Piece, TrainOn
+from data_feeds.rows.form_settings import read_checked
+from data_feeds.rows.hold_out import choose_held_out, hash_record
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter, RowType
-from data_feeds.rows.sources import Record, read_records
+from data_feeds.rows.sources import Record
 
 Item = TypeVar("Item", Prompt, Group)
 Which = Literal["train", "eval"]
@@ -37,6 +39,10 @@ class Source(Generic[Item]):
     """Seed string for the order of the rows."""
     replacement: bool = False
     invalid: InvalidRows = field(default_factory=InvalidRows)
+    form: str = OURS
+    """Form of the rows: see data_feeds/rows/forms.py."""
+    notes: list[str] = field(default_factory=list[str])
+    """Sentences about the form and the choice of the rows."""
 
     def draw(self, nth: int) -> Item:
         """Return the nth draw. Each pass contains every row once, or rows are drawn with replacement."""
@@ -76,8 +82,9 @@ class Feed(Generic[Item]):
         return numbers
 
     def summary(self, key: str) -> tuple[list[str], dict[str, Any]]:
-        """Return a sentence per source with invalid rows, and the counts for summary.json."""
-        sentences = [
+        """Return the sentences on forms and invalid rows of the sources, and the counts for summary.json."""
+        sentences = [note for source in self.sources for note in source.notes]
+        sentences += [
             f"{key}: of {source.name}, {len(source.items)} rows are used and {source.invalid.rows} are invalid: "
             f"{source.invalid}"
             for source in self.sources
@@ -88,7 +95,7 @@ class Feed(Generic[Item]):
             for source in self.sources
             if source.invalid.repeated_ids
         ]
-        return sentences, {s.name: {"used": len(s.items)} | s.invalid.as_facts() for s in self.sources}
+        return sentences, {s.name: {"form": s.form, "used": len(s.items)} | s.invalid.as_facts() for s in self.sources}
 
 
 def load_prompts(
@@ -142,9 +149,11 @@ def load_groups(
     if rows == "unpaired" and which == "train":
         _check_both_labels(feed)
     if rows == "conversations" and which == "train" and not isinstance(data.train_on, str):
-        spoken = {turn["role"] for group in feed.all() for turn in group[0].prompt.messages}
-        # a role that never occurs would silently train nothing
-        if silent := [role for role in data.train_on if role not in spoken]:
+        turns = [turn for group in feed.all() for turn in group[0].prompt.messages]
+        spoken = {turn["role"] for turn in turns}
+        # a role that never occurs would silently train nothing, unless every turn says itself if it is trained on
+        silent = [role for role in data.train_on if role not in spoken]
+        if silent and any("train" not in turn for turn in turns):
             raise UserError(
                 f"data.train_on names the role {silent[0]}, and no row of data.train has a turn of it; there are "
                 f"turns of {', '.join(sorted(spoken))}"
@@ -175,14 +184,13 @@ def _load_feed(
     """Load and filter every source. Raises UserError for a source with too few valid rows."""
     configs = data.list_sources(which)
     mixed = len(configs) > 1
-    sources: list[Source[Any]] = []
-    for i, config in enumerate(configs):
-        key = f"data.{which}={config.path}" if not mixed else f"data.{which}[{i}]={config.path}"
-        converter = RowConverter(
+    of = "train" if data.held_out_rows else which
+    converters = [
+        RowConverter(
             row_type=row_type,
             tokenizer=tokenizer,
             source=config,
-            key=key,
+            key=f"data.{of}{f'[{i}]' if mixed else ''}={config.path}",
             prefix=f"{config.log_name}/" if mixed else "",
             max_tokens=max_tokens,
             max_reply_tokens=max_reply_tokens,
@@ -192,17 +200,41 @@ def _load_feed(
             continue_final_message=isinstance(data, PromptDataConfig) and data.continue_final_message,
             env_tools=env_tools,
         )
-        limit = data.eval_rows if which == "eval" else None
-        items, invalid = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=limit)
+        for i, config in enumerate(configs)
+    ]
+    held_out = [_hold_out(converter, data.held_out_rows) for converter in converters] if data.held_out_rows else None
+    sources: list[Source[Any]] = []
+    for i, converter in enumerate(converters):
+        if held_out is None:
+            limit = data.eval_rows if which == "eval" else None
+            read = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=limit)
+        elif which == "train":
+            # a row that is held out of one source is trained on in none
+            held = set[str]().union(*held_out)
+            read = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=None, without=held)
+        else:
+            only = {*held_out[i].values()}
+            read = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=None, only=only)
+            read = replace(read, notes=[f"data.eval: {len(only)} rows of {converter.key} are held out of training"])
         # Seeded by name, not by position. Sources of a mixture are shuffled independently, and reordering them in the
         # recipe does not change their rows.
-        stream = f"{seed}/{config.log_name}" if mixed else str(seed)
-        sources.append(
-            Source(name=config.log_name, items=items, stream=stream, replacement=config.replacement, invalid=invalid)
-        )
+        stream = f"{seed}/{converter.source.log_name}" if mixed else str(seed)
+        sources.append(_make_source(converter.source, read, stream))
     if which == "train" and data.system_prompt is not None:
         _check_system_prompt_is_used(data.system_prompt, [item for source in sources for item in source.items])
     return Feed(sources=sources, mixture=Mixture(whole_parts([c.ratio for c in configs], where=f"data.{which}")))
+
+
+def _make_source(config: SourceConfig, read: SourceRows[Any], stream: str) -> Source[Any]:
+    return Source(
+        name=config.log_name,
+        items=read.items,
+        stream=stream,
+        replacement=config.replacement,
+        invalid=read.invalid,
+        form=read.form,
+        notes=read.notes,
+    )
 
 
 def _check_system_prompt_is_used(given: str, items: list[Any]) -> None:
@@ -212,12 +244,36 @@ def _check_system_prompt_is_used(given: str, items: list[Any]) -> None:
         raise UserError("data.system_prompt: every row of data.train has a system turn of its own: leave it out")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRows(Generic[Item]):
+    """Valid rows of a source, in the order of the file."""
+
+    items: list[Item]
+    invalid: InvalidRows
+    form: str
+    notes: list[str]
+    """Sentences about the form."""
+
+
 def read_source(
-    converter: RowConverter, *, max_invalid_fraction: float, limit: int | None
-) -> tuple[list[Any], InvalidRows]:
-    """Load the valid rows of a source, at most `limit`. Raises UserError if too few are valid."""
-    key, row_type = converter.key, converter.row_type
-    records = read_records(converter.source, key=key, needed=row_type.needed, known=row_type.known)
+    converter: RowConverter,
+    *,
+    max_invalid_fraction: float,
+    limit: int | None,
+    only: Collection[str] | None = None,
+    without: Collection[str] = (),
+) -> SourceRows[Any]:
+    """Load the valid rows of a source, at most `limit`. Raises UserError if too few are valid.
+
+    only: ids of the rows to load; None: all. without: hashes of the rows to leave out.
+    """
+    key = converter.key
+    read = read_checked(converter)
+    records = read.items
+    if only is not None:
+        records = [record for record in records if record.id in only]
+    if without:
+        records = [record for record in records if hash_record(record) not in without]
     # many new objects and no garbage: the collector would scan all of them again and again
     with without_gc():
         items, invalid = _convert_rows(records, converter, limit)
@@ -229,7 +285,13 @@ def read_source(
             f"{key}: {invalid.rows} of {invalid.looked_at} rows are invalid, a larger fraction than "
             f"data.max_invalid_fraction={max_invalid_fraction:g}: {invalid}; repair them, or raise that"
         )
-    return items, invalid
+    return SourceRows(items=items, invalid=invalid, form=read.fit.name, notes=read.notes)
+
+
+def _hold_out(converter: RowConverter, rows: int) -> dict[str, str]:
+    """Return the hashes of the held-out rows of a source, each with the id of the row that is evaluated."""
+    chosen = choose_held_out(read_checked(converter).items, rows, key=converter.key)
+    return {found: record.id for found, record in chosen.items()}
 
 
 def _convert_rows(records: list[Record], converter: RowConverter, limit: int | None) -> tuple[list[Any], InvalidRows]:

@@ -24,6 +24,7 @@ from configs.schema import RLConfig, RunConfig
 from core.cluster.ray_address import parse_address
 from core.errors import UserError
 from core.loading import FileSpec
+from data_feeds.feed import Feed
 from driver.checks.engine import check_engine
 from driver.checks.metric_names import check_metric_names
 from driver.checks.unused_keys import check_keys
@@ -93,6 +94,14 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
     # With the algorithm's defaults, so that config.yaml and a checkpoint contain every hyper-parameter.
     cfg = cfg.model_copy(update={"alg": alg.model_dump()})
     return Loaded(cfg=cfg, alg=alg, alg_spec=spec)
+
+
+def with_forms(loaded: Loaded[C], train: Feed[Any], held_out: Feed[Any] | None) -> Loaded[C]:
+    """Return the recipe with the forms that its rows were found to have."""
+    data = loaded.cfg.data.with_forms("train", [source.form for source in train.sources])
+    if held_out is not None:
+        data = data.with_forms("eval", [source.form for source in held_out.sources])
+    return replace(loaded, cfg=loaded.cfg.model_copy(update={"data": data}))
 
 
 def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:

@@ -18,7 +18,7 @@ FORMATS = (
     (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
     (b"\xfd7zXZ\x00", "an xz file", "unpack it with unxz"),
     (b"PAR1", "a Parquet file", "give it a name that ends in .parquet"),
-    (b"ARROW1", "an Arrow file", "write it as Parquet or JSONL"),
+    (b"ARROW1", "an Arrow file", "give it a name that ends in .arrow"),
     (b"\xff\xfe\x00\x00", "text in UTF-32", "convert it with iconv -f UTF-32 -t UTF-8"),
     (b"\xff\xfe", "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),

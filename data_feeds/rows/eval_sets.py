@@ -24,6 +24,10 @@ class PromptSet:
     samples: int
     """Samples per prompt."""
     invalid: InvalidRows
+    form: str
+    """Form of the rows: see data_feeds/rows/forms.py."""
+    notes: list[str]
+    """Sentences about the form."""
 
 
 def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[ToolSpec] = ()) -> list[PromptSet]:
@@ -44,9 +48,16 @@ def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[Too
             continue_final_message=cfg.data.continue_final_message,
             env_tools=env_tools,
         )
-        prompts, invalid = read_source(converter, max_invalid_fraction=cfg.data.max_invalid_fraction, limit=one.rows)
+        read = read_source(converter, max_invalid_fraction=cfg.data.max_invalid_fraction, limit=one.rows)
         sets.append(
-            PromptSet(name=one.source.log_name, prompts=prompts, samples=cfg.count_samples(one), invalid=invalid)
+            PromptSet(
+                name=one.source.log_name,
+                prompts=read.items,
+                samples=cfg.count_samples(one),
+                invalid=read.invalid,
+                form=read.form,
+                notes=read.notes,
+            )
         )
     _check_columns(cfg.data.by, sets)
     return sets

@@ -37,7 +37,7 @@ def read_messages(given: Any, column: str, *, fills_gaps: bool) -> list[Message]
         raise InvalidRow(
             "bad_messages",
             f"a message has the role {strange[0]!r:.60}, which is none of {', '.join(ROLES)}: rename it "
-            "(data_prep/chats.py renames those of ShareGPT)",
+            "(form: sharegpt of the source renames those of ShareGPT)",
         )
     messages: list[Message] = []
     for turn in given:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,14 +17,16 @@ from configs.data_schema import SourceConfig
 from core.errors import UserError
 from core.loading import needs_part
 from core.types.messages import Message, ToolSpec, find_images, name_of_tool
-from core.types.samples import Group, Prompt, Rows, Sample
+from core.types.samples import Group, Prompt, Sample
 from data_feeds.chat.demonstrations import mark_replies
 from data_feeds.chat.template_append import ImagesDoNotFit, TemplateRefuses, TemplateRewrites
 from data_feeds.chat.template_coverage import TemplateCoverage
 from data_feeds.chat.tokenizer import ChatTokenizer, Encoded, join_encoded
 from data_feeds.chat.turns import Piece, TrainOn, count_written, find_turns
+from data_feeds.rows.convert_form import IMAGES
+from data_feeds.rows.forms import RowKind
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.sources import IMAGES, Record, find_folder
+from data_feeds.rows.sources import COMPLETION, Record, find_folder
 
 if TYPE_CHECKING:
     from data_feeds.images.read_images import ImageReader
@@ -316,6 +318,7 @@ def _strip(message: Message) -> Message:
 class RowType:
     """Kind of row. To add a kind, add an entry to ROW_TYPES and a method to RowConverter."""
 
+    kind: RowKind
     needed: tuple[str, ...]
     """Columns that at least one row must have."""
     optional: tuple[str, ...] = ()
@@ -331,14 +334,16 @@ class RowType:
         return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *IMAGES, *self.needed, *self.optional)))
 
 
-ROW_TYPES: dict[Rows | Literal["prompts"], RowType] = {
-    "prompts": RowType(
+_ROW_TYPES = (
+    RowType(
+        kind="prompts",
         needed=("messages",),
         optional=("demonstration",),
         make=RowConverter.make_prompt,
         max_tokens_key="data.max_prompt_tokens",
     ),
-    "conversations": RowType(needed=("messages",), make=RowConverter.make_conversation),
-    "pairs": RowType(needed=("chosen", "rejected"), make=RowConverter.make_pair),
-    "unpaired": RowType(needed=("messages", "label"), make=RowConverter.make_unpaired),
-}
+    RowType(kind="conversations", needed=("messages",), optional=(COMPLETION,), make=RowConverter.make_conversation),
+    RowType(kind="pairs", needed=("chosen", "rejected"), make=RowConverter.make_pair),
+    RowType(kind="unpaired", needed=("messages", "label"), optional=(COMPLETION,), make=RowConverter.make_unpaired),
+)
+ROW_TYPES: dict[RowKind, RowType] = {row_type.kind: row_type for row_type in _ROW_TYPES}

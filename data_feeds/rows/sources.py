@@ -1,4 +1,4 @@
-"""Read records from Parquet, JSONL, CSV, a folder of Hugging Face datasets, or the hub."""
+"""Records: the rows of a source under our column names."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from configs.data_schema import SourceConfig
-from core.errors import UserError, first_line, name_error
-from core.hub import describe_hub, prepare_hub
-from core.text.text_files import describe_format, parse_json, read_packed_text, read_text
+from core.errors import UserError
 from core.types.messages import Message, ToolSpec
 from data_feeds.chat.tool_specs import read_tools
-from data_feeds.rows.csv_rows import read_csv
+from data_feeds.rows.convert_form import IMAGES, build_turns, convert_row, list_images
+from data_feeds.rows.find_form import FormFit, Probe, find_form
+from data_feeds.rows.forms import ANSWERS, OURS, RowKind, Turns
 from data_feeds.rows.invalid_rows import InvalidRow
+from data_feeds.rows.read_files import HUB, read_rows
 from data_feeds.rows.read_messages import read_messages
-from data_feeds.rows.values import check_characters, is_absent, load_json, parse_list, parse_turns, to_text
+from data_feeds.rows.values import check_characters, find_value, load_json, parse_turns, to_text
 
-HUB = "hub:"
-IMAGES = ("image", "images")
-"""Columns with the images of a row: one image, or a list."""
+COMPLETION = "completion"
+"""Column of ours, read only if `columns` of the recipe names it: the reply to `messages`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +74,26 @@ class Record:
         if len(there) > 1:
             raise InvalidRow("bad_image", f"it has {' and '.join(there)}: keep one of them")
         column = there[0] if there else IMAGES[-1]
-        given = self.columns.get(column)
-        if isinstance(given, str) and (listed := parse_list(given)) is not None:
-            given = listed
-        return column, [] if is_absent(given) else given if isinstance(given, list) else [given]
+        return column, list_images(self.columns.get(column))
 
     def get_tools(self) -> list[ToolSpec]:
         """Return the tools of the row. Raises InvalidRow for an invalid list."""
         return read_tools(self.columns.get("tools"), fills_gaps=self.fills_gaps)
 
 
-def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str]) -> list[Record]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """Records of a source, and the form that its rows have."""
+
+    items: list[Record]
+    fit: FormFit
+    notes: list[str]
+    """Sentences about the form and its columns, for the start of a run."""
+
+
+def read_records(
+    source: SourceConfig, *, key: str, kind: RowKind, needed: Iterable[str], known: Iterable[str]
+) -> Records:
     """Read all rows of a source. Raises UserError, beginning with `key`, for a problem of the whole source.
 
     needed: columns that at least one row must have. known: all columns read under our names.
@@ -93,22 +102,58 @@ def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known
     # a renamed column that nothing reads is a misspelling
     if ignored := [ours for ours in source.columns if ours not in known]:
         raise UserError(f"{key}: columns names {ignored[0]}, and only {', '.join(known)} are read here: leave it out")
-    rows = _read_rows(source, key)
+    rows = read_rows(source, key)
     if not rows:
         raise UserError(f"{key} has no rows")
-    names = {ours: source.columns.get(ours, ours) for ours in known}
+    names = {ours: source.columns.get(ours, ours) for ours in known if ours != COMPLETION or ours in source.columns}
+    if source.columns and source.form == "auto":
+        # `columns` says all of it, so nothing is left to recognise
+        fit = find_form(kind, rows, key=key, path=source.path, given=OURS)
+        checked = [*needed, *source.columns]
+    else:
+        fit = find_form(kind, rows, key=key, path=source.path, given=source.form)
+        checked = [*(needed if fit.name == OURS else ()), *source.columns]
     there = set().union(*(row.keys() for row in rows))
-    for ours in dict.fromkeys([*needed, *source.columns]):
-        if names[ours] not in there:
+    for ours in dict.fromkeys(checked):
+        if names[ours] not in there and all(find_value(row, names[ours]) is None for row in rows):
             raise UserError(
                 f"{key} has no column {names[ours]}; it has {', '.join(sorted(there))}: name the one meant in columns "
                 f"({{{ours}: ...}})"
             )
-    # only JSONL and CSV distinguish a missing key from null
-    fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".csv"))
-    return _number_repeated_ids(
-        [_make_record(row, i, names, f"{key}, row {i}", fills_gaps) for i, row in enumerate(rows)]
-    )
+    # only JSON and CSV distinguish a missing key from null
+    fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".json", ".csv"))
+    records = [_make_record(row, i, names, f"{key}, row {i}", fills_gaps, fit) for i, row in enumerate(rows)]
+    notes = [] if fit.name == OURS else [_describe_form(key, source, fit, there)]
+    if kind == "prompts":
+        notes += _check_answers(key, records, rows)
+    return Records(items=_number_repeated_ids(records), fit=fit, notes=notes)
+
+
+def _describe_form(key: str, source: SourceConfig, fit: FormFit, there: set[str]) -> str:
+    """Return the sentence on a recognised form, for the start of a run."""
+    others = sorted(there - fit.used - set(source.columns.values()) - {"id", "tools", *IMAGES})
+    unread = f"; in extra: {', '.join(others)}" if others else ""
+    how = "recognised" if source.form == "auto" else "as form says"
+    return f"{key} is of form {fit.name} ({how}): {fit}{unread}"
+
+
+def _check_answers(key: str, records: list[Record], rows: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence if no prompt has an answer and a column looks like one. Raises UserError for verl's."""
+    if any("answer" in record.columns for record in records):
+        return []
+    probe = Probe(rows[:1])
+    if nested := probe.list_columns("reward_model.ground_truth|reward_spec.ground_truth"):
+        raise UserError(
+            f"{key}: no row has an answer, and {nested[0]} holds one: write answer: {nested[0]} into columns, or leave "
+            "columns out, and the form of the rows is recognised"
+        )
+    found = [name for name in probe.list_columns(ANSWERS) if name != "answer"]
+    if not found:
+        return []
+    return [
+        f"{key}: no row has an answer for the reward, and the column {found[0]} may hold one: write answer: {found[0]} "
+        "into columns"
+    ]
 
 
 def _number_repeated_ids(records: list[Record]) -> list[Record]:
@@ -136,16 +181,26 @@ def find_folder(path: str) -> Path | None:
     return Path(path) if os.path.isdir(path) else Path(path).parent
 
 
-def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str, fills_gaps: bool) -> Record:
-    columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
-    # A column extra is unpacked: the scripts in data_prep/ write it, since Parquet columns need one type.
-    extra = {k: v for k, v in row.items() if k not in names.values() and k != "extra"}
+def _make_record(
+    row: dict[str, Any], i: int, names: dict[str, str], where: str, fills_gaps: bool, fit: FormFit
+) -> Record:
     # The flaw is raised when the row is converted. So it counts as an invalid row, as any other problem of a row does.
-    row_id, flaw = str(i), None
+    row_id, flaw, columns, extra = str(i), None, dict[str, Any](), dict[str, Any]()
     try:
-        extra |= _read_extra(row.get("extra") or {})
-        row_id = to_text(columns.pop("id", i), "id", "bad_id")
         check_characters(row)
+        made = convert_row(fit, row)
+        columns = {
+            ours: value
+            for ours, theirs in names.items()
+            if (value := find_value(row if ours != theirs else made, theirs)) is not None
+        }
+        # A column extra is unpacked: the scripts in data_prep/ write it, since Parquet columns need one type.
+        extra = {k: v for k, v in made.items() if k not in names.values() and k != "extra"}
+        extra |= _read_extra(row.get("extra") or {})
+        if COMPLETION in columns:
+            both = Turns(user=("messages",), assistant=COMPLETION)
+            columns = columns | {"messages": build_turns(both, columns)}
+        row_id = to_text(columns.pop("id", i), "id", "bad_id")
     except InvalidRow as found:
         row_id, flaw = str(i), found
     return Record(id=row_id, where=where, columns=columns, extra=extra, flaw=flaw, fills_gaps=fills_gaps)
@@ -160,90 +215,3 @@ def _read_extra(given: Any) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise InvalidRow("bad_extra", f"extra must be an object, or JSON of one, found {given!r:.60}")
     return extra
-
-
-def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:
-    if source.path.startswith(HUB):
-        return _read_hub(source, key)
-    file = Path(source.path)
-    if os.path.isdir(file):  # unlike file.is_dir, False for a name that is too long
-        return _read_saved(file, source.split, key)
-    if not os.path.isfile(file):
-        raise UserError(f"{key}: there is no such file; the scripts in data_prep/ make one")
-    is_packed = file.suffix == ".gz"
-    match (file.with_suffix("") if is_packed else file).suffix:
-        case ".parquet" if not is_packed:
-            return _read_parquet(file, key)
-        case ".jsonl":
-            return _read_jsonl(read_packed_text(file, key) if is_packed else read_text(file, key), key)
-        case ".csv":
-            return read_csv(read_packed_text(file, key) if is_packed else read_text(file, key), source, key)
-        case _:
-            raise UserError(
-                f"{key} must end in .parquet, .jsonl or .csv (.jsonl.gz, .csv.gz), be a folder made by "
-                "datasets.save_to_disk, or hub:NAME"
-            )
-
-
-def _read_parquet(file: Path, key: str) -> list[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with file.open("rb") as head:
-            found = describe_format(head.read(4))
-        if found is not None and "Parquet" not in found[0]:
-            raise UserError(f"{key} is {found[0]}, and not Parquet as its name says: {found[1]}")
-        with pyarrow.parquet.ParquetFile(file) as table:  # read_table would import pandas
-            return table.read().to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{key} is not a Parquet file: {first_line(error)}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{key}: a column of text holds bytes that are not UTF-8: write the file again") from error
-    except OSError as error:
-        raise UserError(f"{key} cannot be read: {first_line(error)}") from error
-
-
-def _read_jsonl(text: str, key: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for n, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        row = parse_json(line, f"{key}, line {n}")
-        if not isinstance(row, dict):
-            raise UserError(f"{key}, line {n} is not a JSON object: every line holds one row, {{...}}")
-        rows.append(row)
-    return rows
-
-
-def _read_saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
-    """Load a folder with one split, or the split `split` of several."""
-    from datasets import DatasetDict, load_from_disk
-
-    try:
-        saved = load_from_disk(str(folder))
-    except FileNotFoundError as error:
-        raise UserError(f"{key} is a folder that datasets.save_to_disk did not make: name a file in it") from error
-    except Exception as error:  # a border: what a broken file of the folder makes pyarrow and datasets raise
-        raise UserError(f"{key} cannot be loaded by datasets.load_from_disk: {name_error(error)}") from error
-    if not isinstance(saved, DatasetDict):
-        # split defaults to train, and a folder's only split may have another name
-        if split != "train" and str(saved.split) != split:
-            raise UserError(f"{key} holds one split ({saved.split}), and split is {split!r}: leave split out")
-        return saved.to_list()
-    if split not in saved:
-        raise UserError(f"{key} has no split {split!r}; it has {', '.join(map(str, saved))}: set split to one of them")
-    return saved[split].to_list()
-
-
-def _read_hub(source: SourceConfig, key: str) -> list[dict[str, Any]]:
-    prepare_hub(key)
-    from datasets import load_dataset
-
-    parts = source.path.removeprefix(HUB).split("/", 2)  # NAME is OWNER/NAME but for a few old sets
-    try:
-        return load_dataset("/".join(parts[:2]), *parts[2:], split=source.split).to_list()
-    except Exception as error:  # a border: a name or a file of the hub that datasets cannot read raises anything
-        raise UserError(
-            f"{key} (split {source.split}) cannot be loaded from the hub: {first_line(error)}; {describe_hub()}"
-        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -69,8 +70,27 @@ def parse_turns(text: str, column: str) -> list[Any] | None:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         return None
     if all({"from", "value"} <= turn.keys() for turn in turns):
-        raise InvalidRow("bad_messages", f"{column} holds turns of ShareGPT: convert them with data_prep/chats.py")
+        raise InvalidRow("bad_messages", f"{column} holds turns of ShareGPT: write form: sharegpt in the source")
     return turns if all("role" in turn for turn in turns) else None
+
+
+def find_value(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a column, or of a dotted path into objects and lists; None if the row has none.
+
+    >>> find_value({"a": {"b": [3, 4]}}, "a.b.1"), find_value({"a.b": 1}, "a.b"), find_value({"a": 5}, "a.b")
+    (4, 1, None)
+    """
+    if path in row or "." not in path:  # a column may have a dot in its name
+        return row.get(path)
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
 
 
 def parse_list(text: str) -> list[Any] | None:

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from algs.base import Algorithm, PolicyGradient
+from configs.data_schema import SourceConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from core.errors import UserError
 from driver.start.devices import shares_devices
+
+ONE_TABLE = (".parquet", ".jsonl", ".csv", ".arrow", ".feather", ".jsonl.gz", ".csv.gz")
+"""Ends of the names of files that have no splits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,11 @@ RULES = (
     Rule(keys=("max_resumes",), is_unused=lambda cfg: cfg.on_failure == "stop", why="on_failure is stop"),
     Rule(keys=("ship_code",), is_unused=lambda cfg: cfg.ray_address is None, why="ray_address is unset"),
     Rule(keys=("checkpoint.keep",), is_unused=lambda cfg: not cfg.checkpoint.every, why="checkpoint.every is 0"),
-    Rule(keys=("data.eval_rows",), is_unused=lambda cfg: cfg.data.eval is None, why="data.eval is unset"),
+    Rule(
+        keys=("data.eval_rows",),
+        is_unused=lambda cfg: cfg.data.eval is None or cfg.data.held_out_rows > 0,
+        why="data.eval is unset, or says with from_train how many rows it has",
+    ),
     Rule(
         keys=("trainer.betas", "trainer.eps"),
         is_unused=lambda cfg: cfg.trainer.optimizer == "sgd",
@@ -178,11 +186,11 @@ def _check_sources(cfg: RunConfig) -> None:
     for key, value in both:
         sources = value if isinstance(value, list) else [value]
         for source in sources:
-            if source is None or isinstance(source, str):
+            if not isinstance(source, SourceConfig):
                 continue
             # Of a source, pydantic knows which fields were written and which have their defaults.
             own = source.model_fields_set
-            if "split" in own and source.path.endswith((".parquet", ".jsonl", ".csv", ".gz")):
+            if "split" in own and source.path.endswith(ONE_TABLE):
                 raise UserError(f"{key}: split is set and would not be read, because {source.path} is one file")
             if "ratio" in own and len(sources) == 1:
                 raise UserError(f"{key}: ratio is set and would not be read, because there is no other source")

@@ -42,7 +42,7 @@ from driver.checks.shared_memory import check_colocation
 from driver.checks.terms import check_demonstrated, check_sources
 from driver.context import RunContext
 from driver.evaluation.evaluator import Evaluator
-from driver.load_recipe import Loaded
+from driver.load_recipe import Loaded, with_forms
 from driver.records.engine_timers import EngineTimers
 from driver.records.time_account import TimeBreakdown
 from driver.records.trackers import check_trackers
@@ -136,6 +136,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
+    loaded = with_forms(loaded, prompts, held_out)
     has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
     settings = collect_settings(loaded, rollouts.files, hash_inputs(loaded, rollouts.files, tokenizer, prompts))

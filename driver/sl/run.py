@@ -29,7 +29,7 @@ from driver.checks.machines import claim_machines
 from driver.checks.models import check_policy, check_sequence_parallel, check_teacher_models, check_user_code
 from driver.checks.output_folder import check_output_folders
 from driver.context import RunContext
-from driver.load_recipe import Loaded
+from driver.load_recipe import Loaded, with_forms
 from driver.records.rollout_metrics import name_train_metrics
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
@@ -86,8 +86,9 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
+    loaded = with_forms(loaded, rows, held_out)
     # Only after loading is the number of valid rows known, and so the steps of `epochs`.
-    loaded = replace(loaded, cfg=cfg.with_steps(len(rows.all())))
+    loaded = replace(loaded, cfg=loaded.cfg.with_steps(len(rows.all())))
     settings = collect_settings(loaded, {}, hash_inputs(loaded, {}, tokenizer, rows))
     return Prepared(
         loaded=loaded,

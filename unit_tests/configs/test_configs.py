@@ -66,7 +66,10 @@ BROKEN = {
     ),
     "a key that a source has not": ({"data.train": [{"path": "a", "ratoi": 2}]}, ["data.train.0.ratoi", "'ratio'"]),
     "sources of one name": ({"data.train": [{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]}, ["are called x"]),
-    "a source called like a reward": ({"data.train": [{"path": "correct.jsonl"}]}, ["called correct", "set its name"]),
+    "a source called like a reward": (
+        {"data.train": [{"path": "correct.jsonl"}, {"path": "x.jsonl"}]},
+        ["called correct", "set its name"],
+    ),
     "held-out rows of a wrong form": ({"data.eval": {"path": "a", "columns": {"x": "y"}}}, ["data.eval.columns", "x"]),
     "missing reward": ({"reward.function": "aritmetic"}, ["reward.function", "did you mean 'arithmetic'"]),
     "unknown engine": ({"rollout.engine": "vlm"}, ["rollout.engine: there is no 'vlm'", "did you mean 'vllm'"]),

@@ -162,6 +162,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "driver/test_run_inputs.py": ("data.template_date",),
     "data_feeds/test_template_rules.py": ("data.end_of_turn", "data.continue_final_message"),
     "data_feeds/test_feeds.py": ("data.train.split", "data.max_invalid_fraction", "data.eval"),
+    "data_feeds/test_forms.py": ("data.train.form",),
     "trainers/test_shared_training.py": ("trainer.gradient_checkpointing",),
     "data_feeds/test_image_rows.py": ("data.max_image_pixels",),
     "modeling/test_head.py": ("trainer.logits_mib",),

@@ -14,7 +14,7 @@ from data_feeds.feed import load_prompts
 
 FINE = [{"messages": f"{i}+1="} for i in range(20)]
 FAULTS: dict[str, tuple[Any, str, str]] = {
-    "a role": ([{"role": "human", "content": "1"}], "bad_messages", "the role 'human'.*data_prep/chats.py"),
+    "a role": ([{"role": "bishop", "content": "1"}], "bad_messages", "the role 'bishop'.*form: sharegpt"),
     "a key": ([{"role": "user", "content": "1", "function_call": 1}], "bad_messages", "holds 'function_call'"),
     "a part": (
         [{"role": "user", "content": [{"type": "video", "video": "x"}]}],

@@ -51,7 +51,7 @@ def records_of(file: Path, **settings: Any) -> list[tuple[str, list[Message], di
             {k: v for k, v in r.columns.items() if v != "" and k != "messages"},
             r.extra,
         )
-        for r in read_records(source, key="data.train", needed=["messages"], known=KNOWN)
+        for r in read_records(source, key="data.train", kind="prompts", needed=["messages"], known=KNOWN).items
     ]
 
 

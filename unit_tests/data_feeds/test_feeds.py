@@ -320,7 +320,7 @@ def test_every_form_of_a_source_holds_the_same_rows(chat, tmp_path, form):
         ({"path": "rows.jsonl", "columns": {"messages": "question"}}, "has no column question"),
         ({"path": "rows.jsonl", "columns": {"messages": "q", "chosen": "a"}}, "columns names chosen, and only"),
         ({"path": "list.jsonl"}, "line 1 is not a JSON object"),
-        ({"path": "roles.jsonl"}, "such as row 0: a message has the role 'human', which is none of"),
+        ({"path": "roles.jsonl"}, "such as row 0: a message has the role 'bishop', which is none of"),
         ({"path": "nowhere.parquet"}, "there is no such file"),
     ],
     ids=str,
@@ -334,7 +334,7 @@ def test_a_source_that_cannot_be_read_gets_one_sentence(chat, tmp_path, source, 
     (tmp_path / "empty").mkdir()
     jsonl(tmp_path / "rows.jsonl", ROWS)
     jsonl(tmp_path / "list.jsonl", [[1]])
-    jsonl(tmp_path / "roles.jsonl", [{"messages": [{"role": "human", "content": "?"}]}])
+    jsonl(tmp_path / "roles.jsonl", [{"messages": [{"role": "bishop", "content": "?"}]}])
     path = source["path"] if source["path"].startswith("hub:") else str(tmp_path / source["path"])
     with pytest.raises(UserError) as refused:
         load_prompts(data_of([source | {"path": path}]), "train", chat, seed=0)

@@ -76,7 +76,7 @@ def test_text_that_only_looks_like_turns_stays_text():
 UNREADABLE = {
     "cut off": ('[{"role": "user", "content": "1+', "messages begins as turns and is no JSON"),
     "python": ("[{'content': '1+1=', 'role': 'user'}]", "messages begins as turns and is no JSON"),
-    "ShareGPT": ('[{"from": "human", "value": "1+1="}]', "data_prep/chats.py"),
+    "ShareGPT": ('[{"from": "human", "value": "1+1="}]', "form: sharegpt"),
     "half a character": ('[{"role": "user", "content": "\\ud800"}]', "half of a character"),
 }
 

@@ -378,7 +378,9 @@ def test_a_problem_set_is_read_in_its_original_columns(
     assert "1 of 2 rows are invalid and excluded: 1 missing_column" in capsys.readouterr().out
     asked = record[math_sets.SETS[name].problem] + "="
     cfg = EvalDataConfig.model_validate({"sets": [{"path": str(out)}], "max_prompt_tokens": 64})
-    [record] = read_records_of(cfg.sets[0].source, key="data", needed=("messages",), known=("id", "messages", "answer"))
+    [record] = read_records_of(
+        cfg.sets[0].source, key="data", kind="prompts", needed=("messages",), known=("id", "messages", "answer")
+    ).items
     assert record.get_messages("messages", text_is="user") == [{"role": "user", "content": asked}]
     assert (record.id, record.get_answer(), record.extra or None) == (f"{name}/0", answer, extra)
 

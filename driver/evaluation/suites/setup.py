@@ -109,6 +109,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_user_code(meta, path=cfg.model.path)
     sets = load_sets(cfg, tokenizer, env_tools)
+    cfg, given = (with_set_forms(one, sets) for one in (cfg, given))
     has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
     # As given: `with_base` has replaced a checkpoint's path by that of its base model.
@@ -123,6 +124,12 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
         resumed=resumed,
         checkpoint=checkpoint,
     )
+
+
+def with_set_forms(cfg: EvalConfig, sets: Sequence[PromptSet]) -> EvalConfig:
+    """Return the recipe with the forms that the rows of its data sets were found to have."""
+    named = [one.model_copy(update={"form": read.form}) for one, read in zip(cfg.data.sets, sets, strict=True)]
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"sets": named})})
 
 
 def with_base(cfg: EvalConfig, checkpoint: CheckpointModel) -> EvalConfig:
@@ -175,6 +182,8 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
         copy_parts(prepared.resumed.folder, folder)
     writer = PartWriter(folder, prompts_per_part=cfg.prompts_per_part)
     for one in prepared.sets:
+        for note in one.notes:
+            context.console.say(note)
         if one.invalid.rows:
             context.console.say(f"{one.name}: {one.invalid.rows} rows are invalid and not evaluated: {one.invalid}")
         if one.invalid.repeated_ids:
