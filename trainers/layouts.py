@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from configs.trainer_schema import TrainerConfig
 from core.types.batch import RowLayout
 from modeling.layout_probe import can_share_prefixes, find_probe, layout_for, probe_layout
+from modeling.text_use import list_unused
 from trainers.learner import Learner
 
 
@@ -43,4 +44,7 @@ def combine_layouts(policy: nn.Module, others: list[nn.Module], cfg: TrainerConf
     padded = any(layout_for(cfg.layout, m) == "padded" for m in models)
     able = not padded and all(can_share_prefixes(m) for m in models)
     shares = able and cfg.share_prefixes == "auto"
-    return RowLayout(padded=padded, shares_prefixes=shares, measured=find_probe(policy).describe())
+    measured = find_probe(policy).describe()
+    if list_unused(policy):
+        measured += "; used for text only, all other parts of the model are frozen"
+    return RowLayout(padded=padded, shares_prefixes=shares, measured=measured)
