@@ -70,7 +70,7 @@ def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool 
 
 
 def is_text_use(config: Any) -> bool:
-    """Tell whether a model with other parts than text is used for text only, as its family is unknown here."""
+    """Tell whether a model with other parts than text is used for text only: the family is unknown here."""
     parts = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
     return any(part is not None for part in parts) and vision_family(config) is None
 

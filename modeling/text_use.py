@@ -1,4 +1,4 @@
-"""Text use of a model that also reads images or sound, where its family is not known here (modeling/images/vision.py).
+"""Text use of a model that also reads images or sound, of a family that is not known here (modeling/images/vision.py).
 
 transformers loads some of them as the language part alone (Qwen3.5), and others whole (Gemma 3, Mistral 3). What text
 never reaches is frozen and not sent to engines, which do not have it, and it is saved with the rest.

@@ -23,7 +23,7 @@ def measure_layouts(
     device: torch.device | str,
     agree: Callable[[Tensor], Tensor],
 ) -> None:
-    """Measure the best row layout of every model, and set its attention. All ranks call it together.
+    """Measure the best row layout of every model, and set the attention. All ranks call it together.
 
     learners: by the name of the model in errors. frozen: by the name of the teacher. agree: as in `probe_layout`.
     """

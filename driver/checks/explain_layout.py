@@ -24,7 +24,7 @@ def describe_rows(cfg: RunConfig) -> list[tuple[str, str]]:
 
 
 def measure_rows(cfg: RunConfig) -> str:
-    """Return the row layout of a small model of the same kind, with its numbers. Raises UserError if it is refused."""
+    """Return the row layout of a small model of the same kind, with numbers. Raises UserError if it is refused."""
     model, trusts = cfg.model, cfg.model.trust_remote_code
     check_model_folder(model.path, trust_remote_code=trusts)
     found = forecast_layout(model.path, attention=model.attention, layout=cfg.trainer.layout, trust_remote_code=trusts)
