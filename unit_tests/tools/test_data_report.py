@@ -26,7 +26,7 @@ def swap(at: int) -> str:
 def test_copies_are_found_and_near_copies_apart_from_them():
     texts = ["1 + 1", " ".join(STORY), "1  +  1", " ".join(STORY).upper(), swap(0), swap(8), "other words of no story"]
     assert (find_copies(texts).rows, find_copies(texts).of) == ([2, 3], [0, 1])
-    # a word at the end is in 1 of 14 shingles: 13 / 15 are shared; one in the middle is in 5: 9 / 19
+    # a word at the end is in 1 of 15 shingles: 14 / 16 are shared; a word in the middle is in 5: 10 / 20
     found = find_near_copies(texts)
     assert (found.rows, found.of) == ([4], [1])
 
