@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
 
 from configs.data_schema import OURS, DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
 from core.errors import UserError
-from core.gc_control import without_gc
 from core.metrics import DATA_EPOCH, DATA_ROWS
-from core.timing.progress import Progress
 from core.types.messages import ToolSpec
 from core.types.samples import Group, Prompt, Rows
-from data_feeds.chat.tokenizer import ChatTokenizer, Encoded
-from data_feeds.chat.turns import Piece, TrainOn
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.chat.turns import TrainOn
 from data_feeds.rows.form_settings import read_checked
-from data_feeds.rows.hold_out import choose_held_out, hash_record
-from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.rows.forms import RowKind
+from data_feeds.rows.hold_out import choose_held_out
+from data_feeds.rows.invalid_rows import InvalidRows
 from data_feeds.rows.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
+from data_feeds.rows.read_source import SourceRows, read_source
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter, RowType
-from data_feeds.rows.sources import Record
 
 Item = TypeVar("Item", Prompt, Group)
 Which = Literal["train", "eval"]
-ROWS_AT_ONCE = 256
-"""Rows whose texts are encoded in one call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +120,20 @@ def load_prompts(
     )
 
 
+def load_examples(data: DataConfig, tokenizer: ChatTokenizer, kind: RowKind, *, rows: int) -> Feed[Any]:
+    """Load the first valid rows of every source of data.train, at most `rows` of each."""
+    assert isinstance(data, PromptDataConfig | RowDataConfig)
+    # the first rows may be the invalid ones
+    lenient = data.model_copy(update={"max_invalid_fraction": 1.0})
+    if isinstance(data, PromptDataConfig):
+        tokens, train_on = data.max_prompt_tokens, ()
+    else:
+        tokens, train_on = data.max_tokens, data.train_on
+    return _load_feed(
+        lenient, "train", tokenizer, ROW_TYPES[kind], seed=0, max_tokens=tokens, train_on=train_on, most=rows
+    )
+
+
 def load_groups(
     data: RowDataConfig,
     which: Which,
@@ -180,8 +190,12 @@ def _load_feed(
     max_reply_tokens: int | None = None,
     train_on: TrainOn = (),
     env_tools: Sequence[ToolSpec] = (),
+    most: int | None = None,
 ) -> Feed[Any]:
-    """Load and filter every source. Raises UserError for a source with too few valid rows."""
+    """Load and filter every source. Raises UserError for a source with too few valid rows.
+
+    most: number of valid rows of each source after which no more are read.
+    """
     configs = data.list_sources(which)
     mixed = len(configs) > 1
     of = "train" if data.held_out_rows else which
@@ -206,12 +220,12 @@ def _load_feed(
     sources: list[Source[Any]] = []
     for i, converter in enumerate(converters):
         if held_out is None:
-            limit = data.eval_rows if which == "eval" else None
+            limit = data.eval_rows if which == "eval" else most
             read = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=limit)
         elif which == "train":
             # a row that is held out of one source is trained on in none
             held = set[str]().union(*held_out)
-            read = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=None, without=held)
+            read = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=most, without=held)
         else:
             only = {*held_out[i].values()}
             read = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=None, only=only)
@@ -220,7 +234,7 @@ def _load_feed(
         # recipe does not change their rows.
         stream = f"{seed}/{converter.source.log_name}" if mixed else str(seed)
         sources.append(_make_source(converter.source, read, stream))
-    if which == "train" and data.system_prompt is not None:
+    if which == "train" and data.system_prompt is not None and most is None:
         _check_system_prompt_is_used(data.system_prompt, [item for source in sources for item in source.items])
     return Feed(sources=sources, mixture=Mixture(whole_parts([c.ratio for c in configs], where=f"data.{which}")))
 
@@ -244,99 +258,7 @@ def _check_system_prompt_is_used(given: str, items: list[Any]) -> None:
         raise UserError("data.system_prompt: every row of data.train has a system turn of its own: leave it out")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceRows(Generic[Item]):
-    """Valid rows of a source, in the order of the file."""
-
-    items: list[Item]
-    invalid: InvalidRows
-    form: str
-    notes: list[str]
-    """Sentences about the form."""
-
-
-def read_source(
-    converter: RowConverter,
-    *,
-    max_invalid_fraction: float,
-    limit: int | None,
-    only: Collection[str] | None = None,
-    without: Collection[str] = (),
-) -> SourceRows[Any]:
-    """Load the valid rows of a source, at most `limit`. Raises UserError if too few are valid.
-
-    only: ids of the rows to load; None: all. without: hashes of the rows to leave out.
-    """
-    key = converter.key
-    read = read_checked(converter)
-    records = read.items
-    if only is not None:
-        records = [record for record in records if record.id in only]
-    if without:
-        records = [record for record in records if hash_record(record) not in without]
-    # many new objects and no garbage: the collector would scan all of them again and again
-    with without_gc():
-        items, invalid = _convert_rows(records, converter, limit)
-    if not items:
-        raise UserError(f"{key}: none of {invalid.looked_at} rows is valid: {invalid}")
-    # a few bad rows are normal; many mean a wrong column or template
-    if invalid.share > max_invalid_fraction:
-        raise UserError(
-            f"{key}: {invalid.rows} of {invalid.looked_at} rows are invalid, a larger fraction than "
-            f"data.max_invalid_fraction={max_invalid_fraction:g}: {invalid}; repair them, or raise that"
-        )
-    return SourceRows(items=items, invalid=invalid, form=read.fit.name, notes=read.notes)
-
-
 def _hold_out(converter: RowConverter, rows: int) -> dict[str, str]:
     """Return the hashes of the held-out rows of a source, each with the id of the row that is evaluated."""
     chosen = choose_held_out(read_checked(converter).items, rows, key=converter.key)
     return {found: record.id for found, record in chosen.items()}
-
-
-def _convert_rows(records: list[Record], converter: RowConverter, limit: int | None) -> tuple[list[Any], InvalidRows]:
-    """Convert records until `limit` rows are valid. Count the invalid rows."""
-    items: list[Any] = []
-    invalid = InvalidRows()
-    progress = Progress(converter.key, len(records))
-    # With a limit of a few rows, encoding a full batch would be wasted work.
-    at_once = min(limit or ROWS_AT_ONCE, ROWS_AT_ONCE)
-    for first in range(0, len(records), at_once):
-        batch = records[first : first + at_once]
-        for record, outcome in zip(batch, _convert_batch(batch, converter), strict=True):
-            invalid.looked_at += 1
-            if isinstance(outcome, InvalidRow):
-                invalid.add(record.id, outcome)
-            elif isinstance(outcome, UserError):
-                raise outcome
-            else:
-                items.append(outcome)
-                invalid.repeated_ids += record.repeats_id
-            progress.show(invalid.looked_at)
-            if len(items) == limit:
-                return items, invalid
-    return items, invalid
-
-
-def _convert_batch(records: list[Record], converter: RowConverter) -> list[Any]:
-    """Convert records side by side, so that the tokenizer encodes the texts of all of them over all cores.
-
-    Returns for each its Prompt or Group, or the InvalidRow or UserError that it raised. The caller raises them in the
-    order of the rows, so the error names the first wrong row, and a row after the last needed one raises nothing.
-    """
-    drafts = [converter.convert(record) for record in records]
-    outcomes: list[Any] = [None] * len(drafts)
-    answers: dict[int, list[Encoded] | None] = dict.fromkeys(range(len(drafts)))
-    # A pair yields texts twice, so there are rounds: each encodes the waiting texts of all rows.
-    while answers:
-        asked: dict[int, list[Piece]] = {}
-        for i, answer in answers.items():
-            try:
-                asked[i] = next(drafts[i]) if answer is None else drafts[i].send(answer)
-            except StopIteration as end:
-                outcomes[i] = end.value
-            except (InvalidRow, UserError) as error:
-                outcomes[i] = error
-        encoded = iter(converter.tokenizer.encode_pieces([piece for pieces in asked.values() for piece in pieces]))
-        answers = {i: list(islice(encoded, len(pieces))) for i, pieces in asked.items()}
-    return outcomes

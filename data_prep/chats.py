@@ -1,86 +1,130 @@
-"""Conversations in common formats, from JSONL or the hub.
+"""Conversations, pairs and labelled replies in any form that FeynRL recognises, from a file or the hub.
 
     python -m data_prep.chats --out data/chats.parquet --from downloads/chats.jsonl
     python -m data_prep.chats --out data/chats.parquet --hub OWNER/NAME --split train
 
-A row is {"messages": [{"role", "content"}]}, {"conversations": [{"from", "value"}]} (ShareGPT), or {"prompt"} with
-{"completion"} or {"response"}, each text or messages. "system" becomes the first turn. "id" and "answer" are kept.
+docs/how_to/data_set.md lists the forms; the rows of a file may be of several. Training reads them without this script,
+which writes them in our form. Nothing is lost: labels, images, tools, `train` of a turn; other columns become `extra`.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from core.types.samples import Message
+from core.errors import UserError
+from core.types.messages import Message
+from data_feeds.images.read_images import ImageReader
+from data_feeds.rows import sources
+from data_feeds.rows.convert_form import convert_row
+from data_feeds.rows.find_form import FormFit, Probe, find_form, list_fitting
+from data_feeds.rows.forms import RowKind
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
 from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
 from data_prep.script import conversion_parser, convert, run_script
+from data_prep.written_turns import write_turn
 
-ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
-"""Role names of other formats -> our roles."""
-REPLIES = ("completion", "response")
-CACHE = {"id", "answer", "system", "messages", "conversations", "prompt", *REPLIES}
-
-
-def make(records: list[Record], *, name: str) -> tuple[list[Row], InvalidRows]:
-    """Convert rows to our format. Rows without an id are numbered after `name`."""
-    return filter_records(number_records(name, records), _row)
+KINDS: tuple[RowKind, ...] = ("pairs", "unpaired", "conversations")
+COLUMNS = ("id", "messages", "answer", "tools", "image", "images")
+"""Columns of ours that are written as such, or read into the messages, in rows of every kind."""
+OF_KIND: dict[RowKind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "unpaired": ("label",)}
+MOST_PIXELS = 2**24
 
 
-def not_kept(records: list[Record]) -> list[str]:
-    """Return the columns that our format lacks."""
-    return sorted({name for record in records for name in record} - CACHE)
+def make(
+    records: list[Record], *, name: str, folder: Path | None = None, fills_gaps: bool = False
+) -> tuple[list[Row], InvalidRows]:
+    """Convert rows to our format. Rows without an id are numbered after `name`.
+
+    folder: base of relative image paths. fills_gaps: the file writes null for keys that another row's object has.
+    """
+    images = ImageReader(folder=folder, max_pixels=MOST_PIXELS, max_pixels_key="the limit of data_prep.chats")
+    make_row: Callable[[str, Record], Row] = partial(_row, images=images, fills_gaps=fills_gaps)
+    return filter_records(number_records(name, records), make_row)
 
 
-def _row(numbered: str, record: Record) -> Row:
-    own = record.get("id")
-    row_id = numbered if own is None or own == "" else to_text(own, "id", "bad_id")
-    messages = _turns(record)
-    if system := record.get("system"):
-        messages = [*_messages(system, "system", text_is="system"), *messages]
+def _row(numbered: str, given: Record, *, images: ImageReader, fills_gaps: bool) -> Row:
+    kind, fit = _find_kind(given)
+    made = convert_row(fit, given)
+    read = (*COLUMNS, *OF_KIND.get(kind, ()))
+    columns = {name: made[name] for name in read if made.get(name) is not None}
+    record = sources.Record(id=numbered, where=numbered, columns=columns, extra={}, fills_gaps=fills_gaps)
+    messages = _read(record, "messages", images) if "messages" in columns else []
+    replies: dict[str, str] = {}
+    if kind == "pairs":
+        ends = {name: _read(record, name, images, asked=messages) for name in ("chosen", "rejected")}
+        # without a prompt of its own, a pair is two conversations
+        messages = messages or ends["chosen"][:-1]
+        replies = {name: _write_reply(turns, messages, name) for name, turns in ends.items()}
     # a policy trained on it would learn to say nothing
-    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+    if any(m["role"] == "assistant" and not m["content"].strip() and "tool_calls" not in m for m in messages):
         raise InvalidRow("empty", "an assistant turn is empty")
-    answer = record.get("answer")
-    return Row(id=row_id, messages=messages, answer="" if answer is None else to_text(answer, "answer", "bad_answer"))
+    own, tools = columns.get("id"), record.get_tools()
+    return Row(
+        id=numbered if own in (None, "") else to_text(own, "id", "bad_id"),
+        messages=messages,
+        answer=record.get_answer(),
+        label=bool(columns["label"]) if kind == "unpaired" else None,
+        tools=json.dumps(tools, ensure_ascii=False) if tools else None,
+        extra=_write_extra({name: value for name, value in made.items() if name not in read and value is not None}),
+        **replies,
+    )
 
 
-def _turns(record: Record) -> list[Message]:
-    """Return the messages of a row, in any known format."""
-    whole = [column for column in ("messages", "conversations") if record.get(column)]
-    if len(whole) > 1 or (whole and record.get("prompt")):
-        raise InvalidRow("bad_messages", f"it is written in two forms at once: {', '.join([*whole, 'prompt'][:2])}")
-    if whole:
-        return _messages(record[whole[0]], whole[0], text_is="user")
-    replies = [column for column in REPLIES if record.get(column)]
-    if not record.get("prompt") or len(replies) != 1:
+def _find_kind(record: Record) -> tuple[RowKind, FormFit]:
+    """Return the kind and the form of a row. Raises InvalidRow unless exactly one form fits."""
+    probe = Probe([record])
+    for kind in KINDS:
+        if not (found := list_fitting(kind, probe)):
+            continue
+        # a label of another meaning does not make a reply good or bad
+        if kind == "unpaired" and record.get("label", record.get("kto_tag")) not in (0, 1):
+            continue
+        try:
+            return kind, find_form(kind, [record], key="it", path="FILE")
+        except UserError as error:
+            raise InvalidRow("bad_messages" if len(found) > 1 else "missing_column", str(error)) from error
+    raise InvalidRow("missing_column", f"no form fits the columns {', '.join(map(str, record))}")
+
+
+def _read(
+    record: sources.Record, column: str, images: ImageReader, *, asked: list[Message] | None = None
+) -> list[Message]:
+    """Return the messages of a column with their images; those of a reply follow the prompt `asked`."""
+    messages = record.get_messages(column, text_is="user" if asked is None else "assistant")
+    name, listed = record.list_images()
+    if not listed and not any("parts" in message for message in messages):
+        return messages
+    return images.load(messages, name, listed, is_reply=bool(asked))
+
+
+def _write_reply(turns: list[Message], asked: list[Message], column: str) -> str:
+    """Return the reply of a pair, which follows `asked`: text, or JSON text of several turns."""
+    if len(turns) > len(asked) and turns[: len(asked)] == asked:
+        turns = turns[len(asked) :]
+    elif turns[0]["role"] != "assistant":
         raise InvalidRow(
-            "missing_column", "it has neither messages nor conversations, nor prompt and one of completion and response"
+            "not_one_prompt", f"{column} is neither a reply nor a conversation that begins with the prompt"
         )
-    asked = _messages(record["prompt"], "prompt", text_is="user")
-    return [*asked, *_messages(record[replies[0]], replies[0], text_is="assistant")]
+    if len(turns) == 1 and turns[0].keys() == {"role", "content"}:
+        return turns[0]["content"]
+    if any("parts" in turn for turn in turns):
+        raise InvalidRow("bad_image", f"{column} holds an image of its own, which belongs to the prompt")
+    return json.dumps([write_turn(turn, lambda image: None) for turn in turns], ensure_ascii=False)
 
 
-def _messages(given: Any, column: str, *, text_is: str) -> list[Message]:
-    if isinstance(given, str):
-        return [{"role": text_is, "content": given}]
-    if not isinstance(given, list) or not given:
-        raise InvalidRow("bad_messages", f"{column} must be text or a list of turns, found {given!r:.60}")
-    return [_message(turn, column) for turn in given]
-
-
-def _message(turn: Any, column: str) -> Message:
-    who, said = ("from", "value") if isinstance(turn, dict) and "from" in turn else ("role", "content")
-    if not isinstance(turn, dict) or not isinstance(turn.get(said), str) or turn.get(who) not in ROLES:
-        raise InvalidRow(
-            "bad_messages", f"a turn of {column} must have a {who} of {', '.join(ROLES)} and text, found {turn!r:.60}"
-        )
-    # Parquet gives every turn all keys, so an empty one is no loss
-    if lost := {name for name, value in turn.items() if name not in (who, said) and value is not None}:
-        raise InvalidRow("bad_messages", f"a turn of {column} holds {min(lost)!r}, which no template would be shown")
-    return {"role": ROLES[turn[who]], "content": turn[said]}
+def _write_extra(others: dict[str, Any]) -> str | None:
+    """Return the other columns as JSON, or None if there are none."""
+    given = others.pop("extra", None) or {}
+    whole = others | (json.loads(given) if isinstance(given, str) else given)
+    try:
+        return json.dumps(whole, ensure_ascii=False) if whole else None
+    except TypeError as error:
+        raise InvalidRow("bad_extra", f"another column cannot be written as JSON: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,10 +136,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
-        records = read_records(args.source) if args.source else read_hub(args.hub, args.split)
-        if lost := not_kept(records):
-            print(f"not kept: {', '.join(lost)}")
-        return make(records, name=args.source.stem if args.source else args.hub)
+        if args.source is None:
+            return make(read_hub(args.hub, args.split), name=args.hub, fills_gaps=True)
+        folder, fills_gaps = args.source.parent, args.source.suffix == ".parquet"
+        return make(read_records(args.source), name=args.source.stem, folder=folder, fills_gaps=fills_gaps)
 
     convert(parser, args, made)
 

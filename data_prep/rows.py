@@ -56,6 +56,8 @@ def write_rows(path: Path, rows: list[Row]) -> None:
     names = [n for n in COLUMNS if n not in OPTIONAL or any(getattr(row, n) is not None for row in rows)]
     images = any(find_images(row.messages) for row in rows)
     calls = any("tool_calls" in turn for row in rows for turn in row.messages)
+    known = {"role", "content", "parts", "tool_calls"}
+    others = {field for row in rows for turn in row.messages for field in turn} - known
     is_jsonl = path.suffix == ".jsonl"
     save = save_beside(path) if is_jsonl else embed_image
     plain: list[Record] = []
@@ -65,7 +67,7 @@ def write_rows(path: Path, rows: list[Row]) -> None:
     if is_jsonl:
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain), encoding="utf-8")
     else:
-        _write_parquet(path, plain, names, turn_type(calls=calls, images=images))
+        _write_parquet(path, plain, names, turn_type(calls=calls, images=images, others=others))
     print(f"{path}: {len(rows)} rows")
 
 

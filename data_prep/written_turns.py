@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ Save = Callable[[EncodedImage], Any]
 """Returns the value stored for an image."""
 
 
-def turn_type(*, calls: bool, images: bool) -> pa.DataType:
-    """Return the Arrow type of turns, with tool calls and images if present.
+def turn_type(*, calls: bool, images: bool, others: Collection[str] = ()) -> pa.DataType:
+    """Return the Arrow type of turns, with tool calls, images and other fields if present.
 
     An image has the type of an Image column of Hugging Face datasets. Arguments of a call are JSON text, since Parquet
     gives every object all keys.
@@ -34,6 +34,7 @@ def turn_type(*, calls: bool, images: bool) -> pa.DataType:
     fields.append(("content", pa.list_(part) if images else pa.string()))
     if calls:
         fields.append(("tool_calls", pa.list_(call)))
+    fields += [(name, pa.bool_() if name == "train" else pa.string()) for name in sorted(others)]
     return pa.struct(fields)
 
 

@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from algs import find_algorithm, list_algorithms
 from algs.base import Algorithm, GroupRelative, PolicyGradient, TurnCredit
 from algs.terms import KL, Correction, Overlong
-from configs.data_schema import SourceConfig
+from configs.data_schema import HoldOutConfig, SourceConfig
 from configs.eval_schema import EvalConfig, EvalDataConfig, EvalModelConfig, EvalRolloutConfig, EvalSetConfig
 from configs.other_names import NOT_HERE, OTHER_NAMES
 from configs.rollout_schema import EngineRange, RolloutConfig
@@ -31,6 +31,7 @@ from configs.trainer_schema import LoraConfig
 from core.loading import load_module
 from core.metrics import METRICS
 from core.timing.deadlines import TABLE
+from data_feeds.rows.forms import FORMS, ORIGINS, Form, Turns
 from tools.editor_schema import editor_schemas
 from tools.papers import make_table
 
@@ -50,6 +51,7 @@ def pages() -> dict[Path, str]:
         reference / "algorithms.md": algorithms(),
         reference / "metrics.md": metrics(),
         reference / "deadlines.md": deadlines(),
+        reference / "forms.md": forms(),
         reference / "papers.md": papers(),
         one_step: count_lines(one_step.read_text()),
         coming_from: coming_from.read_text().partition(MADE)[0] + other_names(),
@@ -85,6 +87,43 @@ def papers() -> str:
         "trains two steps in `make verify`, and five of them in CI, by turns.",
     )
     return "\n".join([*page, "", *make_table()]) + "\n"
+
+
+def forms() -> str:
+    """List the forms of rows that are recognised, by kind of row."""
+    parts = begin_page(
+        "Forms of rows",
+        "Exactly one form must fit the columns and the first 200 rows of a source. The run says which it is, and "
+        "its `config.yaml` names it; `form` of the source names it yourself. `a`/`b`: a data set has one of both. "
+        "Columns that no form reads are in `prompt.extra`. See [Bring a data set](../how_to/data_set.md).",
+    )
+    titles = {
+        "conversations": "Conversations, for supervised learning",
+        "pairs": "Pairs (DPO, reward models)",
+        "unpaired": "Replies with a label (KTO, BCO)",
+        "prompts": "Prompts, for reinforcement learning",
+    }
+    for kind, title in titles.items():
+        parts += ["", f"## {title}", "", "| `form` | used by | columns | what it becomes |", "|---|---|---|---|"]
+        parts += [describe_form(form) for form in FORMS if form.kind == kind]
+    return "\n".join(parts) + "\n"
+
+
+def describe_form(form: Form) -> str:
+    """Return the line of a form in the table of forms."""
+
+    def name(path: str) -> str:
+        return "/".join(f"`{one}`" for one in path.split("|"))
+
+    made = [
+        f"`{ours}`: {' + '.join(map(name, source.columns)) if isinstance(source, Turns) else name(source)}"
+        for ours, source in form.fields.items()
+        if (source.columns if isinstance(source, Turns) else (source,)) != (ours,)
+    ]
+    needs = ", ".join(map(name, form.needs))
+    settings = "".join(f"; needs `{key}: {value}`" for key, value in form.settings.items())
+    becomes = f"refused: {form.refusal}" if form.refusal else ("; ".join(made) or "our columns") + settings
+    return f"| `{form.name}` | {ORIGINS[form.name]} | {needs} | {becomes} |"
 
 
 def configuration() -> str:
@@ -124,7 +163,8 @@ def data_sections() -> list[str]:
     parts = section("`data`, in every run", "data.", both[0], leave_out=of_rl - of_sl)
     parts += section("`data`, in reinforcement learning", "data.", both[0], leave_out=of_sl)
     parts += section("`data`, in supervised learning", "data.", both[1], leave_out=of_rl)
-    return parts + section("A source: an entry of the list `data.train`, or `data.eval`", "", SourceConfig)
+    parts += section("A source: an entry of the list `data.train`, or `data.eval`", "", SourceConfig)
+    return parts + section("`data.eval`, with rows of data.train", "data.eval.", HoldOutConfig)
 
 
 def eval_sections() -> list[str]:

@@ -10,8 +10,8 @@ from core.errors import UserError
 from core.types.messages import ToolSpec
 from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.feed import read_source
 from data_feeds.rows.invalid_rows import InvalidRows
+from data_feeds.rows.read_source import read_source
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter
 
 

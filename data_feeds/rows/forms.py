@@ -307,6 +307,30 @@ FORMS: tuple[Form, ...] = (
 """Forms that are recognised. A data set must fit exactly one form of its kind of row."""
 
 
+ORIGINS = {
+    OURS: "OpenAI, TRL, axolotl, LLaMA-Factory",
+    "messages_system": "Anthropic's API",
+    "prompt_completion": "TRL, OpenAI",
+    "preference": "TRL, UltraFeedback, OpenRLHF",
+    "prompt_only": "TRL, slime",
+    "openai_dpo": "OpenAI",
+    "verl": "verl",
+    "skyrl": "SkyRL",
+    "openrlhf": "OpenRLHF, Nemotron",
+    "question_answer": "GSM8K, NuminaMath, Orca, ms-swift, verifiers",
+    "alpaca": "Alpaca, Dolly, LLaMA-Factory",
+    "sharegpt": "ShareGPT, LLaVA, axolotl, LLaMA-Factory",
+    "kto_tag": "LLaMA-Factory",
+    "turn_pairs": "The Cauldron, Capybara",
+    "segments": "axolotl (template-free)",
+    "text": "plain text",
+    "tokens": "axolotl (tokenised)",
+    "stepwise": "TRL",
+    "hh_rlhf": "HH-RLHF",
+}
+"""Libraries and data sets that have rows of a form, for the documentation."""
+
+
 def list_names(kind: RowKind | None = None) -> list[str]:
     """Return the names of the forms, in the order of the table; of one kind of row, if it is given."""
     return list(dict.fromkeys(form.name for form in FORMS if kind in (None, form.kind)))

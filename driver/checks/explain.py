@@ -15,12 +15,14 @@ from algs.teachers import START, list_paths
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
+from data_feeds.rows.forms import RowKind
 from driver.checks.explain_devices import describe_gpus, describe_processes
 from driver.checks.explain_layout import describe_rows
-from driver.checks.explain_texts import describe_texts
+from driver.checks.explain_rows import find_rows, show_rows
+from driver.checks.explain_texts import describe_texts, find_tokenizer
 from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate, estimate_engine_gib, find_gpu_gib
 from driver.checks.shared_memory import describe_turns
-from driver.load_recipe import Loaded
+from driver.load_recipe import Loaded, with_forms
 from driver.start.devices import check_devices, count_gpus, uses_gpus
 from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model, needs_images
 
@@ -30,16 +32,20 @@ ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 def explain(loaded: Loaded[Any]) -> str:
     """Return the resolved configuration of a training run and derived facts."""
     cfg: RunConfig = loaded.cfg
-    texts = describe_texts(cfg.model, cfg.data)
+    tokenizer = find_tokenizer(cfg.model, cfg.data)
     facts = [
         *describe_arithmetic(loaded),
         *describe_schedules(loaded.alg),
-        *texts,
+        *describe_texts(tokenizer, cfg.data),
         *describe_rows(cfg),
         *describe_placement(cfg),
         *describe_memory(loaded),
     ]
-    return format_explanation(cfg, facts, check_devices(cfg))
+    kind: RowKind = "prompts" if isinstance(cfg, RLConfig) else loaded.alg.rows
+    feed = find_rows(cfg, tokenizer, kind)
+    if not isinstance(feed, str):
+        cfg = with_forms(loaded, feed, None).cfg
+    return "\n".join([format_explanation(cfg, facts, check_devices(cfg)), "", *show_rows(cfg, feed, tokenizer, kind)])
 
 
 def format_explanation(cfg: BaseModel, facts: Iterable[tuple[str, str]], lacking: str | None) -> str:

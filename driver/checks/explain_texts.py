@@ -17,13 +17,22 @@ WRITTEN = {
 }
 
 
-def describe_texts(model: ModelConfig, data: TemplateConfig) -> list[tuple[str, str]]:
-    """Describe the end of a reply, and the tokens around a text."""
+def find_tokenizer(model: ModelConfig, data: TemplateConfig) -> ChatTokenizer | str:
+    """Return the tokenizer of a run, or the reason why there is none: a recipe may name a model that is made later."""
     try:
         check_model_folder(model.path, trust_remote_code=model.trust_remote_code)
-        tokenizer = make_tokenizer(model, data)
+        return make_tokenizer(model, data)
+    except UserError as error:
+        return str(error)
+
+
+def describe_texts(tokenizer: ChatTokenizer | str, data: TemplateConfig) -> list[tuple[str, str]]:
+    """Describe the end of a reply, and the tokens around a text."""
+    if isinstance(tokenizer, str):
+        return [("a reply", f"unknown: {tokenizer}")]
+    try:
         return [("a reply", _describe_end(tokenizer, data)), ("a text", _describe_around(tokenizer))]
-    except UserError as error:  # a recipe may name a model that is made later
+    except UserError as error:
         return [("a reply", f"unknown: {error}")]
 
 

@@ -9,6 +9,7 @@ from core.errors import UserError
 from data_feeds import feed
 from data_feeds.chat import encoding
 from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.rows import read_source
 
 ASKS = [{"role": "user", "content": "1+1="}]
 REPLIES = [{"role": "assistant", "content": "2"}]
@@ -54,7 +55,7 @@ def test_rows_side_by_side_are_those_of_rows_one_by_one(kind, settings, chat, tm
     together = load(file, kind, chat, **settings)
     monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 40)
     in_small_calls = load(file, kind, chat, **settings)
-    monkeypatch.setattr(feed, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(read_source, "ROWS_AT_ONCE", 1)
     monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 1)
     one_by_one = load(file, kind, chat, **settings)
     assert together == in_small_calls == one_by_one

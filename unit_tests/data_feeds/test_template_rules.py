@@ -17,7 +17,7 @@ from core.errors import UserError
 from data_feeds.chat.encoding import encode_pieces
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
-from driver.checks.explain_texts import describe_texts
+from driver.checks.explain_texts import describe_texts, find_tokenizer
 from rollouts.stops import Stops, check_stops, join_turn
 from unit_tests.helpers.chat_families import assistant, result, user
 from unit_tests.helpers.template_families import FAMILIES
@@ -262,7 +262,7 @@ def test_explain_says_where_a_reply_ends_and_what_stands_around_a_text(tmp_path)
         FAMILIES[name].load(folder)
         (folder / "config.json").write_text('{"model_type": "llama"}')
         data = TemplateConfig(**({"template_args": FAMILIES[name].args} | settings))
-        return dict(describe_texts(ModelConfig(path=str(folder)), data))
+        return dict(describe_texts(find_tokenizer(ModelConfig(path=str(folder)), data), data))
 
     base, glm, plain = explained("qwen2.5 base"), explained("glm-4"), explained("llama2", template="plain")
     assert base["a reply"].startswith(

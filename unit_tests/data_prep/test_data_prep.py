@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from configs.data_schema import RowDataConfig
 from configs.eval_schema import EvalDataConfig
@@ -230,20 +231,20 @@ def test_prepared_pairs_are_read_as_pairs(tmp_path: Path, tiny_path: str) -> Non
     ],
     ids=["messages", "ShareGPT", "completion", "response", "lists"],
 )
-def test_common_forms_of_chats_become_one(record: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_common_forms_of_chats_become_one(record: dict, tmp_path: Path) -> None:
     source, out = tmp_path / "talk.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps(record | {"system": "Be brief.", "score": 1}) + "\n")
     chats.main(["--from", str(source), "--out", str(out)])
     told = {"role": "system", "content": "Be brief."}
-    assert json.loads(out.read_text()) == {"id": "talk/0", "messages": [told, USER, ASSISTANT], "answer": ""}
-    assert "not kept: score" in capsys.readouterr().out
+    kept = {"id": "talk/0", "messages": [told, USER, ASSISTANT], "answer": "", "extra": '{"score": 1}'}
+    assert json.loads(out.read_text()) == kept
 
 
 def test_chats_that_would_be_misread_are_counted() -> None:
     turn = {"from": "gpt", "value": "03"}
     records = [
         {"id": "a", "answer": 3, "messages": [USER]},
-        {"conversations": [{"from": "bing", "value": "?"}, turn]},
+        {"conversations": [{"from": "bishop", "value": "?"}, turn]},
         {"messages": [USER | {"tool_calls": [1]}]},
         {"messages": [USER], "prompt": "?", "completion": "!"},
         {"prompt": "?"},
@@ -254,6 +255,54 @@ def test_chats_that_would_be_misread_are_counted() -> None:
     assert (row.id, row.answer) == ("a", "3")
     found = {reason: (case.rows, case.example) for reason, case in unfit.cases.items()}
     assert found == {"bad_messages": (3, "talk/1"), "missing_column": (2, "talk/4"), "empty": (1, "talk/6")}
+
+
+KEPT = {
+    # name: (a row, what of it must be in the file)
+    "label": ({"prompt": "1+2=", "completion": "3", "label": False}, {"label": False}),
+    "kto_tag": ({"messages": [USER, ASSISTANT], "kto_tag": True}, {"label": True}),
+    "another label": ({"messages": [USER, ASSISTANT], "label": "sums"}, {"extra": '{"label": "sums"}'}),
+    "pair": (
+        {"prompt": USER["content"], "chosen": [USER, ASSISTANT], "rejected": [USER, ASSISTANT | {"content": "4"}]},
+        {"messages": [USER], "chosen": "03", "rejected": "4"},
+    ),
+    "pair without a prompt": (
+        {"chosen": [USER, ASSISTANT], "rejected": [USER, ASSISTANT | {"content": "4"}]},
+        {"messages": [USER], "chosen": "03", "rejected": "4"},
+    ),
+    "train of a turn": (
+        {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!", "weight": 0}]},
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "train": False}]},
+    ),
+    "other columns": (
+        {"question": "?", "answer": "!", "extra": {"a": 1}, "level": 2},
+        {"extra": '{"level": 2, "a": 1}'},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", KEPT)
+def test_nothing_of_a_chat_is_lost(name: str, form: str, tmp_path: Path) -> None:
+    record, kept = KEPT[name]
+    source, out = tmp_path / "talk.jsonl", tmp_path / f"out.{form}"
+    source.write_text(json.dumps(record) + "\n")
+    chats.main(["--from", str(source), "--out", str(out)])
+    [row] = read_records(out)
+    # Parquet gives every turn all keys
+    row["messages"] = [{k: v for k, v in turn.items() if v is not None} for turn in row["messages"]]
+    assert {column: row[column] for column in kept} == kept
+
+
+def test_images_of_a_chat_are_kept_where_their_marks_are(tmp_path: Path) -> None:
+    Image.new("RGB", (28, 28), "red").save(tmp_path / "one.png")
+    said = [{"from": "human", "value": "<image>\nRed?"}, {"from": "gpt", "value": "Yes."}]
+    source, out = tmp_path / "talk.json", tmp_path / "out.parquet"
+    source.write_text(json.dumps([{"image": "one.png", "conversations": said}]))
+    chats.main(["--from", str(source), "--out", str(out)])
+    [row] = read_records(out)
+    image, text = row["messages"][0]["content"]
+    assert image["image"]["bytes"] == (tmp_path / "one.png").read_bytes() and text["text"] == "\nRed?"
 
 
 def test_a_file_not_of_the_original_form_ends_a_script_with_one_sentence(
