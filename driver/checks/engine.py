@@ -63,7 +63,8 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
 def check_images(cfg: RLConfig | EvalConfig) -> None:
     """Raise UserError if the model supports images and the engine does not."""
     path, trusts = cfg.model.path, cfg.model.trust_remote_code
-    if not needs_images(path, trust_remote_code=trusts):
+    images = cfg.model.images if isinstance(cfg, RLConfig) else "auto"
+    if not needs_images(path, trust_remote_code=trusts, images=images):
         return
     engine = load_engine_class(resolve_engine(cfg.rollout.engine))
     if not engine.capabilities.images:

@@ -24,7 +24,6 @@ from core.timing.deadlines import ENGINE_RPC_GRACE_S
 from core.types.arrays import Ids
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
-from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig, make_completion
 from rollouts.engines.sleeping import Sleeper, WakePart
 from rollouts.engines.vllm_support import architectures
@@ -33,7 +32,7 @@ from rollouts.engines.vllm_support.kept_sets import KeptReports, check_masks_of_
 from rollouts.engines.vllm_support.loop import EngineLoop
 from rollouts.engines.vllm_support.patches import restoring_threads
 from rollouts.engines.vllm_support.requests import continue_seed, probe_params, read_versions, sampling_params
-from rollouts.engines.vllm_support.settings import ADAPTER_ID, engine_args, prepare_cpu
+from rollouts.engines.vllm_support.settings import ADAPTER_ID, engine_args, find_use, prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
 
@@ -58,8 +57,7 @@ class VllmEngine(Engine):
     """Classes of vLLM's StatLoggerBase, for a subclass that counts iterations."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._temperature = config.temperature
-        self._stop_token_ids = list(config.stop_token_ids)
+        self._temperature, self._stop_token_ids = config.temperature, list(config.stop_token_ids)
         self._stop_strings, self._support = config.stop_strings, config.allowed_tokens
         self._timeout_s = config.timeout_s
         self._pause_mode: PauseMode = config.pause_mode
@@ -74,15 +72,16 @@ class VllmEngine(Engine):
         # vLLM would send statistics over the network
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         place_sockets()
-        self._sees = needs_images(config.model_path, trust_remote_code=config.trust_remote_code)
+        self._sees, text_only = find_use(config)
         self._placeholder: int | None = None
         if self._sees:
             from modeling.images.processor import ImageProcessor
 
-            trusts = config.trust_remote_code
-            self._placeholder = ImageProcessor(config.model_path, trust_remote_code=trusts).placeholder_id
+            given = {"trust_remote_code": config.trust_remote_code}
+            self._placeholder = ImageProcessor(config.model_path, **given).placeholder_id
         transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
-        self._start(engine_args(config, on_cpu=on_cpu, sees=self._sees), transfer=transfer, cores=cores)
+        args = engine_args(config, on_cpu=on_cpu, sees=self._sees, text_only=text_only)
+        self._start(args, transfer=transfer, cores=cores)
 
     @classmethod
     def check_user_code(cls, model: nn.Module, *, path: str) -> None:
