@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from algs.sft import SFT
 from configs.data_schema import TemplateConfig
+from configs.schema import RLConfig
 from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
 from data_feeds.chat.template_args import make_tokenizer
+from driver.checks.engine import check_images
+from driver.load_recipe import load_recipe
 from modeling.hf_config import is_text_use, needs_images, read_config
 from modeling.layout_probe import find_probe
 from modeling.load import check_weights, load_model
@@ -114,6 +118,16 @@ def test_a_known_family_may_be_used_for_text(tmp_path):
         args = engine_args(config, on_cpu=True, sees=reads, text_only=without_tower)
         assert args.get("language_model_only", False) == without_tower
         assert (reads, without_tower) == ((True, False) if images == "auto" else (False, True))
+
+
+def test_vllm_without_torchvision_is_refused_before_the_start(tmp_path, recipe):
+    changes = {"model.path": save(tmp_path, "gemma3"), "rollout.engine": "vllm"}
+    cfg = load_recipe(RLConfig, recipe(changes), []).cfg
+    if find_spec("torchvision") is None:
+        with pytest.raises(UserError, match=r"is a gemma3 model, which vLLM loads only with torchvision"):
+            check_images(cfg)
+    else:
+        check_images(cfg)
 
 
 def test_names_of_files_are_left_out_too():
