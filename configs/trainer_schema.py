@@ -40,6 +40,10 @@ class ModelConfig(StrictModel):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel of the trainer. auto: that of modeling/attention.py, per sequence; if it is not exact, sdpa or
     eager."""
+    images: Literal["auto", "off"] = "auto"
+    """Images of a vision-language model. auto: rows may have images if the family is known here; any other is used
+    for text. off: text only. Parts that text never reaches are then frozen; engines leave them out, and they are
+    saved."""
     lora: LoraConfig | None = None
     """Low-rank adapters to train instead of the weights. Unset: train the weights."""
     trust_remote_code: bool = False

@@ -1,4 +1,4 @@
-"""Attention of one query set over one key set, with what some families do to scores: a cap, or sinks.
+"""Attention of one query set over one key set, with changes of scores in some families: a cap, or sinks.
 
     cap     score = cap * tanh(score / cap), before the mask and the softmax (Gemma 2)
     sinks   a number per head that takes part in the softmax as the score of one more key, whose value is zero (gpt-oss)

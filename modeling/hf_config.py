@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from modeling.pretrained import build_from_config, load_pretrained, refuse_own_c
 if TYPE_CHECKING:
     from modeling.images.vision import VisionFamily
 
+ImageUse = Literal["auto", "off"]
+"""Values of model.images."""
 LOCAL = ("models", "runs", "data")
 """First path parts that denote folders of this clone instead of owners on the Hub."""
 
@@ -64,15 +66,19 @@ def vision_family(config: Any, *, who: str = "model.path") -> VisionFamily | Non
     return VISION_FAMILIES.get(config.model_type)
 
 
-def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
+def needs_images(
+    path: str, *, key: str = "model.path", trust_remote_code: bool = False, images: ImageUse = "auto"
+) -> bool:
     """Tell whether a model reads images here. A vision-language model of an unknown family is used for text."""
+    if images == "off":
+        return False
     return vision_family(read_config(path, key=key, trust_remote_code=trust_remote_code), who=key) is not None
 
 
-def is_text_use(config: Any) -> bool:
-    """Tell whether a model with other parts than text is used for text only: the family is unknown here."""
+def is_text_use(config: Any, images: ImageUse = "auto") -> bool:
+    """Tell whether a model with other parts than text is used for text only: as asked, or as the family is unknown."""
     parts = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
-    return any(part is not None for part in parts) and vision_family(config) is None
+    return any(part is not None for part in parts) and (images == "off" or vision_family(config) is None)
 
 
 def choose_class(config: Any, *, path: str, key: str = "model.path") -> Any:

@@ -59,7 +59,7 @@ class LayoutProbe:
     by_path: str = ""
     """Layers that run by path (modeling/paths.py), or ""."""
     refuted: tuple[str, ...] = ()
-    """Better layouts, each with what was wrong."""
+    """Better layouts, each with the reason."""
     seconds: float = 0.0
 
     def describe(self) -> str:
@@ -150,7 +150,7 @@ class _Attempt:
 
 
 def _list_attempts(attention: str, layout: Setting) -> list[_Attempt]:
-    """Return what is tried, best first. Only our own attention may be replaced; another one was chosen by the user."""
+    """Return the attempts, best first. Only our own attention may be replaced; another one was chosen by the user."""
     packed: list[_Attempt] = []
     if layout != "padded":
         if attention == BY_SEQUENCE:

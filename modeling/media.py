@@ -9,7 +9,7 @@ from torch import nn
 
 from core.errors import UserError
 from core.types.samples import Batch
-from modeling.hf_config import vision_family
+from modeling.hf_config import ImageUse, vision_family
 
 if TYPE_CHECKING:
     from modeling.images.media import ImageMedia
@@ -26,6 +26,7 @@ class MediaLoader:
         device: str,
         dtype: torch.dtype | None = None,
         trust_remote_code: bool = False,
+        images: ImageUse = "auto",
     ):
         """Load the image processor of a vision-language model from the model folder `path`.
 
@@ -34,7 +35,7 @@ class MediaLoader:
         self.path, self.device = path, device
         self.images: ImageMedia | None = None
         own: Any = model
-        if vision_family(own.config) is not None:
+        if images == "auto" and vision_family(own.config) is not None:
             # imported here, since text models work without modeling/images
             from modeling.images.media import ImageMedia
 

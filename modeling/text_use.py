@@ -1,7 +1,7 @@
-"""Text use of a model that also reads images or sound, of a family that is not known here (modeling/images/vision.py).
+"""Text use of a model that also reads images or sound: as model.images asks, or for a family that is not known here.
 
-transformers loads some of them as the language part alone (Qwen3.5), and others whole (Gemma 3, Mistral 3). What text
-never reaches is frozen and not sent to engines, which do not have it, and it is saved with the rest.
+transformers loads some of them as the language part alone (Qwen3.5), and others whole (Gemma 3, Mistral 3). Parts that
+text never reaches are frozen and not sent to engines, which do not have them, and they are saved with the rest.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 from torch import nn
 
 from core.types.weights import Bucket
-from modeling.hf_config import is_text_use
+from modeling.hf_config import ImageUse, is_text_use
 
 
-def freeze_unused(model: nn.Module) -> None:
+def freeze_unused(model: nn.Module, images: ImageUse = "auto") -> None:
     """Freeze the parts that text never reaches, such as a vision tower."""
-    unused = {*list_unused(model)}
+    unused = {*list_unused(model, images)}
     for name, parameter in model.named_parameters():
         if name in unused:
             parameter.requires_grad_(False)
 
 
-def list_unused(model: nn.Module) -> list[str]:
-    """Return the names of parameters that text never reaches; [] for a text model and for a known family."""
+def list_unused(model: nn.Module, images: ImageUse = "auto") -> list[str]:
+    """Return the names of parameters that text never reaches; [] if there are none."""
     wrapped: Any = model
     base: Any = wrapped.get_base_model() if hasattr(model, "peft_config") else wrapped
-    if not is_text_use(base.config):
+    if not is_text_use(base.config, images):
         return []
     parts = (base.get_decoder(), base.get_output_embeddings())
     used = {id(p) for part in parts if part is not None for p in part.parameters()}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from configs.trainer_schema import TrainerConfig
 from core.types.batch import RowLayout
+from modeling.hf_config import ImageUse
 from modeling.layout_probe import can_share_prefixes, find_probe, layout_for, probe_layout
 from modeling.text_use import list_unused
 from trainers.learner import Learner
@@ -35,7 +36,7 @@ def measure_layouts(
         probe_layout(model, model, key=f"alg, the model of {name}", **given)
 
 
-def combine_layouts(policy: nn.Module, others: list[nn.Module], cfg: TrainerConfig) -> RowLayout:
+def combine_layouts(policy: nn.Module, others: list[nn.Module], cfg: TrainerConfig, *, images: ImageUse) -> RowLayout:
     """Return the row layout that all models support.
 
     Rows are padded if any model needs padding. Prefixes are shared if all models can share them.
@@ -45,6 +46,6 @@ def combine_layouts(policy: nn.Module, others: list[nn.Module], cfg: TrainerConf
     able = not padded and all(can_share_prefixes(m) for m in models)
     shares = able and cfg.share_prefixes == "auto"
     measured = find_probe(policy).describe()
-    if list_unused(policy):
+    if list_unused(policy, images):
         measured += "; used for text only, all other parts of the model are frozen"
     return RowLayout(padded=padded, shares_prefixes=shares, measured=measured)

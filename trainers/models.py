@@ -74,7 +74,7 @@ class ModelLoader:
 
         Parts that are never reached are always frozen.
         """
-        freeze_unused(model)
+        freeze_unused(model, self.model.images)
         if self.cfg.vision != "frozen":
             return
         own: Any = model

@@ -89,7 +89,7 @@ class Trainer:
         self.observers = Observers({key: make(self) for key, make in asked.items()})
         if device == "cpu":
             keep_freed_memory()  # before any model is loaded: only later allocations profit
-        self.lora = model.lora
+        self.lora, self.images = model.lora, model.images
         models = self.make_loader(model, alg)
         self.policy = self.make_learner(models.load_policy())
         self.critic: Learner | None = None if alg.value_lr is None else self.make_learner(models.load_scalar())
@@ -99,7 +99,7 @@ class Trainer:
         self.references = {name: Reference(self.policy) for name, t in alg.teachers.items() if t.moves}
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
-        self.media = MediaLoader(self.model, model.path, device=device, **kind)
+        self.media = MediaLoader(self.model, model.path, device=device, images=model.images, **kind)
         learners = {f"model.path={model.path}": self.policy}
         if self.critic is not None:
             learners[f"model.path={model.path}, as a value model"] = self.critic
@@ -149,7 +149,7 @@ class Trainer:
 
     def describe_layout(self) -> RowLayout:
         """Return the row layout that all models support."""
-        return combine_layouts(self.model, self.list_models()[1:], self.cfg)
+        return combine_layouts(self.model, self.list_models()[1:], self.cfg, images=self.images)
 
     def find_largest(self, value: Tensor) -> Tensor:
         """Return the largest `value` of all ranks, on every rank."""
@@ -310,7 +310,7 @@ class Trainer:
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
         """Yield the tensors of the policy that engines have; see Learner.export_weights."""
-        return leave_out(self.policy.export_weights(max_bytes, scope), list_unused(self.model))
+        return leave_out(self.policy.export_weights(max_bytes, scope), list_unused(self.model, self.images))
 
     def flatten_weights(self) -> Tensor:
         """Return all trained weights as a flat float32 vector on the CPU, for tests."""

@@ -235,4 +235,4 @@ class RowLayout:
     shares_prefixes: bool
     """Whether samples of a group share common prefixes; never with padded rows."""
     measured: str = field(default="", compare=False)
-    """What was measured of the policy's layouts, in a line (modeling/layout_probe.py)."""
+    """Measured layouts of the policy, in a line (modeling/layout_probe.py)."""

@@ -36,6 +36,7 @@ def make_tokenizer(model: ModelConfig, data: TemplateConfig, *, skip_special_tok
         template_args=arguments,
         chat_template=data.chat_template,
         end_of_turn=data.end_of_turn,
+        images=model.images,
     )
     tokenizer.skip_special_tokens = skip_special_tokens
     return tokenizer

@@ -52,6 +52,7 @@ class ChatTokenizer:
         template_args: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         end_of_turn: str | None = None,
+        images: Literal["auto", "off"] = "auto",
     ):
         """template_args: extra variables of the chat template; see template_args.py. chat_template: path or text."""
         from transformers import AutoTokenizer
@@ -69,7 +70,7 @@ class ChatTokenizer:
         self.who, self.template, self.template_args = f"{key}={path}", template, dict(template_args or {})
         self.images: ImageProcessor | None = None
         """Processor of a vision model, or None for a language model."""
-        if sees_images(path, key, trust_remote_code):
+        if images == "auto" and sees_images(path, key, trust_remote_code):
             self._load_images(path, key, trust_remote_code)
         if chat_template is not None:
             self.hf.chat_template = read_template(chat_template)

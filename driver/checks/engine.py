@@ -8,7 +8,7 @@ from core.errors import UserError, quote
 from core.types.allowed_tokens import AllowedTokens
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.start.devices import uses_gpus
-from modeling.hf_config import needs_images, read_config
+from modeling.hf_config import is_text_use, needs_images, read_config
 from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.registry import load_engine_class, resolve_engine
 from rollouts.stops import Stops, check_stops
@@ -61,17 +61,20 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
 
 
 def check_images(cfg: RLConfig | EvalConfig) -> None:
-    """Raise UserError if the model supports images and the engine does not."""
+    """Raise UserError if the model supports images and the engine does not, or cannot load such a model at all."""
     path, trusts = cfg.model.path, cfg.model.trust_remote_code
-    if not needs_images(path, trust_remote_code=trusts):
+    images = cfg.model.images if isinstance(cfg, RLConfig) else "auto"
+    config = read_config(path, trust_remote_code=trusts)
+    reads = needs_images(path, trust_remote_code=trusts, images=images)
+    if not reads and not is_text_use(config, images):
         return
     engine = load_engine_class(resolve_engine(cfg.rollout.engine))
-    if not engine.capabilities.images:
+    if reads and not engine.capabilities.images:
         raise UserError(
             f"model.path={quote(path)} is a vision-language model, and rollout.engine={cfg.rollout.engine} does not "
             "support images: set rollout.engine to vllm or hf"
         )
-    engine.check_family(read_config(path, trust_remote_code=trusts).model_type, path=path)
+    engine.check_family(config.model_type, path=path)
 
 
 def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> AllowedTokens:

@@ -24,7 +24,15 @@ from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstima
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded, with_forms
 from driver.start.devices import check_devices, count_gpus, uses_gpus
-from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model, needs_images
+from modeling.hf_config import (
+    ModelUnreadable,
+    check_model_folder,
+    is_text_use,
+    meta_model,
+    needs_images,
+    read_config,
+)
+from modeling.text_use import list_unused
 
 ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 
@@ -201,7 +209,8 @@ def describe_images(cfg: RunConfig, memory: MemoryEstimate, *, models: int) -> l
     """Describe parameters and memory for images of a vision-language model. models: trained models, value model
     included.
     """
-    if not needs_images(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code):
+    model = cfg.model
+    if not needs_images(model.path, trust_remote_code=model.trust_remote_code, images=model.images):
         return []
     from driver.checks.explain_images import describe_vision
 
@@ -303,8 +312,12 @@ def count_buckets(cfg: RunConfig) -> float:
 
 
 def count_frozen_tower(cfg: RunConfig) -> int:
-    """Count the parameters frozen by trainer.vision."""
+    """Count the parameters frozen by trainer.vision, or as text never reaches them."""
     path, trusts = cfg.model.path, cfg.model.trust_remote_code
+    if is_text_use(read_config(path, trust_remote_code=trusts), cfg.model.images):
+        model = meta_model(path, trust_remote_code=trusts)
+        unused = {*list_unused(model, cfg.model.images)}
+        return sum(p.numel() for name, p in model.named_parameters() if name in unused)
     if cfg.trainer.vision == "train" or not needs_images(path, trust_remote_code=trusts):
         return 0
     from driver.checks.explain_images import measure_vision

@@ -14,7 +14,7 @@ def describe_rows(cfg: RunConfig) -> list[tuple[str, str]]:
     path, trusts = cfg.model.path, cfg.model.trust_remote_code
     try:
         rows = [("rows", f"{measure_rows(cfg)}; measured again on the model itself when it is loaded")]
-        if is_text_use(config := read_config(path, trust_remote_code=trusts)):
+        if is_text_use(config := read_config(path, trust_remote_code=trusts), cfg.model.images):
             rows.append(("images", f"none: a {config.model_type} model is used for text, with all other parts frozen"))
         return rows
     except ModelUnreadable as error:  # a recipe may name a model that is made later

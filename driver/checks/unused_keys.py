@@ -76,9 +76,10 @@ RULES = (
     ),
     Rule(
         keys=("data.max_image_pixels", "trainer.vision", "model.lora.vision"),
-        is_unused=_is_text_model,
-        why="model.path is a text model",
+        is_unused=lambda cfg: cfg.model.images == "off" or _is_text_model(cfg),
+        why="model.path is a text model, or used as one",
     ),
+    Rule(keys=("model.images",), is_unused=_is_text_model, why="model.path is a text model, or used as one anyway"),
     Rule(
         keys=("rollout.max_turns",),
         is_unused=lambda cfg: (

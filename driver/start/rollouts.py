@@ -129,6 +129,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         max_model_len=cfg.longest_sample,
         stop_token_ids=(),
         dtype=model.dtype,
+        images=model.images,
         trust_remote_code=model.trust_remote_code,
         seed=cfg.seed,
         tensor_parallel_size=cfg.rollout.tensor_parallel_size,

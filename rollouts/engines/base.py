@@ -79,6 +79,8 @@ class EngineConfig:
     truncation: Truncation = EVERYTHING_KEPT
     """Truncation of the distribution over these tokens, at the temperature. Ignored by greedy decoding."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    images: Literal["auto", "off"] = "auto"
+    """Whether prompts may have images, if the model reads any (model.images)."""
     trust_remote_code: bool = False
     """Whether code in the model's folder may run."""
     seed: int = 0

@@ -73,7 +73,7 @@ class HfEngine(Engine):
         set_exact_attention(self.model, device=self.device)  # ours takes no cache
         trusts = config.trust_remote_code
         self.processor: ImageProcessor | None = None
-        if needs_images(config.model_path, trust_remote_code=trusts):
+        if needs_images(config.model_path, trust_remote_code=trusts, images=config.images):
             from modeling.images.processor import ImageProcessor
 
             self.processor = ImageProcessor(config.model_path, trust_remote_code=trusts)

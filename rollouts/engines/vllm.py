@@ -25,7 +25,6 @@ from core.timing.deadlines import ENGINE_RPC_GRACE_S
 from core.types.arrays import Ids
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
-from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig, make_completion
 from rollouts.engines.sleeping import Sleeper, WakePart
 from rollouts.engines.vllm_support import architectures
@@ -42,7 +41,7 @@ from rollouts.engines.vllm_support.requests import (
     read_versions,
     sampling_params,
 )
-from rollouts.engines.vllm_support.settings import engine_args, prepare_cpu
+from rollouts.engines.vllm_support.settings import engine_args, find_use, prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
 
@@ -82,15 +81,15 @@ class VllmEngine(Engine):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would send statistics over the network
         place_sockets()
-        self._sees = needs_images(config.model_path, trust_remote_code=config.trust_remote_code)
+        self._sees, text_only = find_use(config)
         self._placeholder: int | None = None
         if self._sees:
             from modeling.images.processor import ImageProcessor
 
-            trusts = config.trust_remote_code
-            self._placeholder = ImageProcessor(config.model_path, trust_remote_code=trusts).placeholder_id
+            given = {"trust_remote_code": config.trust_remote_code}
+            self._placeholder = ImageProcessor(config.model_path, **given).placeholder_id
         transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
-        args = engine_args(config, on_cpu=on_cpu, sees=self._sees)
+        args = engine_args(config, on_cpu=on_cpu, sees=self._sees, text_only=text_only)
         self._start(args, config.options, transfer=transfer, cores=cores)
 
     @classmethod

@@ -158,6 +158,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         *("model.lora.merge_on_save",),
     ),
     "trainers/test_vision_training.py": ("trainer.vision", "model.lora.vision"),
+    "modeling/test_text_use.py": ("model.images",),
     "data_feeds/test_template_args.py": ("data.template_args",),
     "driver/test_run_inputs.py": ("data.template_date",),
     "data_feeds/test_template_rules.py": ("data.end_of_turn", "data.continue_final_message"),

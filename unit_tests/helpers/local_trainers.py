@@ -14,14 +14,22 @@ TEMPERATURE = 0.9
 
 
 def trainer_of(
-    path: str, alg: Algorithm, *, dtype="float32", attention="sdpa", lora=None, settings=MappingProxyType({}), **changes
+    path: str,
+    alg: Algorithm,
+    *,
+    dtype="float32",
+    attention="sdpa",
+    lora=None,
+    images="auto",
+    settings=MappingProxyType({}),
+    **changes,
 ) -> LocalTrainer:
     """Return a trainer whose update by SGD with learning rate 1 takes the gradient off the weights.
 
     settings: more of TrainerSettings.
     """
     cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
-    model = ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora)
+    model = ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora, images=images)
     return LocalTrainer(model, cfg, alg, temperature=TEMPERATURE, total_updates=10, **settings)
 
 

@@ -8,10 +8,10 @@ from modeling.attention import BY_SEQUENCE, attend_by_sequence
 from modeling.attention_scores import Scores
 from modeling.segments import Segments
 from modeling.sequence_parallel import SequenceGroup
+from unit_tests.helpers.alone import alone, check_alike
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.models import random_model, some_samples
 from unit_tests.helpers.shared_prefixes import check_alike as check_shared
-from unit_tests.modeling.test_forward import alone, check_alike
 
 SMALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LENGTHS = (9, 9, 6, 20, 3)

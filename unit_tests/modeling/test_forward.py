@@ -13,6 +13,7 @@ from modeling.attention import BY_SEQUENCE
 from modeling.forward import compute_values, forward
 from modeling.layout_probe import layout_for
 from modeling.load import load_model, load_scalar_model
+from unit_tests.helpers.alone import alone, check_alike, one_by_one
 from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.models import FAMILIES, compute_policy, packed, random_model, some_samples
 
@@ -23,33 +24,6 @@ KERNELS = [
     ("padded", BY_SEQUENCE),
     ("packed", BY_SEQUENCE),
 ]
-
-
-def gradient(model, values) -> torch.Tensor:
-    return torch.cat([g.flatten() for g in torch.autograd.grad(values.square().sum(), list(model.parameters()))])
-
-
-def one_by_one(model, samples, temperature) -> torch.Tensor:
-    """Plain transformers: one sequence, all logits, log_softmax."""
-    logp = []
-    for s in samples:
-        logits = model(input_ids=torch.tensor(s.token_ids[None])).logits[0].float() / temperature
-        logp += [logits[t - 1].log_softmax(-1)[s.token_ids[t]] for t, yes in enumerate(s.loss_mask) if yes]
-    return torch.stack(logp)
-
-
-def alone(plain, samples) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and gradient of `plain` transformers, one sequence at a time."""
-    values = one_by_one(plain, samples, 0.7)
-    return values.detach(), gradient(plain, values)
-
-
-def check_alike(model, expected, samples, layout):
-    """Values and gradients of a batch are those of the sequences alone."""
-    values, want = expected
-    got = forward(model, model, packed(samples), layout=layout, temperature=0.7).logp
-    torch.testing.assert_close(got, values, atol=1e-5, rtol=1e-4)
-    assert (gradient(model, got) - want).norm() < 1e-5 * want.norm()
 
 
 LENGTHS = (9, 9, 6, 20, 20, 20, 3, 9)

@@ -87,7 +87,7 @@ def test_every_rank_measures_the_same():
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron"])
 @pytest.mark.parametrize("again", [False, True])
-def test_layers_that_run_by_path_have_the_values_and_gradients_of_each_sample(family, again):
+def test_layers_by_path_have_values_and_gradients_of_each_sample(family, again):
     model = model_of(family).train()
     assert measure(model).by_path
     if again:  # activations are computed again in the backward pass
@@ -169,7 +169,7 @@ def test_shared_and_whole_batches_score_the_same_tokens():
     torch.testing.assert_close(*both)
 
 
-def test_the_sequences_of_the_probe_exceed_a_short_window_and_fit_the_positions():
+def test_probed_sequences_exceed_a_short_window_and_fit_positions():
     lengths = [len(s) for s in draw_segments(random_model("mistral", sliding_window=40))]
     assert lengths == [11, 13, 9, 16, 45]
     assert max(map(len, draw_segments(random_model("mistral", max_position_embeddings=12)))) == 12

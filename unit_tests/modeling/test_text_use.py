@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,22 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from algs.sft import SFT
-from configs.trainer_schema import LoraConfig
+from configs.data_schema import TemplateConfig
+from configs.schema import RLConfig
+from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
+from data_feeds.chat.template_args import make_tokenizer
+from driver.checks.engine import check_images
+from driver.load_recipe import load_recipe
 from modeling.hf_config import is_text_use, needs_images, read_config
 from modeling.layout_probe import find_probe
 from modeling.load import check_weights, load_model
 from modeling.text_use import leave_out, list_unused
+from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm_support.settings import engine_args, find_use
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.local_trainers import trainer_of
-from unit_tests.helpers.seeing import draw_image
+from unit_tests.helpers.seeing import draw_image, save_model
 from unit_tests.helpers.shared_prefixes import check_alike, laid_out
 
 TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -91,6 +99,35 @@ def test_an_adapter_is_of_the_language_part(tmp_path):
     model = load_model(save(tmp_path, "gemma3"), dtype="float32", attention="auto", lora=LoraConfig(r=4))
     adapted = [name for name, p in model.named_parameters() if p.requires_grad]
     assert adapted and all("language_model" in name for name in adapted)
+
+
+def test_a_known_family_may_be_used_for_text(tmp_path):
+    path = save_model(tmp_path, "qwen3_vl")
+    trainer = trainer_of(path, SFT(), attention="auto", images="off")
+    unused = {*list_unused(trainer.model, "off")}
+    assert unused and not list_unused(trainer.model)
+    assert not any(p.requires_grad for name, p in trainer.model.named_parameters() if name in unused)
+    sent = {name for bucket in trainer.export_weights(2**20) for name, _ in bucket}
+    assert sent and not sent & unused
+    assert trainer.media.images is None and "used for text only" in trainer.describe_layout().measured
+    data = TemplateConfig(chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    for images in ("auto", "off"):
+        reads = make_tokenizer(ModelConfig(path=path, images=images), data).images is not None
+        config = EngineConfig(model_path=path, temperature=1.0, max_model_len=8, stop_token_ids=(), images=images)
+        without_tower = find_use(config)[1]
+        args = engine_args(config, on_cpu=True, sees=reads, text_only=without_tower)
+        assert args.get("language_model_only", False) == without_tower
+        assert (reads, without_tower) == ((True, False) if images == "auto" else (False, True))
+
+
+def test_vllm_without_torchvision_is_refused_before_the_start(tmp_path, recipe):
+    changes = {"model.path": save(tmp_path, "gemma3"), "rollout.engine": "vllm"}
+    cfg = load_recipe(RLConfig, recipe(changes), []).cfg
+    if find_spec("torchvision") is None:
+        with pytest.raises(UserError, match=r"is a gemma3 model, which vLLM loads only with torchvision"):
+            check_images(cfg)
+    else:
+        check_images(cfg)
 
 
 def test_names_of_files_are_left_out_too():

@@ -20,6 +20,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.file_names import WeightExport, cut_buckets
 from modeling.images.processor import ImageProcessor
 from modeling.images.vision import VISION_FAMILIES
+from modeling.text_use import leave_out, list_unused
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.transcript import find_places
@@ -189,6 +190,33 @@ def test_running_requests_are_computed_again_with_new_vision_weights(tmp_path: P
                 want = plain_logp(model, lab.path, ids + done.token_ids, places, TEMPERATURE, lab.banned)
                 gaps = (want[len(ids) - 1 :] - torch.tensor(done.logp)).abs()
                 assert mine and float(gaps[mine].max()) < BOUND
+        await engine.close()
+
+    asyncio.run(body())
+
+
+def test_a_model_used_for_text_has_no_tower_in_vllm(tmp_path: Path) -> None:
+    """Without the tower's tensors the proof is complete, and text has the trainer's log-probabilities."""
+    lab = Seeing(tmp_path)
+    engine = VllmEngine(replace(lab.config(), images="off"))
+    sent = [*leave_out(lab.buckets(lab.old), list_unused(lab.old, "off"))]
+    assert 0 < sum(map(len, sent)) < sum(map(len, lab.buckets(lab.old)))
+    ids, places = lab.prompts[1]
+    assert not places
+
+    async def body() -> None:
+        await engine.pause()
+        await engine.load_weights(0, sent)
+        verify_sync(
+            fingerprint(pair for bucket in sent for pair in bucket),
+            [await engine.read_fingerprint()],
+            expected_logp=lab.logp(lab.old, ids, places),
+            probe_logp=[await engine.probe(ids)],
+            bound=BOUND,
+        )
+        done = await engine.generate(ids, max_new_tokens=12, seed=0)
+        sample = as_sample(ids, places, done)
+        assert gap_of_sample(lab.old, lab.path, sample, TEMPERATURE, lab.banned) < BOUND
         await engine.close()
 
     asyncio.run(body())

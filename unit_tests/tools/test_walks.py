@@ -37,7 +37,7 @@ def test_a_walk_is_the_one_on_the_page_and_no_longer(name):
 def test_most_keys_are_mentioned_in_few_files():
     files = find_key_files()
     assert (
-        "configs/trainer_schema.py" in files["micro_batch_tokens"] and "trainers/trainer.py" in files["share_prefixes"]
+        "configs/trainer_schema.py" in files["micro_batch_tokens"] and "trainers/layouts.py" in files["share_prefixes"]
     )
     assert statistics.median(map(len, files.values())) <= FILES_OF_KEY
     assert "model" not in files, "the name of several classes' fields"

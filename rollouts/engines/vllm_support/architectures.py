@@ -13,6 +13,8 @@ from core.timing.deadlines import VLLM_IMPORT_TIMEOUT_S
 
 PACKAGES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("torchvision",)),
+    # also for text: vLLM imports their image processors
+    **dict.fromkeys(("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"), ("torchvision",)),
     "smolvlm": ("torchvision", "num2words"),
 }
 """Packages that vLLM requires for families of vision models."""

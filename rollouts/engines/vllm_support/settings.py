@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from configs.trainer_schema import LoraConfig
-from modeling.hf_config import is_text_use, read_config
+from modeling.hf_config import is_text_use, read_config, vision_family
 from modeling.model_files import find_own_head
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.kept_sets import truncation_args
@@ -25,8 +25,10 @@ Requests share only whole blocks. With 128, every sample of a group would recomp
 """
 
 
-def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's EngineArgs. sees: the model has a vision part."""
+def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False, text_only: bool = False) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's EngineArgs. sees: prompts may have images. text_only: the model has a
+    vision part that is not used.
+    """
     kv_cache_gib = 4.0 if on_cpu and config.kv_cache_gib is None else config.kv_cache_gib
     return {
         "model": config.model_path,
@@ -55,15 +57,18 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         # vLLM ties by the config alone, and would ignore a head of its own that the files hold
         **({"hf_overrides": {"tie_word_embeddings": False}} if _has_own_head(config) else {}),
         **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
-        **({"language_model_only": True} if _is_text_use(config) else {}),
+        **({"language_model_only": True} if text_only else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
         **truncation_args(config.truncation, on_cpu=on_cpu),
         **config.options,
     }
 
 
-def _is_text_use(config: EngineConfig) -> bool:
-    return is_text_use(read_config(config.model_path, trust_remote_code=config.trust_remote_code))
+def find_use(config: EngineConfig) -> tuple[bool, bool]:
+    """Return whether prompts may have images, and whether the model has a vision part that is not used."""
+    found = read_config(config.model_path, trust_remote_code=config.trust_remote_code)
+    text_only = is_text_use(found, config.images)
+    return not text_only and vision_family(found) is not None, text_only
 
 
 def _has_own_head(config: EngineConfig) -> bool:
