@@ -31,6 +31,7 @@ from core.loading import load_module
 from core.metrics import METRICS
 from core.timing.deadlines import TABLE
 from tools.papers import make_table
+from tools.zoo.page import make_page, read_lines
 
 ROOT = Path(__file__).parent.parent
 MADE = "<!-- made by `python -m tools.docs --write`; a test compares it with the code -->"
@@ -49,6 +50,7 @@ def pages() -> dict[Path, str]:
         reference / "metrics.md": metrics(),
         reference / "deadlines.md": deadlines(),
         reference / "papers.md": papers(),
+        reference / "models.md": make_page(read_lines(reference / "models.jsonl")),
         one_step: count_lines(one_step.read_text()),
         coming_from: coming_from.read_text().partition(MADE)[0] + other_names(),
     }
