@@ -42,8 +42,8 @@ INTRODUCTION = """\
 
 <!-- made by `python -m tools.docs --write` from models.jsonl; a test compares them -->
 
-What FeynRL does with an architecture, measured with tiny random models on a CPU ({versions}). No list decides what is
-supported: a model that is not here may work, too. Of a GPU this table says nothing.
+What FeynRL does with an architecture, measured with tiny random models on a CPU ({versions}). A model that is not here
+may work, too. Of a GPU this table says nothing. An empty cell was not run.
 
 `python -m tools.zoo NAME --engine vllm` repeats a row;
 `python -m tools.zoo --engine vllm --page docs/reference/models.md` makes the page.
