@@ -101,9 +101,10 @@ def check_engine(subject: Subject, make: Callable[[Any], Engine]) -> Numbers:
 
 
 async def _check_engine(subject: Subject, make: Callable[[Any], Engine]) -> Numbers:
+    # the trainer first: for some families vLLM changes the class of transformers in its process
+    trainer, tokens = subject.make_trainer(), subject.probe.token_ids
     engine = make(subject.engine_config(starts_empty=True))
     try:
-        trainer, tokens = subject.make_trainer(), subject.probe.token_ids
         start = trainer.probe(tokens)
         gaps: list[float] = []
         for version in (1, 2):
