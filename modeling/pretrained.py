@@ -33,7 +33,8 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
 
     transformers creates the empty model and `place` shards it; then each rank reads only its part of every tensor. So
     no rank ever has the whole model in memory, and ranks on a machine together read it once. A model with its own code
-    is loaded whole, without `place`.
+    is loaded whole, without `place`. So is a model with a tensor whose rows the files hold in several tensors:
+    transformers would cut each of these, and a rank would get other rows than its own.
     """
     from transformers import AutoConfig
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -49,7 +50,12 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
     if found is None or hasattr(config, "auto_map"):
         return load_pretrained(auto, path, trust_remote_code=trust_remote_code, **settings)
     unused["dtype"] = settings["dtype"]  # the config has taken it, and the model takes its own
-    sharded = make_sharded_class(found, place)
+
+    def place_if_rows_are_whole(model: nn.Module) -> None:
+        if not joins_rows(model):
+            place(model)
+
+    sharded = make_sharded_class(found, place_if_rows_are_whole)
     model, report = load_pretrained(
         sharded,
         path,
@@ -60,6 +66,16 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
     )
     del model.config.distributed_config  # it would be saved with the model
     return model, report
+
+
+def joins_rows(model: nn.Module) -> bool:
+    """Tell whether a tensor of the model is made of several tensors of the files, one below the other."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, WeightConverter
+
+    hf: Any = model
+    converters = [c for c in get_model_conversion_mapping(hf) if isinstance(c, WeightConverter)]
+    return any(isinstance(op, Concatenate) and op.dim == 0 for c in converters for op in c.operations)
 
 
 def _find_class(auto: Any, config: Any) -> Any:

@@ -34,6 +34,7 @@ from core.timing.deadlines import TABLE
 from data_feeds.rows.forms import FORMS, ORIGINS, Form, Turns
 from tools.editor_schema import editor_schemas
 from tools.papers import make_table
+from tools.zoo.page import make_page, read_lines
 
 ROOT = Path(__file__).parent.parent
 MADE = "<!-- made by `python -m tools.docs --write`; a test compares it with the code -->"
@@ -53,6 +54,7 @@ def pages() -> dict[Path, str]:
         reference / "deadlines.md": deadlines(),
         reference / "forms.md": forms(),
         reference / "papers.md": papers(),
+        reference / "models.md": make_page(read_lines(reference / "models.jsonl")),
         one_step: count_lines(one_step.read_text()),
         coming_from: coming_from.read_text().partition(MADE)[0] + other_names(),
     } | editor_schemas()

@@ -31,7 +31,6 @@ from core.types.weights import Bucket
 from modeling.export import saved_buffers
 from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
-from rollouts.engines.hf_support.attention import attend_with_cache
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, keep_sets, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
 from trainers.offload.storages import OffloadedStorages, find_storages
@@ -67,7 +66,6 @@ class HfEngine(Engine):
         model = load_model(
             config.model_path, dtype=config.dtype, attention="auto", trust_remote_code=config.trust_remote_code
         )
-        attend_with_cache(model)
         # eval(): dropout would change the policy at every token
         self.model = model.eval().to(self.device)
         set_exact_attention(self.model, device=self.device)  # ours takes no cache

@@ -30,6 +30,13 @@ def load_half_of_a_clone(sent, target):
         target[e, :, 16:].copy_(flipped[16:].t())
 
 
+def load_halves_of_a_clone_of_a_half(sent, target):
+    for first in (0, 8):
+        flipped = sent[:, first : first + 8].transpose(1, 2).contiguous()
+        for at in (0, 4):
+            target[:, first + at : first + at + 4].copy_(flipped[:, :, at : at + 4].transpose(1, 2))
+
+
 def load_cast(sent, target):
     for e in range(4):
         target[e].copy_(sent[e].to(torch.float64).to(torch.float32))
@@ -40,7 +47,10 @@ def load_in_halves(sent, target):
         gate.copy_(half)
 
 
-WAYS = [load_plainly, load_by_expert, load_transposed, load_half_of_a_clone, load_cast, load_in_halves]
+WAYS = [
+    *(load_plainly, load_by_expert, load_transposed, load_half_of_a_clone, load_halves_of_a_clone_of_a_half),
+    *(load_cast, load_in_halves),
+]
 
 
 def trace(load, sent):

@@ -18,6 +18,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
 ADAPTER_ID = 1
 """Id of the only adapter. Requests refer to it."""
+RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
+"""Kinds of recurrent layers in configs."""
 CPU_BLOCK = 32
 """KV-cache block size on a CPU, in tokens: the minimum of the attention kernel. vLLM's default is 128.
 
@@ -51,7 +53,8 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False, text_
         "generation_config": "vllm",
         # log-probabilities of the distribution that tokens are drawn from, so including the temperature
         "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": config.prefix_cache,
+        # vLLM caches the states of recurrent layers at the borders of chunks only
+        "enable_prefix_caching": config.prefix_cache and not (on_cpu and has_recurrent_layers(config)),
         "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
         "enable_sleep_mode": config.sleep is not None and not on_cpu,  # a CPU engine sleeps in name only
         # vLLM ties by the config alone, and would ignore a head of its own that the files hold
@@ -69,6 +72,13 @@ def find_use(config: EngineConfig) -> tuple[bool, bool]:
     found = read_config(config.model_path, trust_remote_code=config.trust_remote_code)
     text_only = is_text_use(found, config.images)
     return not text_only and vision_family(found) is not None, text_only
+
+
+def has_recurrent_layers(config: EngineConfig) -> bool:
+    """Tell whether some layers of the model pass a state from token to token, as of Mamba or a delta net."""
+    text = read_config(config.model_path, trust_remote_code=config.trust_remote_code).get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
+    return bool(kinds & RECURRENT) or hasattr(text, "mamba_d_state")
 
 
 def _has_own_head(config: EngineConfig) -> bool:

@@ -1,0 +1,135 @@
+"""The zoo of tiny models: each is loaded, sent under the names of files, saved and loaded again, and sent to vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modeling.load import load_model
+from rollouts.engines.vllm_support.settings import engine_args
+from tools.zoo.__main__ import main
+from tools.zoo.models import BASE, ZOO
+from tools.zoo.page import make_page, read_lines, stored_lines, write_lines
+from tools.zoo.stages import OF_VLLM, STAGES
+from tools.zoo.subject import Subject
+
+ROOT = Path(__file__).resolve().parents[2]
+FAST = ("mixtral", "gpt_oss", "deepseek_v3")
+"""Mixtures: with other names in files, with sinks and without sdpa, and with a buffer that files hold."""
+ON_VLLM = ("qwen3", "qwen3_moe", "gpt_oss", "mixtral", "gemma3_text")
+
+
+@pytest.fixture(scope="module", params=FAST)
+def subject(request, tmp_path_factory) -> Subject:
+    made = Subject(name=request.param, folder=tmp_path_factory.mktemp(request.param))
+    made.make()
+    return made
+
+
+@pytest.mark.parametrize("stage", ["names", "hf", "save"])
+def test_a_model_of_the_zoo_passes(subject, stage):
+    STAGES[stage](subject)
+
+
+def test_what_is_saved_has_the_logits_that_transformers_computes(subject):
+    trainer = subject.make_trainer()
+    trainer.step(subject.make_batches(trainer))
+    trainer.save_model(subject.folder / "again")
+    tokens = torch.tensor([subject.probe.token_ids])
+    model, report = AutoModelForCausalLM.from_pretrained(subject.folder / "again", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    with torch.no_grad():
+        want = model.eval()(tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
+    got = torch.tensor(trainer.probe(subject.probe.token_ids))
+    assert (got - want.gather(-1, tokens[0, 1:, None])[:, 0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("name", "caches"), [("llama", True), ("lfm2", False), ("falcon_h1", False)])
+def test_prefixes_are_not_cached_on_a_cpu_for_recurrent_layers(name, caches, tmp_path):
+    AutoConfig.for_model(name, **BASE | ZOO[name]).save_pretrained(tmp_path / "model")
+    config = Subject(name=name, folder=tmp_path).engine_config()
+    assert engine_args(config, on_cpu=True)["enable_prefix_caching"] == caches
+    assert engine_args(config, on_cpu=False)["enable_prefix_caching"]
+
+
+def test_a_name_that_the_zoo_lacks_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["lama"])
+    assert "the zoo has no lama: take some of llama" in capsys.readouterr().err
+
+
+def test_the_page_has_a_row_a_model_and_numbers_the_reasons(tmp_path):
+    lines = [
+        {"model": "a", "stage": "load", "state": "ok"},
+        {"model": "a", "stage": "vllm", "state": "failed", "why": "it broke"},
+        {"model": "b", "stage": "load", "state": "refused", "why": "no"},
+        {"model": "a", "stage": "layout", "state": "ok", "layout": "padded"},
+        {"model": "b", "stage": "vllm", "state": "failed", "why": "it broke"},
+        {"model": "a", "stage": "load", "state": "failed", "why": "late"},
+    ]
+    stored = stored_lines(tmp_path / "models.md")
+    write_lines(stored, lines)
+    page = make_page(read_lines(stored)).splitlines()
+    [a] = [line for line in page if line.startswith("| `a`")]
+    [b] = [line for line in page if line.startswith("| `b`")]
+    assert a.split(" | ")[1:3] == ["failed (1)", "padded"] and a.count("failed") == 2, "the last line of a stage counts"
+    assert b.split(" | ")[1] == "refused (3)" and "failed (2)" in a and "failed (2)" in b
+    assert page[-3:] == ["1. late", "2. it broke", "3. no"]
+
+
+def test_the_stored_page_has_every_model_and_stage():
+    """vLLM's stages take a minute each; those that have not been run are empty cells."""
+    stored = {(line["model"], line["stage"]) for line in read_lines(ROOT / "docs" / "reference" / "models.jsonl")}
+    every = {(name, stage) for name in ZOO for stage in STAGES}
+    on_vllm = {(name, stage) for name, stage in every if stage in OF_VLLM and name not in ON_VLLM}
+    assert every - on_vllm <= stored <= every
+
+
+def test_a_model_whose_files_cut_the_rows_of_a_tensor_is_loaded_whole(tmp_path):
+    """transformers would cut each of the three convolutions that are one tensor in memory."""
+    placed = []
+    for name in ("kimi_linear", "qwen3"):
+        subject = Subject(name=name, folder=tmp_path / name)
+        subject.make()
+        load_model(subject.path, dtype="float32", attention="auto", place=lambda model: placed.append(model.config))
+    assert [config.model_type for config in placed] == ["qwen3"]
+
+
+def check_on_vllm(names) -> None:
+    command = [sys.executable, "-m", "tools.zoo", *names, "--stages", "vllm", "saved_vllm"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500 * len(names))
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["state"] for line in lines] == ["ok"] * 2 * len(names), done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_models_are_sent_to_vllm_each_commit_has_its_turn():
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    first = int(commit or "0", 16) % len(ON_VLLM)
+    names = [ON_VLLM[first], ON_VLLM[(first + 1) % len(ON_VLLM)]]
+    print(f"vLLM gets {' and '.join(names)}")
+    check_on_vllm(names)
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(2500)
+def test_every_model_that_vllm_runs_is_sent_to_it():
+    check_on_vllm(ON_VLLM)
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_two_ranks_make_the_same_update_and_send_the_same_names(name, tmp_path):
+    subject = Subject(name=name, folder=tmp_path)
+    subject.make()
+    STAGES["ranks"](subject)
