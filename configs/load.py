@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from configs.other_names import describe_other_name
+from configs.other_names import describe_other_name, describe_other_value
 from configs.strict_yaml import DEEPEST, parse_yaml
 from core.errors import UserError, find_closest, quote, suggest_name
 from core.text.text_files import read_text
@@ -190,7 +190,9 @@ def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:
             message = str(found["msg"]).removeprefix("Value error, ")
             return f"{key}: {message}" if key else message
         case _:
-            return f"{key}={found['input']!r:.200} is not valid: {found['msg'][0].lower() + found['msg'][1:]}"
+            said = f"{key}={found['input']!r:.200} is not valid: {found['msg'][0].lower() + found['msg'][1:]}"
+            other = describe_other_value(prefix + ".".join(loc), found["input"])
+            return f"{said}; {other}" if other else said
 
 
 def hint_key(cls: type[BaseModel], loc: list[str], prefix: str, value: object) -> str:

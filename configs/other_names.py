@@ -205,6 +205,37 @@ OTHER_NAMES = (
 )
 """One row for each key of ours. A name with its section is enough where the sections above it vary."""
 
+OTHER_VALUES: dict[str, dict[str, tuple[str, str]]] = {
+    "alg.loss_norm": {
+        "dapo": ("TRL", "token"),
+        "bnpo": ("TRL", "nearest to token, which is a mean over the update and not over a micro-batch"),
+        "grpo": ("TRL", "sequence"),
+        "luspo": ("TRL", "sequence_sum, with alg.name: gspo"),
+        "dr_grpo": ("TRL", "constant"),
+        "token-mean": ("verl", "token"),
+        "seq-mean-token-mean": ("verl", "sequence"),
+        "seq-mean-token-sum": ("verl", "sequence_sum"),
+        "seq-mean-token-sum-norm": ("verl", "constant"),
+    },
+    "alg.kl.estimator": {
+        "kl": ("verl", "k1"),
+        "mse": ("verl", "k2"),
+        "low_var_kl": ("verl", "k3"),
+        "k3+": ("verl", "k3plus"),
+    },
+    "alg.name": {
+        "gae": ("verl", "ppo"),
+        "reinforce_plus_plus": ("verl", "reinforce_pp"),
+        "reinforce": ("OpenRLHF", "reinforce_pp"),
+        "reinforce_baseline": ("OpenRLHF", "reinforce_pp, with alg.baseline: true"),
+        "group_norm": ("OpenRLHF", "grpo, with alg.scale_rewards: group"),
+        "dr_grpo": ("OpenRLHF", "grpo, as in configs/dr_grpo.yaml"),
+        "dapo": ("verl", "grpo, as in configs/dapo.yaml"),
+    },
+    "trainer.strategy": {"fsdp": ("verl", "fsdp2")},
+}
+"""Values of other frameworks for a key of ours: the framework, and our value."""
+
 _CUT = (
     "the trainer's distribution must be the engine's, so only rollout.temperature, top_p, top_k, min_p and "
     "allowed_tokens, which the trainer repeats, may change it while sampling (docs/faq.md)"
@@ -249,6 +280,16 @@ def describe_other_name(key: str, value: object = None, *, is_certain: bool = Fa
         f"{given[-1]} of {' and '.join(dict.fromkeys(frameworks + partial.get(meant, [])))} is {meant}"
         for meant, frameworks in whole.items()
     )
+
+
+def describe_other_value(key: str, value: object) -> str:
+    """Return our value for another framework's value of a key of ours, as a clause; "" for an unknown one.
+
+    >>> describe_other_value("alg.loss_norm", "token-mean")
+    'token-mean of verl is token here'
+    """
+    framework, ours = OTHER_VALUES.get(key, {}).get(str(value), ("", ""))
+    return f"{value} of {framework} is {ours} here" if ours else ""
 
 
 def _count_shared(name: list[str], given: list[str]) -> int:

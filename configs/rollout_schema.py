@@ -60,9 +60,14 @@ class RewardConfig(StrictModel):
     """Keyword arguments of `score`, such as the path of a reward model. With `functions` or `by_source`, per function:
     {my_length.py: {target: 4}}."""
     workers: int = Field(2, ge=1)
-    """Number of reward processes per engine. If a process hangs or dies, only the current sample fails."""
+    """Number of processes per engine for plain reward functions. If a process hangs or dies, only the current sample
+    fails."""
+    max_concurrency: int = Field(32, ge=1)
+    """Maximum number of calls of async reward functions in flight, of the whole run. Each engine gets an equal part, at
+    least 1. A plain function has one call per process of `workers`."""
     timeout_s: Seconds = 20.0
-    """Deadline of a sample's reward in seconds. A sample without a reward has failed."""
+    """Deadline of a call of a reward function in seconds: of one sample, or for `score_group` of one group. A sample
+    without a reward has failed."""
     max_failed_fraction: float = Field(0.1, ge=0, le=1)
     """Maximum fraction of failed samples in a step; above it the run stops."""
 
@@ -236,6 +241,10 @@ class RolloutConfig(StrictModel):
     """Size of vLLM's KV cache on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
     """Fraction of a GPU's memory for vLLM."""
+    vllm: dict[str, Any] = Field({})
+    """Engine arguments of vLLM by name, such as {max_num_seqs: 512, kv_cache_dtype: fp8}. Names are checked against
+    the installed vLLM before the start. Refused: what FeynRL sets itself, and what would change the distribution.
+    `feynrl doctor RECIPE --knob kv_cache_dtype=fp8` measures the effect on log-probabilities, speed and memory."""
 
     @field_validator("num_engines")
     @classmethod

@@ -12,9 +12,17 @@ from pydantic import Field, model_validator
 
 from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
+from configs.profile_schema import ProfileConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
 from configs.tracking_schema import TrackingConfig
-from configs.trainer_schema import CheckpointConfig, ModelConfig, StopWhenConfig, TrainerConfig, refuse_best
+from configs.trainer_schema import (
+    CheckpointConfig,
+    ModelConfig,
+    StopWhenConfig,
+    TrainerConfig,
+    check_warmup,
+    refuse_best,
+)
 from core.errors import UserError
 from core.strict_model import Seconds, StrictModel
 
@@ -66,8 +74,9 @@ class RunConfig(StrictModel):
     """Condition that ends the run early: {metric: reward/mean, above: 0.95, for_steps: 3}. Unset: run all `steps`."""
     trainer: TrainerConfig = TrainerConfig()
     trackers: list[str] = Field(["jsonl"])
-    """Destinations of metrics: jsonl (metrics.jsonl in the run folder), mlflow, wandb, tensorboard, or the path of your
-    own tracker. A tracker that fails is reported once, and the run continues; only a full disk stops the run."""
+    """Destinations of metrics: jsonl (metrics.jsonl in the run folder), mlflow, wandb, tensorboard, prometheus, or the
+    path of your own tracker. A tracker that fails is reported once, and the run continues; only a full disk stops the
+    run."""
     tracking: TrackingConfig = TrackingConfig()
     display: Literal["auto", "plain", "quiet", "json"] = "auto"
     """Terminal output. auto: a line per step, and in a terminal a status line. plain: lines without colours. quiet:
@@ -131,21 +140,6 @@ class RunConfig(StrictModel):
         return self
 
 
-def check_warmup(trainer: TrainerConfig, total_updates: int) -> None:
-    """Raise ValueError if warm-up and decay do not fit into the run's updates."""
-    if trainer.warmup_updates > total_updates:
-        raise ValueError(
-            f"trainer.warmup_updates={trainer.warmup_updates}, and the run makes {total_updates} updates, so the "
-            "learning rate never reaches trainer.lr: lower it, or train longer"
-        )
-    decay = trainer.count_decay_updates(total_updates)
-    if trainer.warmup_updates + decay > total_updates:
-        raise ValueError(
-            f"trainer.warmup_updates={trainer.warmup_updates} and the {decay} updates of trainer.decay_fraction="
-            f"{trainer.decay_fraction} are more than the {total_updates} updates of the run: lower one of them"
-        )
-
-
 def min_staleness(*, sync_every: int, sample_reuse: int) -> int:
     """Return the smallest `max_staleness` a run can satisfy; samples reach this staleness whatever the timing.
 
@@ -190,6 +184,7 @@ class RLConfig(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     capture: CaptureConfig = CaptureConfig()
+    profile: ProfileConfig = ProfileConfig()
     compare_losses: list[ShadowLoss] = Field([])
     """Losses to log beside the trained loss, on the same batches and forward pass, as compare_losses/<name>/... They do
     not affect training. Each is the name of a module in algs/, the path of a Python file, or a section like `alg` with

@@ -38,6 +38,11 @@ class TrackingConfig(StrictModel):
     """offline: write to the run folder's wandb/, for a later `wandb sync`. Unset: the variable WANDB_MODE, or else
     online, with the API key of WANDB_API_KEY or `wandb login`."""
 
+    prometheus_port: int = Field(9400, ge=1, le=65535)
+    """Port of the driver at which Prometheus reads the newest numbers."""
+    prometheus_host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on. The default is of this machine alone; the numbers are not protected."""
+
     @field_validator("mlflow_uri")
     @classmethod
     def holds_no_secret(cls, value: str | None) -> str | None:
@@ -57,6 +62,6 @@ class TrackingConfig(StrictModel):
             is_set = getattr(self, name) != field.default
             if name in ("group", "tags", "notes") and is_set and not {*trackers} - {"jsonl"}:
                 return f"tracking.{name} is set, and no tracker shows it: add mlflow, wandb or tensorboard to trackers"
-            if owner in ("mlflow", "wandb") and is_set and owner not in trackers:
+            if owner in ("mlflow", "wandb", "prometheus") and is_set and owner not in trackers:
                 return f"tracking.{name} is set, and {owner} is not among the trackers: add it, or leave the key out"
         return None

@@ -177,6 +177,21 @@ class TrainerConfig(StrictModel):
         return given
 
 
+def check_warmup(trainer: TrainerConfig, total_updates: int) -> None:
+    """Raise ValueError if warm-up and decay do not fit into the run's updates."""
+    if trainer.warmup_updates > total_updates:
+        raise ValueError(
+            f"trainer.warmup_updates={trainer.warmup_updates}, and the run makes {total_updates} updates, so the "
+            "learning rate never reaches trainer.lr: lower it, or train longer"
+        )
+    decay = trainer.count_decay_updates(total_updates)
+    if trainer.warmup_updates + decay > total_updates:
+        raise ValueError(
+            f"trainer.warmup_updates={trainer.warmup_updates} and the {decay} updates of trainer.decay_fraction="
+            f"{trainer.decay_fraction} are more than the {total_updates} updates of the run: lower one of them"
+        )
+
+
 class StopWhenConfig(StrictModel):
     """Keys of `stop_when`: early end of a run. The model is saved."""
 

@@ -111,6 +111,14 @@ PATCHES = (
         reason="a model is sharded before its weights are read, so that no rank holds all of it",
         tested=TRANSFORMERS,
     ),
+    *(
+        Patch(
+            target=f"torch.cuda.memory.{name}",
+            reason="a snapshot of a GPU's allocations explains an out-of-memory error; torch documents this name",
+            tested=TORCH,
+        )
+        for name in ("_record_memory_history", "_dump_snapshot")
+    ),
     Patch(
         target="deepspeed.ops.__compatible_ops__",
         reason="on a CPU DeepSpeed compiles its own all-reduce, and fails without a compiler; no setting selects gloo",
@@ -261,6 +269,18 @@ def make_sharded_class(model_class: type, shard: Callable[[nn.Module], None]) ->
 
     own = {"maybe_distribute_model": classmethod(distribute), "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), own)
+
+
+def keep_memory_history(is_on: bool) -> None:
+    """Begin or end to record the allocations of the GPU."""
+    memory: Any = importlib.import_module("torch.cuda.memory")
+    memory._record_memory_history(enabled="all" if is_on else None)
+
+
+def write_memory_history(file: str) -> None:
+    """Write the recorded allocations for https://docs.pytorch.org/memory_viz."""
+    memory: Any = importlib.import_module("torch.cuda.memory")
+    memory._dump_snapshot(file)
 
 
 # ---- DeepSpeed

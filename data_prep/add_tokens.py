@@ -45,7 +45,7 @@ def make(model: str, out: Path, *, tokens: Sequence[str] = (), special: Sequence
     ids = add_to_tokenizer(tokenizer.hf, tokens, special)
     dtype = str(read_config(model).dtype).removeprefix("torch.")
     dtype = dtype if dtype in DTYPES else "float32"
-    hf: Any = load_model(model, dtype=dtype, attention="sdpa", key="--model")
+    hf: Any = load_model(model, dtype=dtype, attention="auto", key="--model")
     rows = hf.get_input_embeddings().weight.shape[0]
     if max(ids) >= rows:
         hf.resize_token_embeddings(max(ids) + 1, mean_resizing=False)

@@ -25,6 +25,7 @@ from data_feeds.feed import load_groups
 from data_prep.rows import Row, write_rows
 from data_prep.script import read_options, rows_file, run_script, whole
 from modeling.hf_config import check_model_folder
+from modeling.layout_probe import set_exact_attention
 from modeling.load import load_model
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def make(config: str, model: str, out: Path, *, top: int = 16) -> None:
     check_model_folder(model, key="--model")
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     feed = load_groups(cfg.data, "train", tokenizer, rows="conversations", seed=cfg.seed)
-    teacher = load_model(model, dtype="float32", attention="sdpa", key="--model")
+    teacher = load_model(model, dtype="float32", attention="auto", key="--model")
+    set_exact_attention(teacher, device="cpu")
     write_rows(out, [describe(sample, teacher, top) for [sample] in feed.all()])
 
 

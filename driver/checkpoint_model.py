@@ -56,7 +56,7 @@ def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote
         found.base,
         dtype=found.dtype,
         # No forward pass is made, so the kernel does not matter.
-        attention="sdpa",
+        attention="auto",
         lora=found.lora,
         key=f"{found.folder}, model.path",
         trust_remote_code=trust_remote_code,

@@ -23,6 +23,7 @@ from core.gc_control import collecting_seldom
 from core.timing.clock import Clock
 from core.timing.deadlines import CLOSE_TIMEOUT_S
 from core.timing.phases import Phase
+from core.types.batch import RowLayout
 from core.types.samples import Group
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed
@@ -150,16 +151,23 @@ class RunContext:
                 for sentence in sentences:
                     self.console.say(sentence)
 
+    def report_layout(self, layout: RowLayout) -> None:
+        """Report the measured row layout."""
+        self.facts["layout"] = layout.measured
+        self.console.say(f"rows: {layout.measured}")
+
     async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
         """Save the final model to the run folder and to `save_to`, and the value model if there is one."""
         self.check_trained()
         save_to = self.training.save_to
         copies = [Path(save_to).absolute()] if save_to else []
         with self.clock.phase(Phase.SAVE):
-            write = partial(self._write_model, trainers, tokenizer, self.facts.get("steps_done", self.cfg.n_steps))
+            steps = self.facts.get("steps_done", self.cfg.n_steps)
+            write = partial(self._write_model, trainers, tokenizer, steps)
             await write_to_each([self.folder.path / "model", *copies], write)
             if alg.value_lr is not None:
-                await write_value_model(self.folder.path / "value_model", trainers, self.training)
+                run = self.folder.path
+                await write_value_model(run / "value_model", trainers, self.training, run=run, steps=steps)
             if self.training.push_to is not None:
                 pushed = await asyncio.to_thread(push_model, self.training.push_to, self.folder.path / "model")
                 self.facts["pushed"] = pushed

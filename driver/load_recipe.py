@@ -19,8 +19,10 @@ from configs.load import (
     read_yaml,
     validate,
 )
+from configs.other_names import describe_other_value
 from configs.schema import RLConfig, RunConfig
 from core.cluster.ray_address import parse_address
+from core.errors import UserError
 from core.loading import FileSpec
 from data_feeds.feed import Feed
 from driver.checks.engine import check_engine
@@ -73,7 +75,12 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)
     load_trackers(cfg.trackers)
-    spec, alg_class = find_algorithm(cfg.alg)
+    try:
+        spec, alg_class = find_algorithm(cfg.alg)
+    except UserError as error:
+        if other := describe_other_value("alg.name", cfg.alg.get("name")):
+            raise UserError(f"alg.name: {other}") from error
+        raise
     alg = validate(alg_class, cfg.alg, prefix="alg.")
     if isinstance(cfg, RLConfig):
         # Only here are both known: the algorithm's section does not see `rollout`.

@@ -44,7 +44,8 @@ async def write_model(
         say(sentence)
 
 
-async def write_value_model(folder: Path, trainers: Workers[Trainer], cfg: RunConfig) -> None:
-    """Write the value model, and read it back as `write_model` does."""
+async def write_value_model(folder: Path, trainers: Workers[Trainer], cfg: RunConfig, *, run: Path, steps: int) -> None:
+    """Write the value model with its card, and read it back as `write_model` does."""
     await trainers.call_all(Trainer.save_value_model, folder)
+    write_card(folder, cfg, run=run, steps=steps, is_value_model=True)
     check_saved(folder, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)

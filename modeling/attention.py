@@ -11,8 +11,8 @@ of a segment attend to the keys and values of all its ancestors and of the segme
 
 Only attention mixes tokens of a sequence, so hidden states and gradients equal those of each sequence alone. The
 gradient of the prompt's keys is summed over the replies. On a CPU torch's scaled_dot_product_attention runs on each
-segment, or on several equal segments at once; on a GPU see attention_varlen.py. No other kernel and no padding is
-needed. The name in transformers is BY_SEQUENCE.
+segment, or on several equal segments at once; on a GPU see attention_varlen.py. Capped scores and sinks are computed
+by attention_scores.py on both. No other kernel and no padding is needed. The name in transformers is BY_SEQUENCE.
 
 In a vision-language model this is the attention of the language part only. Patches of an image attend in both
 directions, so the vision tower keeps torch's kernel, and this kernel refuses a layer that is not causal.
@@ -24,52 +24,57 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from core.patches import read_attention
+from modeling.attention_scores import Scores, attend
 from modeling.attention_varlen import attend_varlen, fits_varlen
-from modeling.hf_config import vision_family
-from modeling.pretrained import find_written_class
 from modeling.segments import EqualSegments, Segments
 
-BY_SEQUENCE = "sdpa_by_sequence"
+BY_SEQUENCE = "by_sequence"
+"""Name of this attention in transformers. It must not contain "sdpa": models without torch's kernel would refuse it."""
 
-FAMILIES = frozenset(
-    {"gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
+WITHOUT_EFFECT = frozenset(
+    {"position_ids", "cache_position", "use_cache", "return_dict", "output_attentions", "output_hidden_states"}
+    | {"output_router_logits", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 )
-"""Tested model families. Their layers all pass segments and window to the kernel, and mix tokens nowhere else: no
-linear attention, and no experts whose auxiliary loss would count a shared token once."""
-LANGUAGE_PARTS = FAMILIES | {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
-"""Families of language parts in vision-language models, tested within these models."""
+"""Arguments of transformers' attention interface that change no number of a pass without a cache. Borders of a packed
+row come as `segments`."""
+
+TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
+"""Attention kernels that receive the sequence boundaries of a packed row and need no mask."""
 
 
 def attend_by_sequence_if_able(model: nn.Module) -> None:
-    """Replace torch's kernel by this kernel, in tested models built from transformers' own layers.
+    """Replace the attention of transformers by this one, in models whose code takes an attention by its name.
 
-    Does nothing for other models.
+    modeling/layout_probe.py measures whether it is the same attention, and takes it back if not.
+    """
+    config: Any = model.config
+    if read_attention(config.get_text_config()) in ("sdpa", "eager"):
+        set_attention(model, BY_SEQUENCE)
+
+
+def set_attention(model: nn.Module, name: str) -> None:
+    """Set the attention of a model's language part by its name in transformers; other parts keep theirs.
+
+    A model whose code takes no attention by name keeps what it has: `read_attention` tells.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    config: Any = model.config
-    ours = find_written_class(model).__module__.startswith(("transformers.", "modeling."))
-    if ours and _is_tested(config) and read_attention(config.get_text_config()) == "sdpa":
-        AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
-        AttentionMaskInterface.register(BY_SEQUENCE, flash_attention_mask)  # no mask, unless a caller brings one
-        sees = vision_family(config) is not None
-        model.set_attn_implementation({"text_config": BY_SEQUENCE, "vision_config": "sdpa"} if sees else BY_SEQUENCE)
-
-
-def can_share_prefixes(model: nn.Module) -> bool:
-    """Tell whether packed rows of this model may share prefixes."""
-    config: Any = model.config
-    return read_attention(config.get_text_config()) == BY_SEQUENCE and _is_tested(config)
+    AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
+    AttentionMaskInterface.register(BY_SEQUENCE, flash_attention_mask)  # no mask, unless a caller brings one
+    hf: Any = model
+    text = hf.config.get_text_config()
+    parts = {part: read_attention(getattr(hf.config, part)) for part in hf.config.sub_configs}
+    of_text = {part: name for part in parts if getattr(hf.config, part) is text}
+    hf.set_attn_implementation({**parts, **of_text} if of_text else name)
 
 
 def refuse_sequence_parallel(config: Any, size: int) -> str | None:
     """Return why `size` ranks cannot compute a row of this model together; None if they can."""
-    if config.model_type not in FAMILIES:
-        return f"a {config.model_type} model cannot share rows: it is for the text models {', '.join(sorted(FAMILIES))}"
+    if getattr(config, "vision_config", None) is not None:
+        return f"a {config.model_type} model reads images, and ranks share rows of text models only"
     heads = config.num_attention_heads
     of_keys = getattr(config, "num_key_value_heads", None) or heads
     # With fewer heads of keys than ranks, several ranks get a copy of the same head (SequenceGroup.to_heads).
@@ -86,12 +91,6 @@ def refuse_sequence_parallel(config: Any, size: int) -> str | None:
     return None
 
 
-def _is_tested(config: Any) -> bool:
-    if vision_family(config) is not None:
-        return config.get_text_config().model_type in LANGUAGE_PARTS
-    return config.model_type in FAMILIES
-
-
 def attend_by_sequence(
     module: nn.Module,
     query: Tensor,
@@ -101,63 +100,73 @@ def attend_by_sequence(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     segments: Segments | None = None,
     is_causal: bool | None = None,
-    **_: Any,
+    dropout: float = 0.0,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention: [B, H, T, D] queries, [B, Hkv, T, D] keys and values -> [B, T, H, D].
 
     This is the attention interface of transformers. Without segments each of the B rows is a sequence, padded on the
     right. A window is exact: a token attends to the last `sliding_window` tokens of its sequence, including itself.
-    Raises ValueError for a layer that is not causal, which would silently be computed as causal.
+    softcap and s_aux: cap and sinks of `Scores`. Raises ValueError for a layer that is not causal, and for an argument
+    that is not known here: both would silently be computed as something else.
     """
+    _refuse_others(module, query, key, attention_mask, is_causal=is_causal, dropout=dropout, others=others)
+    scores = Scores(scaling=scaling, window=sliding_window, cap=softcap, sinks=s_aux)
+    if segments is None:
+        # padding on the right is a part of the segment: no real token attends to it, because attention is causal
+        whole = Segments([query.shape[2]], [-1])
+        mask = whole.find_mask(whole.runs[0], sliding_window, query.device, leading=scores.leading)
+        return attend(query, key, value, mask, scores).transpose(1, 2), None
+    # With sequence parallelism, positions are exchanged for heads first, so that each rank has whole sequences.
+    if (together := segments.sequence_group) is None:
+        return attend_row(query, key, value, segments, scores), None
+    query, key, value = together.to_heads(query, key, value)
+    attended = attend_row(query, key, value, segments, scores.of_rank(together))
+    return together.to_positions(attended), None
+
+
+def _refuse_others(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    is_causal: bool | None,
+    dropout: float,
+    others: dict[str, Any],
+) -> None:
+    """Raise ValueError for what this attention does not compute."""
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(f"attention {BY_SEQUENCE} is causal, and {type(module).__name__} is not")
     has_mask = attention_mask is not None and attention_mask.numel() > 0  # forward.py sends an empty one
     if has_mask or query.shape[2] != key.shape[2]:
         raise ValueError(f"attention {BY_SEQUENCE} is for training: it takes neither a mask nor a cache")
-    if segments is None:
-        # padding on the right is a part of the segment: no real token attends to it, because attention is causal
-        whole = Segments([query.shape[2]], [-1])
-        mask = whole.find_mask(whole.runs[0], sliding_window, query.device)
-        return _attend(query, key, value, mask, scaling).transpose(1, 2), None
-    # With sequence parallelism, positions are exchanged for heads first, so that each rank has whole sequences.
-    if (together := segments.sequence_group) is None:
-        return attend_row(query, key, value, segments, scaling=scaling, window=sliding_window), None
-    query, key, value = together.to_heads(query, key, value)
-    attended = attend_row(query, key, value, segments, scaling=scaling, window=sliding_window)
-    return together.to_positions(attended), None
+    unknown = sorted(name for name, given in others.items() if given is not None and name not in WITHOUT_EFFECT)
+    if dropout or unknown:
+        raise ValueError(
+            f"attention {BY_SEQUENCE} does not compute {', '.join(unknown) or 'dropout'}, which "
+            f"{type(module).__name__} asks for"
+        )
 
 
-def attend_row(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None
-) -> Tensor:
+def attend_row(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
     """Compute attention of a whole row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D]."""
-    if fits_varlen(query):
-        return attend_varlen(query, key, value, segments, scaling=scaling, window=window)
+    if scores.leading is None and fits_varlen(query, value):
+        return attend_varlen(query, key, value, segments, scaling=scores.scaling, window=scores.window)
     # split, not slices: the gradient of each slice would be as large as the whole row
     queries = query.split([run.own * run.count for run in segments.runs], dim=2)
     keys, values = (_keys_of_runs(x, segments) for x in (key, value))
     parts: list[Tensor] = []
     for run, q, k, v in zip(segments.runs, queries, keys, values, strict=True):
-        mask = segments.find_mask(run, window, query.device)
-        done = _attend(_as_batch(q, run), _as_batch(k, run), _as_batch(v, run), mask, scaling)
+        mask = segments.find_mask(run, scores.window, query.device, leading=scores.leading)
+        done = attend(_as_batch(q, run), _as_batch(k, run), _as_batch(v, run), mask, scores)
         # the layout that the attention interface returns: positions before heads
         parts.append(done.transpose(1, 2).flatten(0, 1))  # [count * own, H, D]
     return torch.cat(parts)[None]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        # torch then shares the heads of keys itself, without the copies of repeat_interleave
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
 
 
 def _as_batch(x: Tensor, run: EqualSegments) -> Tensor:

@@ -23,11 +23,11 @@ NEEDED_CAPABILITY = (8, 0)
 """Compute capability required by flash attention (Ampere)."""
 
 
-def fits_varlen(query: Tensor) -> bool:
-    """Tell whether the kernel supports these queries: on a recent GPU, in half precision."""
+def fits_varlen(query: Tensor, value: Tensor) -> bool:
+    """Tell whether the kernel supports these heads: on a recent GPU, in half precision, queries as wide as values."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
-    fits_head = query.shape[-1] % 8 == 0 and query.shape[-1] <= LARGEST_HEAD
+    fits_head = query.shape[-1] % 8 == 0 and query.shape[-1] <= LARGEST_HEAD and query.shape[-1] == value.shape[-1]
     return fits_head and torch.cuda.get_device_capability(query.device) >= NEEDED_CAPABILITY
 
 

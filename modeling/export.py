@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,15 +28,20 @@ class ExportedTensor:
     name: str
     dtype: torch.dtype
     """Exported dtype; parameters in training may have a wider dtype."""
-    parameters: list[nn.Parameter]
-    """Parameters it is computed from, the first of the same shape; sharded parameters must be gathered first."""
+    parameters: list[Tensor]
+    """Parameters it is computed from, the first of the same shape, or a buffer. Sharded parameters must be gathered
+    first."""
     make: Callable[..., Tensor]
     """Function that computes it from whole parameters."""
 
     @property
-    def nbytes(self) -> int:
+    def shape(self) -> tuple[int, ...]:
         first = self.parameters[0]
-        return getattr(first, "ds_numel", first.numel()) * self.dtype.itemsize  # with ZeRO-3 it has no shape
+        return tuple(getattr(first, "ds_shape", first.shape))  # with ZeRO-3 a parameter has no shape of its own
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
     @torch.no_grad()
     def compute(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
@@ -47,14 +53,20 @@ class ExportedTensor:
 
 
 def exported_tensors(model: nn.Module) -> dict[ExportScope, list[ExportedTensor]]:
-    """Return the exported tensors of every scope that this model has."""
+    """Return the exported tensors by scope, under the model's names: all weights and saved buffers, and the adapter."""
     if hasattr(model, "peft_config"):
         adapter = export_adapter(model)
         return {"adapter": adapter} if find_unmergeable(model) else {"whole": export_merged(model), "adapter": adapter}
-    return {"whole": [export_parameter(name, p) for name, p in model.named_parameters()]}
+    return {"whole": [export_parameter(name, p) for name, p in [*model.named_parameters(), *saved_buffers(model)]]}
 
 
-def export_parameter(name: str, parameter: nn.Parameter) -> ExportedTensor:
+def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that files hold beside the parameters, by name: the bias of a router's choice, for example."""
+    kept = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+
+
+def export_parameter(name: str, parameter: Tensor) -> ExportedTensor:
     return ExportedTensor(name=name, dtype=parameter.dtype, parameters=[parameter], make=_leave_as_it_is)
 
 
@@ -77,7 +89,7 @@ def export_merged(model: PeftModel) -> list[ExportedTensor]:
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         plain = export_parameter(name.replace(".base_layer.", "."), p)
         exported.append(plain if layer is None else _export_merged_layer(plain.name, layer))
-    return exported
+    return exported + [export_parameter(name.replace(".base_layer.", "."), b) for name, b in saved_buffers(base)]
 
 
 def _export_merged_layer(name: str, layer: LoraLayer) -> ExportedTensor:

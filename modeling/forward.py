@@ -21,30 +21,13 @@ from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.kept_sets import KeptTokens
 from core.types.measures import Measure
 from core.types.samples import Batch, Policy
-from modeling.attention import BY_SEQUENCE, can_share_prefixes
+from modeling.attention import BY_SEQUENCE, TAKE_BORDERS
 from modeling.head import choose_chunk, compute_hidden, score_in_chunks
-from modeling.pretrained import runs_own_code
 from modeling.segments import Segments
 from modeling.sequence_parallel import SequenceGroup
 from modeling.softmax import Softmax, TeacherLogits
 
 Layout = Literal["padded", "packed"]
-
-
-def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -> Layout:
-    """Choose the layout: packed if the kernel supports boundaries; a dense mask would cost more than it saves.
-
-    Code shipped with a model may drop the boundaries on the way to the kernel, so it gets padded rows.
-    """
-    if setting == "auto":
-        kernel = read_attention(model.config.get_text_config())
-        takes_borders = kernel in TAKE_BORDERS and not runs_own_code(model)
-        return "packed" if takes_borders else "padded"
-    return setting
-
-
-TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
-"""Attention kernels that receive the sequence boundaries of a packed row and need no mask."""
 
 
 def forward(
@@ -140,6 +123,27 @@ def compute_values(
     return own if sequence_group is None else sequence_group.gather(own, part.mine)
 
 
+def compute_scores(module: nn.Module, model: nn.Module, batch: Batch, *, layout: Layout) -> Tensor:
+    """Compute a number per trained token, [M], that depends on all that its position attends to.
+
+    It is the log-probability at temperature 1. A value or reward model has none, and a new one has a head of zeros: the
+    softmax is then over the components of the hidden state below its head.
+    """
+    hf: Any = model
+    if hf.get_output_embeddings() is not None:
+        return forward(module, model, batch, layout=layout, temperature=1.0).logp
+    part = _lay_out_part(model, batch, layout, None)
+    seen: list[Tensor] = []
+    hook = hf.score.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        module(**part.inputs, use_cache=False)
+    finally:
+        hook.remove()
+    [hidden] = seen  # [rows, columns, H]
+    chosen = hidden[part.at].float().log_softmax(-1)
+    return chosen.gather(-1, (part.labels % chosen.shape[-1])[:, None])[:, 0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     """Part of a batch that this rank computes: everything, or a slice of the row."""
@@ -221,7 +225,7 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     config = model.config.get_text_config()
     kernel = read_attention(config)
     segments = Segments.of_batch(batch)
-    if segments.are_shared and not can_share_prefixes(model):
+    if segments.are_shared and kernel != BY_SEQUENCE:
         raise ValueError(
             f"a {config.model_type} model with {kernel} attention cannot share prefixes: set trainer.share_prefixes=off"
         )
@@ -239,7 +243,7 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
             f"model's sliding window of {window} is shorter than a sequence of {int(batch.lengths.max())} tokens: "
             "set trainer.layout=padded"
         )
-    # The last resort costs T x T booleans, so `layout_for` chooses padded rows for such kernels.
+    # The last resort costs T x T booleans, so such kernels get padded rows unless asked (layout_probe.py).
     may_look = (batch.segment_ids[:, None] == batch.segment_ids[None, :]).tril()[None, None]  # [1, 1, T, T]
     if kernel == "eager":  # adds its mask to the scores
         return {"attention_mask": torch.zeros_like(may_look, dtype=model.dtype).masked_fill(~may_look, -torch.inf)}

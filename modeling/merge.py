@@ -31,7 +31,7 @@ def merge_adapter(model: EvalModelConfig, adapter: str, folder: Path) -> None:
 
     Raises UserError for an adapter that does not fit the model.
     """
-    base = load_model(model.path, dtype="float32", attention="sdpa", trust_remote_code=model.trust_remote_code)
+    base = load_model(model.path, dtype="float32", attention="auto", trust_remote_code=model.trust_remote_code)
     try:
         wrapped = load_adapter(base, adapter)
         check_adapter_tensors(wrapped, Path(adapter))

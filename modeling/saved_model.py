@@ -171,7 +171,7 @@ def _check_whole(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -
         model = read(str(folder), key="saved", trust_remote_code=trust_remote_code)
     except UserError as error:
         raise _wrong(folder, str(error)) from error
-    wanted = dict(model.named_parameters())
+    wanted: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, header in headers.items():
         # a few parameters of some architectures stay in float32
         allowed = {dtype, wanted[name].dtype} if name in wanted else {dtype, *(p.dtype for p in wanted.values())}

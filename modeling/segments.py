@@ -13,6 +13,7 @@ from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from core.types.samples import Batch
 from modeling.sequence_parallel import SequenceGroup
@@ -44,6 +45,16 @@ class VarlenIndex:
     longest_key: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathIndex:
+    """Segments of a row after all their ancestors, as rows of their own, padded on the right."""
+
+    places: Tensor
+    """[S, L] int64, row position of every token. Padding repeats the last token of the segment."""
+    back: Tensor
+    """[T] int64, for every position of the row its place among the S * L, in the row of its own segment."""
+
+
 @dataclass(slots=True)
 class Segments:
     """Segments of a row, for a forward and backward pass; caches the masks of the layers."""
@@ -56,8 +67,9 @@ class Segments:
     chains: list[list[int]] = field(init=False)
     """Ancestors of each segment, from the root down."""
     runs: list[EqualSegments] = field(init=False)
-    _masks: dict[tuple[int, int, int | None], Tensor] = field(init=False, default_factory=dict)
+    _masks: dict[tuple[int, int, int | None, int | None], Tensor] = field(init=False, default_factory=dict)
     _varlen: VarlenIndex | None = field(init=False, default=None)
+    _paths: PathIndex | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.chains = []
@@ -87,22 +99,25 @@ class Segments:
         """True if sequences share segments."""
         return any(parent >= 0 for parent in self.parents)
 
-    def find_mask(self, run: EqualSegments, window: int | None, device: torch.device) -> Tensor | None:
+    def find_mask(
+        self, run: EqualSegments, window: int | None, device: torch.device, *, leading: int | None = None
+    ) -> Tensor | None:
         """Return the mask [own, above + own] of a run, True where row t may attend; None for a plain causal mask.
 
         Row t is token `above + t` of its sequence: it attends to the tokens before it and itself, at most the last
-        `window`.
+        `window`. leading: number of columns before these, which every row sees; then there always is a mask.
         """
         # a window wider than the sequence hides nothing, and no mask is the fast kernel
         banded = window is not None and run.above + run.own > window
-        if run.above == 0 and not banded:
+        if run.above == 0 and not banded and leading is None:
             return None
         # Runs of equal shape share a mask, and so do all layers.
-        key = (run.own, run.above, window if banded else None)
+        key = (run.own, run.above, window if banded else None, leading)
         if key not in self._masks:
             # tril(above): row t is token above + t, so the diagonal lies `above` columns to the right
             seen = torch.ones(run.own, run.above + run.own, dtype=torch.bool, device=device).tril(run.above)
-            self._masks[key] = seen.triu(run.above + 1 - window) if banded and window is not None else seen
+            mask = seen.triu(run.above + 1 - window) if banded and window is not None else seen
+            self._masks[key] = pad(mask, (leading or 0, 0), value=True)
         return self._masks[key]
 
     def index_keys(self, device: torch.device) -> VarlenIndex:
@@ -119,6 +134,20 @@ class Segments:
                 longest_key=max(seen),
             )
         return self._varlen
+
+    def index_paths(self, device: torch.device) -> PathIndex:
+        """Return the positions of whole sequences, for layers that read a sequence from its first token."""
+        # computed once for all layers of a pass
+        if self._paths is None:
+            spans = torch.arange(sum(self.lengths)).split(self.lengths)
+            rows = [torch.cat([spans[a] for a in [*chain, i]]) for i, chain in enumerate(self.chains)]
+            width = max(map(len, rows))
+            places = torch.stack([torch.cat([row, row[-1:].expand(width - len(row))]) for row in rows])
+            # A shared segment has a row without its descendants, so that NaN in one of them stays there.
+            ends = [number * width + len(row) for number, row in enumerate(rows)]
+            back = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, self.lengths, strict=True)])
+            self._paths = PathIndex(places=places.to(device), back=back.to(device))
+        return self._paths
 
     def _place_keys(self, ends: list[int]) -> Tensor:
         """Return the row position of every key, on the CPU: a GPU would need a launch for every segment."""

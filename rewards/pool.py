@@ -18,32 +18,24 @@ import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from multiprocessing import Pipe
 
 from core.cluster.child_process import start_module
 from core.errors import UserError
 from core.timing.deadlines import REWARD_EXIT_GRACE_S, REWARD_START_TIMEOUT_S
 from core.types.samples import Message, Prompt
+from rewards.scored import RewardResult
 from rewards.several import RewardPlan
 
 SECONDS_PER_SHARE = 0.005
 """Seconds of work that one hand-over to a worker may hold. Slower rewards get one sample at a time."""
-Scored = tuple[Prompt, list[Message]]
-"""Sample for the reward: the prompt, and the messages after it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardResult:
-    """Reward of one sample: parts or a failure, never both."""
-
-    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
-    failure: str = ""
-    """Last line of the traceback, or how the worker ended. "" if the reward succeeded."""
+Job = tuple[Prompt, list[list[Message]]]
+"""Sample for the reward: the prompt, and the messages after it. Or a group: the messages of each sibling."""
 
 
 class RewardPool:
-    """Pool of `workers` processes for the reward functions of a recipe.
+    """Pool of `workers` processes for the plain reward functions of a recipe, all of one kind.
 
     A sample's timeout starts when a worker begins, so time in the queue does not count. `close()` kills the workers.
     They also die with the process that owns the pool.
@@ -51,9 +43,9 @@ class RewardPool:
 
     def __init__(self, reward: RewardPlan, workers: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._workers = [_Worker(reward) for _ in range(workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._waiting: list[tuple[Scored, asyncio.Future[RewardResult]]] = []
+        self._workers = [Worker(reward) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._waiting: list[tuple[Job, asyncio.Future[list[RewardResult]]]] = []
         self._shares: set[asyncio.Task[None]] = set()
         self._sample_s = SECONDS_PER_SHARE
         """Recent seconds per sample."""
@@ -65,9 +57,14 @@ class RewardPool:
 
     async def compute_reward(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
         """Return the reward's parts or failure. Raises UserError if the reward cannot be loaded."""
+        [result] = await self.compute_group(prompt, [messages])
+        return result
+
+    async def compute_group(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:
+        """Return a result per conversation: siblings for `score_group`, or a single one for `score`."""
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[RewardResult] = loop.create_future()
-        self._waiting.append(((prompt, messages), result))
+        result: asyncio.Future[list[RewardResult]] = loop.create_future()
+        self._waiting.append(((prompt, conversations), result))
         if len(self._waiting) == 1:
             loop.call_soon(self._hand_over)  # after everything else that this iteration of the event loop finishes
         return await result
@@ -84,7 +81,7 @@ class RewardPool:
             self._shares.add(task)
             task.add_done_callback(self._shares.discard)
 
-    async def _compute_share(self, share: list[tuple[Scored, asyncio.Future[RewardResult]]]) -> None:
+    async def _compute_share(self, share: list[tuple[Job, asyncio.Future[list[RewardResult]]]]) -> None:
         samples, waiting = [sample for sample, _ in share], [result for _, result in share]
         try:
             loop = asyncio.get_running_loop()
@@ -112,7 +109,7 @@ class RewardPool:
             worker.kill()  # again: a thread may have been starting it
             worker.reap()
 
-    def _run_in_worker(self, samples: Sequence[Scored]) -> tuple[list[RewardResult], float]:
+    def _run_in_worker(self, samples: Sequence[Job]) -> tuple[list[list[RewardResult]], float]:
         """Return the results of a share, and its seconds."""
         # there are as many threads as workers, so an idle worker is always in the queue
         worker = self._idle.get()
@@ -123,7 +120,7 @@ class RewardPool:
             self._idle.put(worker)
 
 
-def describe_samples(samples: Sequence[Scored]) -> list[tuple[bytes, list[Message]]]:
+def describe_samples(samples: Sequence[Job]) -> list[tuple[bytes, list[list[Message]]]]:
     """Return samples for a worker, each with its prompt as pickled fields: a Prompt would import torch there.
 
     The worker unpickles the fields for every sample, so siblings share no object that a reward could change.
@@ -131,53 +128,59 @@ def describe_samples(samples: Sequence[Scored]) -> list[tuple[bytes, list[Messag
     of_prompts: dict[int, bytes] = {}
     for prompt, _ in samples:
         if id(prompt) not in of_prompts:
-            of_prompts[id(prompt)] = pickle.dumps({f.name: getattr(prompt, f.name) for f in fields(prompt)})
-    return [(of_prompts[id(prompt)], messages) for prompt, messages in samples]
+            of_prompts[id(prompt)] = describe_prompt(prompt)
+    return [(of_prompts[id(prompt)], conversations) for prompt, conversations in samples]
 
 
-class _Worker:
+def describe_prompt(prompt: Prompt) -> bytes:
+    """Return the pickled fields of a prompt."""
+    return pickle.dumps({f.name: getattr(prompt, f.name) for f in fields(prompt)})
+
+
+class Worker:
     """Reward process. A dead process is replaced at the next sample."""
 
-    def __init__(self, reward: RewardPlan) -> None:
-        self._reward = reward
+    def __init__(self, reward: RewardPlan, module: str = "rewards.worker") -> None:
+        """Take a plan, and the program of the process."""
+        self._reward, self._module = reward, module
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start the process. Errors of loading the reward are reported with the first sample."""
-        self._socket, far_end = Pipe()
+        self.socket, far_end = Pipe()
         self._ready = False
-        self._process = start_module("rewards.worker", far_end.fileno())
+        self._process = start_module(self._module, far_end.fileno())
         # an open copy here would hide the worker's death: recv would wait instead of raising EOFError
         far_end.close()
 
-    def compute_rewards(self, samples: Sequence[Scored], timeout_s: float) -> list[RewardResult]:
+    def compute_rewards(self, samples: Sequence[Job], timeout_s: float) -> list[list[RewardResult]]:
         """Return the results of samples, in order. A sample that ends the process fails alone."""
-        results: list[RewardResult] = []
+        results: list[list[RewardResult]] = []
         # after a death, the next pass starts a new process for the samples behind the fatal one
         while len(results) < len(samples):
             results += self._compute_until_death(samples[len(results) :], timeout_s)
         return results
 
-    def _compute_until_death(self, samples: Sequence[Scored], timeout_s: float) -> list[RewardResult]:
-        """Return one result per sample, up to the sample that ended the process."""
-        if self._process is None:
-            self.start()
-        if not self._ready:
-            self._send_reward()
-        results: list[RewardResult] = []
+    def _compute_until_death(self, samples: Sequence[Job], timeout_s: float) -> list[list[RewardResult]]:
+        """Return the results of the samples, up to the sample that ended the process."""
+        self.load()
+        results: list[list[RewardResult]] = []
         try:
-            self._socket.send(describe_samples(samples))
+            self.socket.send(describe_samples(samples))
             for _ in samples:
                 # the worker answers each sample before it begins the next, so this deadline is that of one sample
-                if not self._socket.poll(timeout_s):
+                if not self.socket.poll(timeout_s):
                     self.kill()
                     self.reap()
-                    return [*results, RewardResult(failure=f"timeout after {timeout_s:g}s")]
-                parts, failure = self._socket.recv()
-                results.append(RewardResult(reward_parts=parts, failure=failure))
+                    failure = f"timeout after {timeout_s:g}s"
+                    break
+                results.append(self.socket.recv())
+            else:
+                return results
         except (EOFError, OSError):  # the process is exiting
-            results.append(RewardResult(failure=f"the worker process {self.reap()}"))
-        return results
+            failure = f"the worker process {self.reap()}"
+        _, fatal = samples[len(results)]
+        return [*results, [RewardResult(failure=failure)] * len(fatal)]
 
     def kill(self) -> None:
         """Kill the process and its children. Another thread may be waiting for the result."""
@@ -195,14 +198,19 @@ class _Worker:
             self._process.wait(REWARD_EXIT_GRACE_S)
         self.kill()  # its children too, which may still run
         code = self._process.wait()
-        self._socket.close()
+        self.socket.close()
         self._process = None
         return f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
-    def _send_reward(self) -> None:
+    def load(self) -> None:
+        """Start the process if it is not running, and load the reward in it. Raises UserError if that fails."""
+        if self._process is None:
+            self.start()
+        if self._ready:
+            return
         try:
-            self._socket.send(self._reward)
-            refusal = self._socket.recv() if self._socket.poll(REWARD_START_TIMEOUT_S) else "takes too long to load"
+            self.socket.send(self._reward)
+            refusal = self.socket.recv() if self.socket.poll(REWARD_START_TIMEOUT_S) else "takes too long to load"
         except (EOFError, OSError):
             refusal = f"{self._reward.path}: the worker process {self.reap()} while it loaded the reward"
         if refusal:

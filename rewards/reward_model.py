@@ -71,6 +71,7 @@ def load_once(
     from data_feeds.chat.template_args import make_clock, writes_date
     from data_feeds.chat.tokenizer import ChatTokenizer
     from modeling.hf_config import check_model_folder
+    from modeling.layout_probe import set_exact_attention
     from modeling.load import load_scalar_model
     from modeling.media import MediaLoader
 
@@ -84,5 +85,6 @@ def load_once(
             "data.template_date of its training (in that run's config.yaml)"
         )
     net = load_scalar_model(model, dtype="float32", attention="auto", **given).eval()
+    set_exact_attention(net, device="cpu")
     media = MediaLoader(net, model, device="cpu", trust_remote_code=trust_remote_code)
     return net, tokenizer, media

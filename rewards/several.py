@@ -5,15 +5,13 @@ Parts are logged as `<function>.<part>`, so functions never share a name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from core.loading import FileSpec
-from rewards import check_reward, load_reward, prepare_reward
-
-if TYPE_CHECKING:
-    from core.types.samples import Message, Prompt
+from rewards import RewardFn, RewardRun, check_reward, load_reward, prepare_reward
+from rewards.kinds import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +21,7 @@ class NamedReward:
     name: str
     spec: FileSpec
     settings: dict[str, Any]
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +33,7 @@ class RewardPlan:
     """Names of the functions for a source."""
     otherwise: tuple[str, ...] = ()
     """Names of the functions for every other source. "" is the single function of `reward.function`."""
+    run: RewardRun = field(default_factory=RewardRun)
 
     @property
     def path(self) -> str:
@@ -45,27 +45,29 @@ class RewardPlan:
         """Return every file by recipe key."""
         return {f"reward.functions.{f.name}" if f.name else "reward.function": f.spec for f in self.functions}
 
-    def load(self) -> Callable[[Prompt, list[Message]], dict[str, float]]:
-        """Import the functions. Return a function that calls those of the prompt's source.
+    @property
+    def kinds(self) -> list[Kind]:
+        """Kinds of the functions, without repetition."""
+        return sorted({f.kind for f in self.functions})
 
-        Raises UserError if the settings do not fit.
-        """
-        scores = {f.name: load_reward(f.spec, f.settings) for f in self.functions}
-        # a single function: its parts keep their names
-        if [*scores] == [""]:
-            return scores[""]
+    def list_names(self, source: str) -> tuple[str, ...]:
+        """Return the names of the functions for a source's rows."""
+        return self.by_source.get(source, self.otherwise)
 
-        def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
-            parts: dict[str, float] = {}
-            for name in self.by_source.get(prompt.source, self.otherwise):
-                given = scores[name](prompt, messages)
-                # the worker checks only the merged parts, in which an empty dict would go unnoticed
-                if not isinstance(given, dict) or not given:
-                    raise TypeError(f"score() of {name or 'the reward'} must return a dict of named numbers: {given!r}")
-                parts |= {f"{name}.{part}" if name else part: value for part, value in given.items()}
-            return parts
+    def select(self, kind: Kind) -> RewardPlan:
+        """Return the functions of a kind; the names of a source's other functions are left out."""
+        own = tuple(f for f in self.functions if f.kind == kind)
+        named = {f.name for f in own}
 
-        return score
+        def keep(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in names if name in named)
+
+        by_source = {source: keep(names) for source, names in self.by_source.items()}
+        return replace(self, functions=own, by_source=by_source, otherwise=keep(self.otherwise))
+
+    def load(self) -> Mapping[str, RewardFn]:
+        """Import the functions; return them by name. Raises UserError if the settings do not fit."""
+        return {f.name: load_reward(f.spec, f.settings, self.run) for f in self.functions}
 
     def check(self, deadline_s: float) -> None:
         """Call every function's `check`. Raises UserError. deadline_s: reward.timeout_s."""
@@ -75,4 +77,4 @@ class RewardPlan:
     def prepare(self) -> None:
         """Call every function's `prepare`."""
         for function in self.functions:
-            prepare_reward(function.spec, function.settings)
+            prepare_reward(function.spec, function.settings, self.run)

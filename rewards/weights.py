@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from configs.rollout_schema import RewardConfig, RewardWeights, name_function
 from core.errors import UserError
-from rewards import resolve_reward
+from rewards import RewardRun, resolve_reward
+from rewards.kinds import find_kind
+from rewards.scored import MAIN_PART
 from rewards.several import NamedReward, RewardPlan
 
-MAIN_PART = "correct"
-"""Part with the weight if a function returns several parts and has a single weight."""
 
-
-def plan_rewards(reward: RewardConfig) -> RewardPlan:
-    """Resolve the functions of a recipe. Raises UserError for an unknown function."""
+def plan_rewards(reward: RewardConfig, *, engines: int = 1) -> RewardPlan:
+    """Resolve the functions of a recipe. Raises UserError for an unknown function. engines: the most of the run."""
     groups = {source: tuple(name_function(n) for n in weights) for source, weights in reward.by_source.items()}
     if reward.function is not None:
-        only = NamedReward(
-            name="", spec=resolve_reward(reward.function, key="reward.function"), settings=reward.settings
-        )
-        functions, otherwise = [only], ("",)
+        functions, otherwise = [name_reward("", reward.function, reward.settings, key="reward.function")], ("",)
     else:
         functions, otherwise = [], tuple(name_function(n) for n in reward.functions)
     for given in reward.function_names:
         key = "reward.functions" if given in reward.functions else "reward.by_source"
         name = name_function(given)
-        settings = reward.settings_of(name)
-        functions.append(NamedReward(name=name, spec=resolve_reward(given, key=key), settings=settings))
-    return RewardPlan(functions=tuple(functions), by_source=groups, otherwise=otherwise)
+        functions.append(name_reward(name, given, reward.settings_of(name), key=key))
+    run = RewardRun(engines=engines)
+    return RewardPlan(functions=tuple(functions), by_source=groups, otherwise=otherwise, run=run)
+
+
+def name_reward(name: str, name_or_path: str, settings: dict[str, Any], *, key: str = "reward") -> NamedReward:
+    """Find a reward function, and read its kind."""
+    spec = resolve_reward(name_or_path, key=key)
+    return NamedReward(name=name, spec=spec, settings=settings, kind=find_kind(spec))
 
 
 def weigh_parts(reward: RewardConfig, parts: Mapping[str, float], source: str) -> float:
     """Return a sample's reward: the weighted sum of its parts. Raises UserError for a missing part."""
+    return sum(weight * parts[name] for name, weight in find_weights(reward, parts, source).items())
+
+
+def find_weights(reward: RewardConfig, parts: Mapping[str, float], source: str) -> dict[str, float]:
+    """Return the weight of each part that counts. Raises UserError for a missing part."""
     chosen = reward.by_source.get(source, reward.functions)
-    total = sum(_weigh_function(name_function(name), weights, parts) for name, weights in chosen.items())
+    found: dict[str, float] = {}
+    for name, of_function in chosen.items():
+        found |= _find_function_weights(name_function(name), of_function, parts)
     weights = _list_weights(reward, source)
     if missing := [name for name in weights if name not in parts]:
         raise UserError(
@@ -42,12 +52,11 @@ def weigh_parts(reward: RewardConfig, parts: Mapping[str, float], source: str) -
             "correct the name"
         )
     # parts with a weight by name alone: those of a single function, and of the environment
-    return total + sum(weight * parts[name] for name, weight in weights.items())
+    return found | {**weights}
 
 
-def weigh_turns(reward: RewardConfig, turns: Sequence[Mapping[str, float]], source: str) -> tuple[float, ...]:
-    """Return the weighted scores of each turn, or () if the environment has no scores per turn."""
-    weights = _list_weights(reward, source)
+def weigh_turns(weights: Mapping[str, float], turns: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
+    """Return the weighted scores of each turn, or () without scores per turn. weights: of `find_weights`."""
     # parts without a weight are metrics only
     return tuple(sum(weights.get(name, 0.0) * value for name, value in parts.items()) for parts in turns)
 
@@ -58,8 +67,9 @@ def _list_weights(reward: RewardConfig, source: str) -> Mapping[str, float]:
     return {} if reward.function is not None and source in reward.by_source else reward.weights
 
 
-def _weigh_function(name: str, weights: RewardWeights, parts: Mapping[str, float]) -> float:
-    # the prefix that RewardPlan.load has added
+def _find_function_weights(name: str, weights: RewardWeights, parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the weights of a function's parts, under their names in the log."""
+    # the prefix that merge_results has added
     own = {part.removeprefix(f"{name}."): value for part, value in parts.items() if part.startswith(f"{name}.")}
     if isinstance(weights, dict):
         if missing := [part for part in weights if part not in own]:
@@ -67,10 +77,10 @@ def _weigh_function(name: str, weights: RewardWeights, parts: Mapping[str, float
                 f"the weights of the reward {name} name {missing[0]!r}, but it returns only {', '.join(sorted(own))}: "
                 "correct the name"
             )
-        return sum(weight * own[part] for part, weight in weights.items())
+        return {f"{name}.{part}": weight for part, weight in weights.items()}
     if MAIN_PART not in own and len(own) != 1:
         raise UserError(
             f"the reward {name} has one weight and returns {', '.join(sorted(own))}: give every part that counts a "
             f"weight of its own ({name}: {{{min(own)}: {weights:g}}})"
         )
-    return weights * own.get(MAIN_PART, next(iter(own.values())))
+    return {f"{name}.{MAIN_PART if MAIN_PART in own else next(iter(own))}": weights}

@@ -17,7 +17,7 @@ from core.types.messages import Message, ToolSpec, name_of_tool
 from core.types.samples import Prompt, Sample
 from data_feeds.chat.template_append import ImagesDoNotFit
 from data_feeds.chat.tool_parsing import ParsedReply, PlainParser, ReplyParser, rename_taken
-from rewards.worker import call_user_code, last_line
+from rewards.calls import call_user_code, last_line
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.envs.check_env import check_answers, check_turn_scores

@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.errors import UserError
+from core.tasks import start_task
 from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES, Activity
 from core.timing.timeouts import wait_or_cancel
 from core.types.samples import Group, Prompt, Sample
 from data_feeds.chat.demonstrations import TurnTokenizer, make_demonstration
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser
-from rewards.pool import RewardPool
-from rewards.weights import weigh_parts, weigh_turns
+from rewards.rewarder import Rewarder
+from rewards.scored import RewardResult, merge_results
+from rewards.weights import find_weights, weigh_parts, weigh_turns
 from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Played, make_seed, run_episode
 from rollouts.stops import Stops
+from rollouts.token_parts import add_token_rewards, join_turns
 from rollouts.transcript import SharedPrompt, Tokenizer
 
 if TYPE_CHECKING:
     from rollouts.agents.episode import AgentRunner
     from rollouts.agents.processes import AgentProcesses
     from rollouts.agents.session import AgentTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """Played episode, and the results of its rewards."""
+
+    played: list[Played]
+    """One per player, or per branch of an agent's conversations."""
+    results: list[RewardResult]
+    """One per player; a single one for an agent."""
+    is_shared: bool = False
+    """True if all branches share the result."""
 
 
 class RolloutWorker:
@@ -41,7 +56,7 @@ class RolloutWorker:
         engine: Engine,
         tokenizer: Tokenizer,
         make_env: Callable[[Prompt], Env],
-        rewards: RewardPool,
+        rewards: Rewarder,
         *,
         reward: RewardConfig,
         rollout: RolloutConfig,
@@ -67,30 +82,39 @@ class RolloutWorker:
         An episode yields one sample, one per player, or one per branch of an agent's conversations. The prompt's
         demonstration comes last.
         """
+        task = start_task(self._make_group(ticket, prompt, size))
+        self.groups.append(task)
+        try:
+            # None: the driver counts the timeout, and tries another engine
+            return await wait_or_cancel(task, self.rollout.timeout_s)
+        finally:
+            self.groups.remove(task)
+
+    async def _make_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
         run = self._run_agent
         if self.agents is None:
             run = partial(self._run_episode, SharedPrompt(self.tokenizer))
-        episodes = asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
-        self.groups.append(episodes)
-        try:
-            samples = await wait_or_cancel(episodes, self.rollout.timeout_s)
-        finally:
-            self.groups.remove(episodes)
-        # None: the driver counts the timeout, and tries another engine
-        return None if samples is None else await self._with_demonstration([*chain.from_iterable(samples)])
+        episodes = await asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
+        if (demonstrated := await self._reward_demonstration(episodes)) is not None:
+            episodes.append(demonstrated)
+        if self.rewards.scores_groups(prompt.source):
+            with self.timer.measure(Activity.REWARD):
+                episodes = await self._reward_siblings(prompt, episodes)
+        return [sample for episode in episodes for sample in self._make_samples(episode)]
 
-    async def _with_demonstration(self, group: Group) -> Group:
-        """Append the demonstration of the group's prompt, with its reward."""
+    async def _reward_demonstration(self, episodes: Sequence[Episode]) -> Episode | None:
+        """Return the demonstration of the group's prompt with its reward; None without one."""
+        group = [played.sample for episode in episodes for played in episode.played]
         # as the policy saw it, with the tools of the environment; an episode that failed may not have seen them
         prompt = next((s.prompt for s in group if not s.failure), group[0].prompt)
         if not prompt.demonstration:
-            return group
+            return None
         # a tokenizer without turns, such as a simulator's, has no demonstrations
         sample = make_demonstration(cast(TurnTokenizer, self.tokenizer), prompt)
         with self.timer.measure(Activity.REWARD):
-            return [*group, await self._reward_sample(Played(sample=sample, messages=prompt.demonstration))]
+            return await self._reward_players([Played(sample=sample, messages=prompt.demonstration)])
 
-    async def _run_episode(self, tokenizer: SharedPrompt, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:
+    async def _run_episode(self, tokenizer: SharedPrompt, ticket: int, prompt: Prompt, sibling: int) -> Episode:
         rules = EpisodeRules(
             seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
             max_new_tokens=self.rollout.max_new_tokens,
@@ -106,11 +130,9 @@ class RolloutWorker:
         with self.timer.measure(Activity.GENERATE):
             played = await run_episode(self.engine, self.make_env, prompt, tokenizer, rules)
         with self.timer.measure(Activity.REWARD):
-            if len(played) == 1:
-                return [await self._reward_sample(played[0])]
-            return await asyncio.gather(*map(self._reward_sample, played))
+            return await self._reward_players(played)
 
-    async def _run_agent(self, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:
+    async def _run_agent(self, ticket: int, prompt: Prompt, sibling: int) -> Episode:
         assert self.agents is not None
         with self.timer.measure(Activity.ENVIRONMENT):  # except while the engine samples for it
             played = await self.agents.play(
@@ -119,20 +141,53 @@ class RolloutWorker:
                 seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
             )
         with self.timer.measure(Activity.REWARD):  # one reward per episode, shared by all branches
-            first = await self._reward_sample(played[0])
-        return [
-            replace(one.sample, reward=first.reward, reward_parts=first.reward_parts, failure=first.failure)
-            for one in played
-        ]
+            return Episode(played=played, results=[await self._compute_reward(played[0])], is_shared=True)
 
-    async def _reward_sample(self, played: Played) -> Sample:
-        sample, prompt = played.sample, played.sample.prompt
+    async def _reward_players(self, played: list[Played]) -> Episode:
+        return Episode(played=played, results=await asyncio.gather(*map(self._compute_reward, played)))
+
+    async def _compute_reward(self, played: Played) -> RewardResult:
         # a failed sample has no reward, and is not trained on
+        if played.sample.failure:
+            return RewardResult(failure=played.sample.failure)
+        return await self.rewards.compute_reward(played.sample.prompt, played.messages)
+
+    async def _reward_siblings(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Episode]:
+        """Add the results of `score_group`, which compares the live siblings: in a game, those of each player."""
+        sides = sorted({played.sample.player for episode in episodes for played in episode.played})
+        results = [[*episode.results] for episode in episodes]
+        for side in sides:
+            # of an agent's branches, the first stands for the episode
+            live = [
+                (e, i)
+                for e, episode in enumerate(episodes)
+                for i, result in enumerate(episode.results)
+                if episode.played[i].sample.player == side and not result.failure
+            ]
+            conversations = [episodes[e].played[i].messages for e, i in live]
+            for (e, i), found in zip(live, await self.rewards.compute_group(prompt, conversations), strict=True):
+                results[e][i] = merge_results([("", results[e][i]), ("", found)])
+        return [replace(episode, results=own) for episode, own in zip(episodes, results, strict=True)]
+
+    def _make_samples(self, episode: Episode) -> list[Sample]:
+        """Return the samples of an episode with their rewards."""
+        if not episode.is_shared:
+            return [self._add_result(*one) for one in zip(episode.played, episode.results, strict=True)]
+        [result] = episode.results
+        if len(episode.played) > 1 and (result.turn_parts or result.token_parts):
+            why = "turn_parts and token_parts are of one conversation, and this episode has several branches"
+            result = RewardResult(failure=why, notes=result.notes, counts=result.counts)
+        first = self._add_result(episode.played[0], result)
+        shared: dict[str, Any] = {"reward": first.reward, "reward_parts": first.reward_parts, "failure": first.failure}
+        return [first, *(replace(one.sample, **shared) for one in episode.played[1:])]
+
+    def _add_result(self, played: Played, result: RewardResult) -> Sample:
+        sample, prompt = played.sample, played.sample.prompt
         if sample.failure:
             return sample
-        result = await self.rewards.compute_reward(prompt, played.messages)
+        sample = replace(sample, notes=[*result.notes], counts=sample.counts | result.counts)
         if result.failure:
-            return replace(sample, failure=result.failure)
+            return replace(sample, failure=result.failure, reward_parts={})
         # a silent overwrite would drop one of the two numbers
         twice = result.reward_parts.keys() & sample.reward_parts.keys()
         # the number of replies, which that reward returns for want of another, gives way to the environment's own
@@ -140,11 +195,17 @@ class RolloutWorker:
             who = "environment" if self.agents is None else "agent"
             raise UserError(f"reward and {who} both return a part {min(twice)!r}: rename one of them")
         parts = result.reward_parts | sample.reward_parts
+        weights = find_weights(self.reward, parts, prompt.source)
+        try:
+            turns = join_turns(sample, played.turn_scores, result.turn_parts)
+            sample = add_token_rewards(sample, result, weights, self.tokenizer.decode)
+        except ValueError as error:
+            return replace(sample, failure=str(error), reward_parts={})
         return replace(
             sample,
             reward_parts=parts,
             reward=weigh_parts(self.reward, parts, prompt.source),
-            turn_rewards=weigh_turns(self.reward, played.turn_scores, prompt.source),
+            turn_rewards=weigh_turns(weights, turns),
         )
 
     @contextmanager
@@ -175,6 +236,14 @@ class RolloutWorker:
             truncation=self.rollout.truncation,
         )
         return AgentRunner(agents, sampler, timeout_s=SHARE_OF_TIMEOUT * self.rollout.timeout_s)
+
+    async def start_trace(self, trace: bool, memory: bool) -> None:
+        """Start to profile the engine."""
+        await self.engine.start_trace(trace=trace, memory=memory)
+
+    async def stop_trace(self, stem: Path) -> list[str]:
+        """Write the profile of the engine; return the names of its files."""
+        return await self.engine.stop_trace(stem)
 
     async def sleep(self) -> None:
         """Wait for groups that a finished run left running, then put the engine to sleep."""

@@ -2,7 +2,8 @@
 
 docs/reference/ comes from the schema, the algorithms' docstrings and fields, core/metrics.py and
 core/timing/deadlines.py. configs/README.md and algs/LIBRARY.md are short tables that link there. One table of
-docs/concepts/one_step.md is made, and one of docs/coming_from/index.md, from configs/other_names.py.
+docs/concepts/one_step.md is made, and one of docs/coming_from/index.md, from configs/other_names.py. configs/editor/
+has the schemas for editors.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from core.loading import load_module
 from core.metrics import METRICS
 from core.timing.deadlines import TABLE
 from data_feeds.rows.forms import FORMS, ORIGINS, Form, Turns
+from tools.editor_schema import editor_schemas
 from tools.papers import make_table
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +55,7 @@ def pages() -> dict[Path, str]:
         reference / "papers.md": papers(),
         one_step: count_lines(one_step.read_text()),
         coming_from: coming_from.read_text().partition(MADE)[0] + other_names(),
-    }
+    } | editor_schemas()
 
 
 def recipes() -> str:

@@ -22,8 +22,8 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
 from core.gc_control import without_gc
 from core.patches import find_hpzero_group, reduce_with_gloo
-from core.types.weights import Bucket, ExportScope, split_into_buckets
-from modeling.export import exported_tensors
+from core.types.weights import Bucket, ExportScope
+from modeling.file_names import WeightExport, cut_buckets
 from modeling.load import DTYPES
 from trainers.checkpoint.copies import load_tensors, save_tensors
 from trainers.checkpoint.state import reading
@@ -87,7 +87,7 @@ class DeepSpeedLearner:
         self.model, self.zero_stage, self.sum_over_ranks = model, cfg.zero_stage, sum_over_ranks
         self.cfg = cfg
         self.max_grad_norm, self.may_apply, self.norm = cfg.max_grad_norm, True, math.inf
-        self.exported = exported_tensors(model)
+        self.exported = WeightExport(model)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
         if cfg.zero_stage == 0:
             # gradients are reduced by the time that DeepSpeed calls the optimizer, so the norm is computed there
@@ -150,10 +150,10 @@ class DeepSpeedLearner:
         """Yield buckets; with ZeRO-3 every rank must consume all of them, and a bucket is valid until the next one."""
         import deepspeed
 
-        for bucket in split_into_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
-            held = [p for exported in bucket for p in exported.parameters]
+        for groups in self.exported.split(scope, max_bytes):
+            held = [p for group in groups for p in group.parameters if isinstance(p, nn.Parameter)]
             with deepspeed.zero.GatheredParameters(held, enabled=self.zero_stage == 3):
-                yield [(exported.name, exported.compute()) for exported in bucket]
+                yield from cut_buckets(groups, max_bytes)
 
     def save_state(self, folder: Path) -> None:
         """Write the DeepSpeed checkpoint of this rank, without frozen parameters."""

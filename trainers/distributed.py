@@ -18,9 +18,9 @@ from core.device import find_device
 from core.errors import UserError
 from core.patches import set_group_timeouts
 from core.types.weights import ExportScope
-from modeling.attention import can_share_prefixes, refuse_sequence_parallel
+from modeling.attention import refuse_sequence_parallel
 from modeling.export import gather_tensors
-from modeling.forward import layout_for
+from modeling.layout_probe import can_share_prefixes, find_probe, layout_for
 from modeling.saved_model import save_exported
 from modeling.sequence_parallel import SequenceGroup
 from trainers.learner import Learner, TrainerSettings
@@ -68,7 +68,9 @@ class DistributedTrainer(Trainer):
             config: Any = model.config
             why = refuse_sequence_parallel(config, size)
             if why is None and not (layout_for(self.cfg.layout, model) == "packed" and can_share_prefixes(model)):
-                why = f"the attention of this {config.model_type} model is not that of modeling/attention.py"
+                why = f"this {config.model_type} model computes no packed rows with shared prefixes"
+            if why is None and find_probe(model).by_path:
+                why = f"a rank has a part of every row, and {find_probe(model).by_path} read whole sequences"
             if why is not None:
                 raise UserError(f"trainer.sequence_parallel={size}: {why}")
 
@@ -77,6 +79,11 @@ class DistributedTrainer(Trainer):
         # every rank of a sequence group has the same rows, so only the first may contribute to the sum
         counts = together is None or together.place == 0
         return self.sum_over_ranks(values if counts else torch.zeros_like(values))
+
+    def find_largest(self, value: Tensor) -> Tensor:
+        largest = value.clone()
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        return largest
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum of `values` over all ranks, on every rank."""

@@ -12,8 +12,9 @@ from configs.trainer_schema import LoraConfig, TrainerConfig
 from core.errors import UserError
 from core.types.measures import Measure, list_teachers
 from core.types.samples import Batch, ScoredColumn
-from modeling.forward import compute_states, layout_for
+from modeling.forward import compute_states
 from modeling.head import get_head
+from modeling.layout_probe import layout_for
 from modeling.sequence_parallel import SequenceGroup
 from modeling.softmax import KeptStates, TeacherLogits
 from trainers.learner import Learner

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.device import find_device
-from core.types.weights import Bucket, ExportScope, split_into_buckets
-from modeling.export import exported_tensors
+from core.types.weights import Bucket, ExportScope
+from modeling.export import ExportedTensor, exported_tensors
+from modeling.file_names import WeightExport, cut_buckets
 from modeling.load import DTYPES
 from trainers.checkpoint.fsdp2_state import WEIGHTS, list_saved, read_state, write_state
 from trainers.distributed import DistributedTrainer
@@ -75,9 +76,11 @@ class FsdpLearner:
     ):
         self.model = self.module = settle_shards(model, mesh, dtype=dtype, offload=cfg.offload)
         self.sum_over_ranks, self.max_grad_norm = sum_over_ranks, cfg.max_grad_norm
-        self.exported = {
-            scope: [replace(e, dtype=dtype) for e in tensors] for scope, tensors in exported_tensors(model).items()
-        }
+        tensors = exported_tensors(model)
+        # parameters are float32 in training, and buffers are as they were loaded
+        self.exported = WeightExport(
+            model, {scope: [narrow_parameters(t, dtype) for t in named] for scope, named in tensors.items()}
+        )
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.held = {name: local_part(p.detach()) for name, p in self.trained.items()}
         """Local shard of each trained parameter, or the whole adapter parameter. Both are views, not copies."""
@@ -135,8 +138,12 @@ class FsdpLearner:
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
         """Yield buckets; every rank must consume all of them."""
-        for bucket in split_into_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
-            yield [(e.name, e.compute(lambda p, dtype=e.dtype: gather(p, dtype))) for e in bucket]
+
+        def read(exported: ExportedTensor) -> Tensor:
+            return exported.compute(lambda p: gather(p, exported.dtype))
+
+        for groups in self.exported.split(scope, max_bytes):
+            yield from cut_buckets(groups, max_bytes, read)
 
     def save_state(self, folder: Path) -> None:
         """Write the shards of this rank, without frozen parameters."""
@@ -180,6 +187,11 @@ class FsdpLearner:
         """Return copies of the shards as parts of whole tensors, which any number of ranks can read."""
         whole = zip(self.trained.items(), copies, strict=True)
         return {f"{WEIGHTS}.{name}": as_part_of(p, own) if isinstance(p, DTensor) else own for (name, p), own in whole}
+
+
+def narrow_parameters(exported: ExportedTensor, dtype: torch.dtype) -> ExportedTensor:
+    """Return the export in `dtype`, if it is made of parameters."""
+    return replace(exported, dtype=dtype) if isinstance(exported.parameters[0], nn.Parameter) else exported
 
 
 def gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.device import find_device
-from core.types.weights import Bucket, ExportScope, split_into_buckets
-from modeling.export import exported_tensors, gather_tensors
+from core.types.weights import Bucket, ExportScope
+from modeling.export import gather_tensors
+from modeling.file_names import WeightExport, cut_buckets
 from modeling.saved_model import save_exported
 from trainers.checkpoint.copies import load_tensors, save_tensors
 from trainers.checkpoint.state import reading
@@ -45,7 +46,7 @@ class TorchLearner:
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig):
         self.model = self.module = model
-        self.exported = exported_tensors(model)
+        self.exported = WeightExport(model)
         self.max_grad_norm = cfg.max_grad_norm
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.master = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
@@ -77,8 +78,8 @@ class TorchLearner:
         return value
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
-        for bucket in split_into_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
-            yield [(exported.name, exported.compute()) for exported in bucket]
+        for groups in self.exported.split(scope, max_bytes):
+            yield from cut_buckets(groups, max_bytes)
 
     def save_state(self, folder: Path) -> None:
         folder.mkdir()

@@ -33,9 +33,9 @@ from core.types.measures import Measure
 from core.types.samples import Batch, Policy, Prompt, ScoredColumn, make_sample
 from core.types.weights import Bucket, ExportScope
 from data_feeds.packing.batches import pack
-from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
-from modeling.forward import compute_values, forward, layout_for
+from modeling.forward import compute_values, forward
+from modeling.layout_probe import layout_for
 from modeling.load import DTYPES
 from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
@@ -43,6 +43,7 @@ from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
 from trainers.columns import score_columns
 from trainers.distributions import keep_states
+from trainers.layouts import combine_layouts, measure_layouts
 from trainers.learner import Learner
 from trainers.meter import Meter, StepMetrics
 from trainers.models import ModelLoader
@@ -98,6 +99,10 @@ class Trainer:
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, **kind)
+        learners = {f"model.path={model.path}": self.policy}
+        if self.critic is not None:
+            learners[f"model.path={model.path}, as a value model"] = self.critic
+        measure_layouts(learners, self.frozen, cfg, device=device, agree=self.find_largest)
         self.layout = layout_for(cfg.layout, self.model)
         self.get_lr = make_lr_schedule(cfg, total_updates)
         self.updates_done = self.skipped_in_a_row = 0
@@ -142,14 +147,12 @@ class Trainer:
         raise NotImplementedError
 
     def describe_layout(self) -> RowLayout:
-        """Return the row layout that all models support.
+        """Return the row layout that all models support."""
+        return combine_layouts(self.model, self.list_models()[1:], self.cfg)
 
-        Rows are padded if any model needs padding. Prefixes are shared if all models can share them.
-        """
-        models = self.list_models()
-        padded = any(layout_for(self.cfg.layout, m) == "padded" for m in models)
-        able = not padded and all(can_share_prefixes(m) for m in models)
-        return RowLayout(padded=padded, shares_prefixes=able and self.cfg.share_prefixes == "auto")
+    def find_largest(self, value: Tensor) -> Tensor:
+        """Return the largest `value` of all ranks, on every rank."""
+        return value
 
     def set_algorithm(self, alg: Algorithm) -> None:
         """Use another copy of the algorithm from now on: the next step's, with its state and schedules."""

@@ -78,6 +78,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
                 "transcript": describe_messages(s.transcript),
                 "images": describe_places(s.images),
                 "counts": s.counts,
+                "notes": s.notes,
                 "log": s.log,
                 "episode": s.episode,
                 "turns": s.turns,

@@ -21,14 +21,15 @@ from core.types.images import PlacedImage, as_argument
 from core.types.kept_sets import KeptSets
 from core.types.measures import ENTROPY
 from core.types.samples import Batch, Policy, Prompt, Sample, ScoredColumn, make_sample
-from core.types.weights import ExportScope
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import plan_update
 from data_feeds.packing.columns import add_columns
 from driver.rl.setup import Prepared
 from driver.start.devices import list_cores
 from driver.start.rollouts import RolloutPlan, build_engine, plan_rollouts
-from modeling.forward import forward, layout_for
+from driver.start.weight_sync import choose_scope
+from modeling.forward import forward
+from modeling.layout_probe import layout_for
 from rollouts.engines.base import Completion, Engine, EngineLacks
 from rollouts.episode import check_completion, make_seed
 from rollouts.transcript import find_places
@@ -120,14 +121,13 @@ class Bench:
         """Start an engine of the plan, with some settings changed."""
         config = replace(self.plan.engine, cores=list_cores(None), **changes)
         self.engine, _, _ = build_engine(self.plan, config)
-        scope: ExportScope = "adapter" if self.cfg.weight_sync.lora == "adapter" else "whole"
         self.sync = LocalWeightSync(
             self.trainer,
             self.engine,
             (self.trainer.timer, ActivityTimer(*ENGINE_ACTIVITIES)),
             Probe(token_ids=[], bound=self.bound),
             self.cfg.weight_sync.bucket_mib * 2**20,
-            scope,
+            choose_scope(self.cfg, self.plan),
         )
 
     async def push_weights(self) -> str | None:

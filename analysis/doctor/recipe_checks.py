@@ -36,7 +36,8 @@ from driver.sl import run as sl_run
 from driver.start.rollouts import plan_rollouts
 from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora
-from rewards.pool import RewardPool, RewardResult
+from rewards.rewarder import Rewarder
+from rewards.scored import RewardResult, merge_results
 from rewards.weights import weigh_parts
 from rollouts.registry import load_env_class
 from rollouts.stops import check_stops
@@ -172,7 +173,7 @@ class Parts:
         plan = plan_rollouts(cfg)
         load_env_class(plan.env_spec)
         plan.reward_functions.load()
-        result = compute_reward(RewardPool(plan.reward_functions, 1, cfg.reward.timeout_s), prompt)
+        result = compute_reward(Rewarder(plan.reward_functions, 1, cfg.reward.timeout_s), prompt)
         if result.failure:
             raise UserError(f"it fails on row {prompt.id} with the row's own answer as reply: {result.failure}")
         shown = ", ".join(f"{name} {value:g}" for name, value in result.reward_parts.items())
@@ -181,10 +182,17 @@ class Parts:
         return f"row {prompt.id} with its own answer as reply: {shown}"
 
 
-def compute_reward(pool: RewardPool, prompt: Prompt) -> RewardResult:
-    """Return the reward of the row's answer as a reply, and close the pool."""
+def compute_reward(rewarder: Rewarder, prompt: Prompt) -> RewardResult:
+    """Return the reward of the row's answer as a reply, and close the processes."""
+    reply: Message = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}
+
+    async def compute() -> RewardResult:
+        found = await rewarder.compute_reward(prompt, [reply])
+        if rewarder.scores_groups(prompt.source):  # beside a sibling that is equal
+            found = merge_results([("", found), ("", (await rewarder.compute_group(prompt, [[reply], [reply]]))[0])])
+        return found
+
     try:
-        reply: Message = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}
-        return asyncio.run(pool.compute_reward(prompt, [reply]))
+        return asyncio.run(compute())
     finally:
-        pool.close()
+        rewarder.close()

@@ -21,6 +21,7 @@ from core.cluster.addresses import find_interface, list_interfaces, listen_at
 from core.errors import UserError
 from core.timing.deadlines import ADDRESS_CHECK_TIMEOUT_S
 from driver.checks.explain import estimate_memory
+from driver.checks.explain_layout import measure_rows
 from driver.checks.memory_estimate import GIB, MemoryEstimate, find_gpu_gib, find_machine_gib
 from driver.load_recipe import Loaded
 from driver.start.devices import check_devices, count_gpus, uses_gpus
@@ -50,6 +51,7 @@ def _look(loaded: Loaded[Any]) -> Iterator[Finding]:
     yield check_python(platform.python_version(), read_required_python())
     yield from check_packages(read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8")), list_wanted(cfg))
     yield attempt("devices", partial(describe_devices, cfg))
+    yield attempt("rows", partial(measure_rows, cfg))
     try:
         estimate = estimate_memory(loaded)
     except UserError as error:

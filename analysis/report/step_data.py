@@ -8,8 +8,8 @@ from analysis.report.run_files import Row
 from analysis.report.selection import Chosen, Entry, choose_samples
 
 OF_A_SAMPLE = ("completion", "stop", "reward", "reward_parts", "failure", "advantage", "versions", "new_tokens")
-OF_AN_EPISODE = ("turns", "counts", "episode")
-"""Of samples with tools or several turns alone."""
+OF_AN_EPISODE = ("turns", "counts", "notes", "episode")
+"""Of samples with tools, several turns or notes alone."""
 
 
 def make_step(rows: list[Row], limit: int, *, step: int) -> dict[str, Any]:

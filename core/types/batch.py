@@ -234,3 +234,5 @@ class RowLayout:
     """Whether rows are padded to the longest of the micro-batch."""
     shares_prefixes: bool
     """Whether samples of a group share common prefixes; never with padded rows."""
+    measured: str = field(default="", compare=False)
+    """What was measured of the policy's layouts, in a line (modeling/layout_probe.py)."""

@@ -41,6 +41,7 @@ from core.types.kept_sets import KeptSets
 from core.types.messages import ROLES as ROLES
 from core.types.messages import Message as Message
 from core.types.messages import ToolSpec as ToolSpec
+from core.types.notes import Note as Note
 from core.types.turns import Spans, check_turns, find_runs
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
@@ -122,6 +123,8 @@ class Sample:
     counts: dict[str, float] = field(default_factory=dict[str, float])
     """Numbers of the episode for the log, hidden from rewards: turns, tool calls. Stored in an episode's first sample.
     """
+    notes: list[Note] = field(default_factory=list[Note])
+    """Texts of the reward, such as verdicts of a judge, for the sample files."""
     log: str = ""
     """End of an agent's output, for the sample files. Stored in an episode's first sample."""
     advantage: Floats | None = None

@@ -10,8 +10,9 @@ from torch import Tensor
 T = TypeVar("T")
 Bucket = list[tuple[str, Tensor]]
 """Named full tensors, transferred together."""
-ExportScope = Literal["whole", "adapter"]
-"""Tensors to export: all weights of a model, with any adapter merged in; or only the adapter."""
+ExportScope = Literal["whole", "files", "adapter"]
+"""Tensors to export: all weights of a model, with any adapter merged in, under the model's names; the same under the
+names of model files (modeling/file_names.py); or only the adapter."""
 
 
 def split_into_buckets(items: Iterable[T], bytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:

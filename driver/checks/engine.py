@@ -17,15 +17,15 @@ from rollouts.stops import Stops, check_stops
 def check_engine(cfg: RLConfig | EvalConfig) -> None:
     """Raise UserError for a key that needs a capability the engine lacks."""
     name = f"rollout.engine={cfg.rollout.engine}"
-    can = load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities
+    engine = load_engine_class(resolve_engine(cfg.rollout.engine))
+    engine.check_options(cfg.rollout.vllm, engine=cfg.rollout.engine)
+    can = engine.capabilities
     # Other processes receive weights by broadcasts at least.
     if cfg.backend == "ray" and not can.broadcast:
         raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
     if cfg.rollout.is_truncated:
         aborts = isinstance(cfg, RLConfig) and cfg.weight_sync.pause_mode == "abort"
-        load_engine_class(resolve_engine(cfg.rollout.engine)).check_truncation(
-            cfg.rollout, on_gpu=uses_gpus(cfg), aborts=aborts
-        )
+        engine.check_truncation(cfg.rollout, on_gpu=uses_gpus(cfg), aborts=aborts)
     if cfg.rollout.tensor_parallel_size != 1 and not can.tensor_parallel:
         raise UserError(f"{name} has no tensor parallelism: set rollout.tensor_parallel_size to 1")
     if cfg.rollout.stop and not can.stop_strings:

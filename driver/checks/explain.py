@@ -17,6 +17,7 @@ from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
 from data_feeds.rows.forms import RowKind
 from driver.checks.explain_devices import describe_gpus, describe_processes
+from driver.checks.explain_layout import describe_rows
 from driver.checks.explain_rows import find_rows, show_rows
 from driver.checks.explain_texts import describe_texts, find_tokenizer
 from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate, estimate_engine_gib, find_gpu_gib
@@ -36,6 +37,7 @@ def explain(loaded: Loaded[Any]) -> str:
         *describe_arithmetic(loaded),
         *describe_schedules(loaded.alg),
         *describe_texts(tokenizer, cfg.data),
+        *describe_rows(cfg),
         *describe_placement(cfg),
         *describe_memory(loaded),
     ]

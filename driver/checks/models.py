@@ -74,11 +74,6 @@ def check_user_code(cfg: RunConfig) -> None:
     model: Any = meta_model(cfg.model.path, trust_remote_code=True)
     if not runs_own_code(model):
         return
-    if cfg.trainer.layout == "packed":
-        raise UserError(
-            "trainer.layout=packed needs attention that separates sequences, and no test covers the code that comes "
-            f"with model.path={cfg.model.path}: set it to padded or auto"
-        )
     if model.get_output_embeddings() is None:
         raise UserError(
             f"model.path={cfg.model.path} comes with code whose get_output_embeddings() returns nothing, and the head "

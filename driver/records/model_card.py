@@ -22,10 +22,11 @@ MOST_ROWS = 20
 """Rows of the curve."""
 
 
-def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int) -> None:
+def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int, is_value_model: bool = False) -> None:
     """Write README.md and recipe.yaml, and copy the licence of the base model.
 
-    run: the run folder, with config.yaml and metrics.jsonl. steps: steps done.
+    run: the run folder, with config.yaml and metrics.jsonl. steps: steps done. is_value_model: the folder has the
+    value model of the run, which is always whole.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -35,22 +36,25 @@ def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int) -> None:
     for name in LICENCES:
         if (file := find_model_file(cfg.model.path, name)) is not None:
             shutil.copyfile(file, folder / name)
-    alg, is_adapter = str(cfg.alg.get("name") or Path(str(cfg.alg.get("file"))).stem), _is_adapter(cfg)
+    alg = str(cfg.alg.get("name") or Path(str(cfg.alg.get("file"))).stem)
+    is_adapter = _is_adapter(cfg) and not is_value_model
     sources = [source.path for source in cfg.data.list_sources("train")]
     licence = read_licence(cfg.model.path, folder)
+    tags = ["value-model"] if is_value_model else ["lora"] if cfg.model.lora is not None else []
     data = ModelCardData(
         # the Hub takes names of its own only
         base_model=None if os.path.isdir(cfg.model.path) else cfg.model.path,
         # hub:NAME/CONFIG
         datasets=["/".join(path[4:].split("/")[:2]) for path in sources if path.startswith("hub:")] or None,
         library_name="peft" if is_adapter else "transformers",
-        tags=["feynrl", alg, *(["lora"] if cfg.model.lora is not None else [])],
+        tags=["feynrl", alg, *tags],
         ignore_metadata_errors=True,
         license=licence.get("license"),
         license_name=licence.get("license_name"),
         license_link=licence.get("license_link"),
     )
     facts = {
+        **({"model": "value model: from a prefix, the return that the policy expects"} if is_value_model else {}),
         "base model": f"`{cfg.model.path}`" + (", of which this is a LoRA adapter" if is_adapter else ""),
         "algorithm": f"`{alg}`",
         "data": ", ".join(f"`{path}`" for path in sources),

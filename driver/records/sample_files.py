@@ -68,7 +68,7 @@ def write_samples(path: Path, groups: list[Group]) -> None:
 
 
 def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
-    """Return a sample's JSON record; tools, turns, counts and log only if not empty."""
+    """Return a sample's JSON record; tools, turns, counts, notes and log only if not empty."""
     record = {
         "group": group,
         "id": sample.prompt.id,
@@ -88,6 +88,7 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
         "tools": sample.prompt.tools,
         "turns": list_turns(sample),
         "counts": sample.counts,
+        "notes": sample.notes,
         "log": sample.log,
     }
     if sample.episode is not None:

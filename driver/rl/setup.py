@@ -182,6 +182,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         await colocation.give_to_trainers()
     with context.clock.phase(Phase.START):
         layout = await trainers.call_one(0, Trainer.describe_layout)
+    context.report_layout(layout)
     # Colocated trainers were reloaded above: a checkpoint is loaded into their tensors.
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
     alg = await restore_algorithm(prepared.alg, trainers, prepared.checkpoint)

@@ -141,6 +141,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         trainers = await start_trainers(context.cluster, cfg, plan)
         # Whether rows can be packed depends on the loaded models, so only a trainer knows it.
         layout = await trainers.call_one(0, Trainer.describe_layout)
+    context.report_layout(layout)
     run = Run(
         cfg=cfg,
         alg=prepared.alg,

@@ -19,6 +19,7 @@ from trainers.observers import ObserverFactory
 OF_A_RUN: dict[str, tuple[Callable[[RLConfig], bool], str]] = {
     "compare_losses": (lambda cfg: bool(cfg.compare_losses), "analysis.compared_losses.observer"),
     "capture": (lambda cfg: cfg.capture.is_on, "analysis.capture.observer"),
+    "profile": (lambda cfg: bool(cfg.profile.steps), "analysis.profile.observer"),
 }
 """Condition on the recipe, and the module with `plan_observer`, by key. Observers are called in this order: a step
 snapshot contains the metrics of the compared losses."""

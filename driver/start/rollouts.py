@@ -16,6 +16,7 @@ from core.cluster.capacity import Role
 from core.cluster.elastic_workers import ElasticWorkers
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Local, RankInfo, Resources, Workers
+from core.errors import UserError
 from core.loading import FileSpec
 from core.types.messages import ToolSpec
 from data_feeds.chat.model_files import read_template
@@ -24,7 +25,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import locate_parser, make_parser
 from driver.start.devices import list_cores, share_machine, shares_devices, uses_gpus
 from modeling.lora import name_lora_targets
-from rewards.pool import RewardPool
+from rewards.rewarder import Rewarder
 from rewards.several import RewardPlan
 from rewards.weights import plan_rewards
 from rollouts.allowed_tokens import resolve_allowed_tokens
@@ -128,6 +129,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         kv_cache_gib=None if uses_gpus(cfg) else cfg.rollout.kv_cache_gib,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
+        options=cfg.rollout.vllm,
     )
     parser_file = locate_parser(cfg.rollout.tool_parser)  # another process may have another working folder
     moved = {} if parser_file is None else {"tool_parser": parser_file.path}
@@ -136,7 +138,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         data=carry_template(cfg.data),
         rollout=cfg.rollout.model_copy(update=moved),
         reward=cfg.reward,
-        reward_functions=plan_rewards(cfg.reward),
+        reward_functions=plan_rewards(cfg.reward, engines=cfg.rollout.most_engines),
         env_spec=resolve_env(cfg.rollout.env),
         agent=None if cfg.rollout.agent is None else resolve_agent(cfg.rollout.agent),
         engine_spec=engine_spec,
@@ -157,9 +159,26 @@ def carry_template(data: TemplateConfig) -> TemplateConfig:
 def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
     """Raise UserError for invalid reward settings, or a reward or environment that this machine cannot run."""
     plan.reward_functions.load()
+    check_siblings(cfg, plan.reward_functions)
     if cfg.ray_address is None:  # else it is the engines' machines that need it
         plan.reward_functions.check(cfg.reward.timeout_s)
         load_env_class(plan.env_spec).check()
+
+
+def check_siblings(cfg: RLConfig | EvalConfig, rewards: RewardPlan) -> None:
+    """Raise UserError if a `score_group` would have no siblings to compare."""
+    comparing = next((f for f in rewards.functions if f.kind.is_group), None)
+    if comparing is None:
+        return
+    if isinstance(cfg, RLConfig):
+        sizes = {"group_size": cfg.group_size} | ({"eval_samples": cfg.eval_samples} if cfg.data.eval else {})
+    else:
+        sizes = {"samples": min(map(cfg.count_samples, cfg.data.sets))}
+    if alone := [f"{key}={size}" for key, size in sizes.items() if size < 2]:
+        raise UserError(
+            f"{alone[0]}: score_group() of {comparing.spec.path} compares the samples of a prompt, so there must be "
+            f"at least two: set {alone[0].partition('=')[0]} to 2 or more"
+        )
 
 
 def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, ...]:
@@ -189,7 +208,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         engine,
         tokenizer,
         load_env_class(plan.env_spec),
-        RewardPool(plan.reward_functions, plan.reward.workers, plan.reward.timeout_s),
+        make_rewarder(plan.reward, plan.reward_functions),
         reward=plan.reward,
         rollout=plan.rollout,
         seed=plan.seed,
@@ -198,6 +217,17 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         max_prompt_tokens=plan.max_prompt_tokens,
         agents=agents,
     )
+
+
+def make_rewarder(reward: RewardConfig, functions: RewardPlan) -> Rewarder:
+    """Return an engine's reward processes, with its share of the calls in flight."""
+    share = share_concurrency(reward.max_concurrency, functions)
+    return Rewarder(functions, reward.workers, reward.timeout_s, share)
+
+
+def share_concurrency(of_run: int, functions: RewardPlan) -> int:
+    """Return an engine's part of the calls in flight, at least 1."""
+    return max(1, of_run // functions.run.engines)
 
 
 def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatTokenizer, Stops]:

@@ -19,6 +19,7 @@ from core.types.weights import ExportScope
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.start.rollouts import RolloutPlan
 from modeling.model_files import explain_gap
+from rollouts.registry import load_engine_class
 from rollouts.transcript import find_places
 from rollouts.worker import RolloutWorker
 from trainers.trainer import Trainer
@@ -77,7 +78,7 @@ def make_weight_sync(
     folder, with the files of the disk transport during a sync.
     """
     max_bytes = cfg.weight_sync.bucket_mib * 2**20
-    scope: ExportScope = "adapter" if cfg.weight_sync.lora == "adapter" else "whole"
+    scope = choose_scope(cfg, rollouts)
     # In one process the tensors are handed over, without any transport.
     if isinstance(trainers, Local) and isinstance(workers, Local):
         trainer, worker = trainers.worker, workers.worker
@@ -106,6 +107,13 @@ def make_weight_sync(
         say=say,
         facts=facts,
     )
+
+
+def choose_scope(cfg: RLConfig, rollouts: RolloutPlan) -> ExportScope:
+    """Return the weights that the engines receive, and under which names."""
+    if cfg.weight_sync.lora == "adapter":
+        return "adapter"
+    return "files" if load_engine_class(rollouts.engine_spec).capabilities.file_names else "whole"
 
 
 def list_usable(

@@ -32,7 +32,9 @@ from typing import Any
 
 from core.errors import UserError
 from core.loading import FileSpec, load_module
-from rewards.worker import LONGEST_FAILURE, PR_SET_PDEATHSIG, call_user_code
+from rewards.calls import call_user_code
+from rewards.scored import LONGEST_FAILURE
+from rewards.worker import PR_SET_PDEATHSIG
 from rollouts.agents.task import RESULT_FD, Task
 
 # From <linux/prctl.h>: Python has no constant for it.

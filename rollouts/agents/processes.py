@@ -22,7 +22,7 @@ from core.errors import UserError, quote, shorten
 from core.text.secrets import HIDDEN
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
 from core.timing.progress import say
-from rewards.worker import call_user_code
+from rewards.calls import call_user_code
 from rollouts.agents.output import LARGEST_RESULT, Output
 from rollouts.agents.task import RESULT_FD, AgentPlan, Task
 

@@ -8,8 +8,9 @@ lists the features of the engine, and a recipe that needs others is refused befo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from torch import nn
@@ -104,6 +105,8 @@ class EngineConfig:
     """Treatment of the weights during sleep of a colocated engine. None: the engine never sleeps."""
     over_ipc: bool = False
     """Receive weights through CUDA IPC handles, from another process on the same GPU."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of this engine alone, such as `rollout.vllm`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +132,8 @@ class Capabilities:
     """True if `EngineConfig.stop_strings` ends completions."""
     sleep: bool = False
     """True if the engine can sleep and wake (`sleep`, `wake`), so that a trainer can use the device."""
+    file_names: bool = False
+    """True if weights arrive under the names of model files. False: under those of transformers' model."""
     ipc: bool = False
     """True if the engine can open CUDA IPC handles of its GPU (`EngineConfig.over_ipc`)."""
 
@@ -172,6 +177,12 @@ class Engine(ReceivesWeights, Protocol):
                 "its capabilities"
             )
 
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], *, engine: str) -> None:
+        """Raise UserError for an option that the engine does not take. engine: `rollout.engine`."""
+        if options:
+            raise UserError(f"rollout.vllm has options of vLLM, and rollout.engine is {engine}: leave rollout.vllm out")
+
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
     ) -> Completion:
@@ -211,6 +222,14 @@ class Engine(ReceivesWeights, Protocol):
     async def wake(self, part: WakePart) -> None:
         """Allocate the memory of a part again: first the weights, then the cache."""
         raise EngineLacks("this engine does not sleep")
+
+    async def start_trace(self, *, trace: bool, memory: bool) -> None:
+        """Start to profile the engine's processes; see core/timing/trace.py."""
+        raise EngineLacks("this engine has no profiler: leave profile out")
+
+    async def stop_trace(self, stem: Path) -> list[str]:
+        """Write the profiles to files whose names begin with `stem`; return their names."""
+        raise EngineLacks("this engine has no profiler: leave profile out")
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
         """Return checksums of the last update's tensors, one mapping per tensor-parallel rank."""

@@ -14,6 +14,7 @@ import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -23,11 +24,14 @@ from transformers import DynamicCache
 
 from core.device import find_device
 from core.errors import RunStopped, UserError
+from core.timing.trace import Tracer
 from core.types.allowed_tokens import LOWEST
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
+from modeling.export import saved_buffers
 from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
+from rollouts.engines.hf_support.attention import attend_with_cache
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, keep_sets, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
 from trainers.offload.storages import OffloadedStorages, find_storages
@@ -56,14 +60,17 @@ class HfEngine(Engine):
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
+        from modeling.layout_probe import set_exact_attention
         from modeling.load import load_model
 
         self.device = find_device()
         model = load_model(
-            config.model_path, dtype=config.dtype, attention="sdpa", trust_remote_code=config.trust_remote_code
+            config.model_path, dtype=config.dtype, attention="auto", trust_remote_code=config.trust_remote_code
         )
+        attend_with_cache(model)
         # eval(): dropout would change the policy at every token
         self.model = model.eval().to(self.device)
+        set_exact_attention(self.model, device=self.device)  # ours takes no cache
         trusts = config.trust_remote_code
         self.processor: ImageProcessor | None = None
         if needs_images(config.model_path, trust_remote_code=trusts):
@@ -82,6 +89,7 @@ class HfEngine(Engine):
         self.waiting: list[EngineRequest] = []
         self.running: asyncio.Task[None] | None = None
         self.paused = False
+        self._tracer = Tracer()
         self.chunks: list[Bucket] | None = None
         """Buckets for the next `receive_weights`. None: weights arrive by broadcast."""
 
@@ -230,7 +238,7 @@ class HfEngine(Engine):
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Copy every tensor into the model. Raises RunStopped for a missing name or a wrong shape."""
         self.sleeper.check_loading()
-        own = dict(self.model.named_parameters())
+        own: dict[str, Tensor] = dict([*self.model.named_parameters(), *saved_buffers(self.model)])
         self.loaded = {}
         # a running batch sees the change, and rebuilds its cache
         self.n_updates += 1
@@ -283,6 +291,12 @@ class HfEngine(Engine):
         self.sleeper.wake(part)
         if part == "weights":
             self.aside.bring_back()
+
+    async def start_trace(self, *, trace: bool, memory: bool) -> None:
+        self._tracer.start(trace=trace, memory=memory)
+
+    async def stop_trace(self, stem: Path) -> list[str]:
+        return self._tracer.stop(stem)
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
         return [self.loaded]

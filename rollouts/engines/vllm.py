@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -31,9 +32,17 @@ from rollouts.engines.vllm_support import architectures
 from rollouts.engines.vllm_support.images import check_prompt, make_prompt
 from rollouts.engines.vllm_support.kept_sets import KeptReports, check_masks_of_gpu
 from rollouts.engines.vllm_support.loop import EngineLoop
+from rollouts.engines.vllm_support.options import check_options, naming_refused
 from rollouts.engines.vllm_support.patches import restoring_threads
-from rollouts.engines.vllm_support.requests import continue_seed, probe_params, read_versions, sampling_params
-from rollouts.engines.vllm_support.settings import ADAPTER_ID, engine_args, prepare_cpu
+from rollouts.engines.vllm_support.requests import (
+    continue_seed,
+    make_adapter_request,
+    probe_params,
+    read_stop,
+    read_versions,
+    sampling_params,
+)
+from rollouts.engines.vllm_support.settings import engine_args, prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
 
@@ -53,13 +62,13 @@ class VllmEngine(Engine):
         stop_strings=True,
         sleep=True,
         ipc=True,
+        file_names=True,
     )
     stat_loggers: ClassVar[Sequence[Any]] = ()
     """Classes of vLLM's StatLoggerBase, for a subclass that counts iterations."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._temperature = config.temperature
-        self._stop_token_ids = list(config.stop_token_ids)
+        self._temperature, self._stop_token_ids = config.temperature, list(config.stop_token_ids)
         self._stop_strings, self._support = config.stop_strings, config.allowed_tokens
         self._timeout_s = config.timeout_s
         self._pause_mode: PauseMode = config.pause_mode
@@ -71,8 +80,7 @@ class VllmEngine(Engine):
         cores = prepare_cpu(config.cores, config.tensor_parallel_size) if on_cpu else None
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
-        # vLLM would send statistics over the network
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would send statistics over the network
         place_sockets()
         self._sees = needs_images(config.model_path, trust_remote_code=config.trust_remote_code)
         self._placeholder: int | None = None
@@ -82,7 +90,8 @@ class VllmEngine(Engine):
             trusts = config.trust_remote_code
             self._placeholder = ImageProcessor(config.model_path, trust_remote_code=trusts).placeholder_id
         transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
-        self._start(engine_args(config, on_cpu=on_cpu, sees=self._sees), transfer=transfer, cores=cores)
+        args = engine_args(config, on_cpu=on_cpu, sees=self._sees)
+        self._start(args, config.options, transfer=transfer, cores=cores)
 
     @classmethod
     def check_user_code(cls, model: nn.Module, *, path: str) -> None:
@@ -93,11 +102,17 @@ class VllmEngine(Engine):
         architectures.check_family(family, path=path)
 
     @classmethod
+    def check_options(cls, options: Mapping[str, Any], *, engine: str) -> None:
+        check_options(options)
+
+    @classmethod
     def check_truncation(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
         check_masks_of_gpu(rollout, on_gpu=on_gpu, aborts=aborts)
 
-    def _start(self, args: dict[str, Any], *, transfer: str, cores: Sequence[int] | None) -> None:
-        """Start vLLM. transfer: name of the weight-transfer engine. cores: CPU cores of rank 0, None on a GPU."""
+    def _start(
+        self, args: dict[str, Any], options: Mapping[str, Any], *, transfer: str, cores: Sequence[int] | None
+    ) -> None:
+        """Start vLLM. options: the user's. transfer: the weight-transfer engine. cores: rank 0's, None on a GPU."""
 
         def make_engine() -> Any:
             with without_gc():
@@ -108,7 +123,7 @@ class VllmEngine(Engine):
 
             if cores is not None:
                 os.sched_setaffinity(0, cores)  # of this thread, and of OpenMP's threads, which it starts
-            with restoring_threads(None if cores is None else len(cores)):
+            with restoring_threads(None if cores is None else len(cores)), naming_refused(options):
                 return LLMEngine.from_engine_args(
                     EngineArgs(
                         **args,
@@ -151,7 +166,7 @@ class VllmEngine(Engine):
             end = None if self._stop_strings is None else self._stop_strings.find_end(ids, start)
             if end is not None:  # vLLM may have sampled more, before it was told to end
                 return make_completion(ids, logp, versions, kept, stop="eos").cut(end)
-            stop = self._stop_reason(output.finish_reason, ids, max_new_tokens)
+            stop = read_stop(output.finish_reason, ids, self._stop_token_ids, max_new_tokens, self._pause_mode)
         return make_completion(ids, logp, versions, kept, stop=stop)
 
     async def _sample(
@@ -181,20 +196,6 @@ class VllmEngine(Engine):
         answer = await self._ask(prompt + ids, images, params, None if strings is None else ends)
         return None if answer is None else answer.outputs[0]
 
-    def _stop_reason(self, reason: str | None, ids: list[int], max_new_tokens: int) -> Literal["eos", "length"] | None:
-        """Return the stop reason of a completion, or None if it was aborted and is incomplete.
-
-        reason: vLLM's, None for an aborted request.
-        """
-        # an abort may come after the last token: the completion is then finished all the same
-        if reason is None and self._pause_mode == "abort":
-            if ids and ids[-1] in self._stop_token_ids:
-                return "eos"
-            return "length" if len(ids) == max_new_tokens else None
-        if reason not in ("stop", "length"):
-            raise RunStopped(f"vLLM ended a request with {reason!r} instead of a completion")
-        return "eos" if reason == "stop" else "length"
-
     async def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability of each text token after the first, at temperature 1 and without prefix cache."""
         answer = await self._ask(token_ids, images, probe_params(self._reports.make_probe_params()))
@@ -220,15 +221,8 @@ class VllmEngine(Engine):
         return answer
 
     async def _request(self, prompt: dict[str, Any], params: Any, ends: Callable[[list[int]], bool] | None) -> Any:
-        return await self._loop.request(prompt, params, adapter=self._adapter_of_requests(), ends=ends)
-
-    def _adapter_of_requests(self) -> Any:
-        """Return vLLM's request for the in-memory adapter, or None without LoRA."""
-        if self._lora is None:
-            return None
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest("policy", ADAPTER_ID, "in memory")
+        adapter = None if self._lora is None else make_adapter_request()
+        return await self._loop.request(prompt, params, adapter=adapter, ends=ends)
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
         """Join the sender's group with ranks `first_rank`, `first_rank` + 1, ... for this engine's workers."""
@@ -332,6 +326,12 @@ class VllmEngine(Engine):
             await self._loop.call(self._loop.llm.wake_up, [part])
         if self._sleeper.may_sample:
             self._loop.resume()
+
+    async def start_trace(self, *, trace: bool, memory: bool) -> None:
+        await self._rpc("feynrl_start_trace", trace=trace, memory=memory)
+
+    async def stop_trace(self, stem: Path) -> list[str]:
+        return [name for names in await self._rpc("feynrl_stop_trace", stem=str(stem)) for name in names]
 
     async def close(self) -> None:
         await self._loop.close()

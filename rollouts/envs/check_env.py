@@ -7,7 +7,7 @@ from typing import Any
 
 from core.types.images import EncodedImage
 from core.types.messages import ROLES, Message
-from rewards.worker import call_user_code, last_line
+from rewards.calls import call_user_code, last_line
 
 FIELDS = {*Message.__required_keys__, *Message.__optional_keys__}
 

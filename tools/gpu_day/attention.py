@@ -65,7 +65,7 @@ def check_attention(bench: Bench) -> Numbers:
         given = [torch.randn(shape, device="cpu").bfloat16() for shape in shapes]
         slope = torch.randn(1, sum(case.lengths), case.heads[0], case.head_size, device="cpu")
         inputs = [x.to(bench.device).requires_grad_() for x in given]
-        kernels.add("varlen_attn" if fits_varlen(inputs[0]) else "one call per segment")
+        kernels.add("varlen_attn" if fits_varlen(inputs[0], inputs[2]) else "one call per segment")
         got = attend(inputs, slope, segments, case.window)
         # the same rounded numbers as float32, so that only the kernel's own rounding is measured
         want = attend([x.float().requires_grad_() for x in given], slope, segments, case.window)

@@ -48,6 +48,7 @@ NUMBERS = {
     "reward.weights": [{}, {"correct": float("nan")}, {"correct": 1e30}, {"correct": "much"}],
     "reward.timeout_s": [0, float("nan")],
     "reward.workers": [0, True],
+    "reward.max_concurrency": [0, True],
     "weight_sync.bucket_mib": [0, True],
     "weight_sync.timeout_s": [1e30],
     "data.eval_rows": [0, True],

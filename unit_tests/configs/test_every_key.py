@@ -76,6 +76,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.tensor_parallel_size": (2, {"backend": "ray", "rollout.engine": "vllm"}),
     "rollout.enforce_eager": (True, {}),
     "rollout.gpu_memory_utilization": (0.5, {}),
+    "rollout.vllm": ({"max_num_seqs": 3}, {"rollout.engine": "vllm"}),
     "weight_sync.every": (2, {"max_staleness": 4}),
     "weight_sync.max_kl": (0.1, {"weight_sync.every": 2, "max_staleness": 4}),
     "weight_sync.pause_mode": ("wait", {}),
@@ -125,6 +126,8 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "driver/test_two_hosts.py": ("ship_code",),
     "data_feeds/test_decoding.py": ("rollout.skip_special_tokens",),
     "configs/test_bad_input.py": ("save_to",),
+    "analysis/test_profile.py": ("profile.steps", "profile.trace", "profile.memory"),
+    "driver/test_prometheus.py": ("tracking.prometheus_port", "tracking.prometheus_host"),
     "driver/test_elastic.py": ("rollout.num_engines.min", "rollout.num_engines.max"),
     "driver/test_push.py": ("push_to",),
     "trainers/test_gpu.py": ("device",),
@@ -167,6 +170,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "modeling/test_sequence_parallel.py": ("trainer.sequence_parallel",),
     "trainers/test_step.py": ("trainer.max_skipped_updates",),
     "rewards/test_rewards.py": ("reward.workers", "reward.timeout_s"),
+    "rewards/test_async_rewards.py": ("reward.max_concurrency",),
     "driver/test_metrics.py": ("reward.max_failed_fraction",),
     "rollouts/test_vllm_adapter.py": ("model.lora.alpha",),
     "rollouts/test_episode.py": ("rollout.max_turns",),
@@ -179,7 +183,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
 SECTIONS = {
     *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
-    *("capture", "tracking", "rollout.agent"),
+    *("capture", "profile", "tracking", "rollout.agent"),
 }
 
 

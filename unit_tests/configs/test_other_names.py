@@ -7,7 +7,7 @@ import pytest
 
 from algs import find_algorithm, list_algorithms
 from configs.load import list_keys
-from configs.other_names import NOT_HERE, OTHER_NAMES, describe_other_name
+from configs.other_names import NOT_HERE, OTHER_NAMES, OTHER_VALUES, describe_other_name
 from configs.schema import RLConfig, SLConfig
 from core.errors import UserError
 from driver.load_recipe import load_recipe
@@ -25,6 +25,12 @@ WORDS = {
     "top_p=0.9": "top_p of TRL and verl and OpenRLHF is rollout.top_p here",
     "rollout.typical_p=0.9": "there is no typical_p here: the trainer's distribution must be the engine's",
     "trainer.temperature=0.7": "temperature of TRL and verl and OpenRLHF is rollout.temperature here",
+    # values
+    "alg.loss_norm=dapo": "dapo of TRL is token here",
+    "alg.loss_norm=seq-mean-token-sum-norm": "seq-mean-token-sum-norm of verl is constant here",
+    "alg.kl.estimator=low_var_kl": "low_var_kl of verl is k3 here",
+    "alg.name=gae": "alg.name: gae of verl is ppo here",
+    "trainer.strategy=fsdp": "fsdp of verl is fsdp2 here",
     "alg.name=gpro": "(did you mean 'grpo'?)",
     "alg.kl=0.1": "alg.kl is a section, did you mean alg.kl.coef=0.1?",
     "alg.correction=none": "alg.correction is a section, did you mean alg.correction.level=none?",
@@ -58,6 +64,17 @@ def test_every_key_of_ours_in_the_table_exists():
         assert {*keys} <= known, row
         # A name that is known here would never reach the table.
         assert not {name for _, name in row.list_names()} & ({*RLConfig.model_fields} - {"name"}), row
+
+
+def test_every_value_in_the_table_is_refused_and_ours_is_taken():
+    tiny = str(ROOT / "configs" / "tiny.yaml")
+    for key, values in OTHER_VALUES.items():
+        for other, (_, ours) in values.items():
+            with pytest.raises(UserError, match=re.escape(f"{other} of ")):
+                load_recipe(RLConfig, tiny, [f"{key}={other}"])
+            ours = ours.removeprefix("nearest to ").partition(",")[0]
+            needed = ["alg.kl.coef=0.1"] * (key == "alg.kl.estimator") + ["alg.kl.place=reward"] * (ours == "k1")
+            load_recipe(RLConfig, tiny, [f"{key}={ours}", *needed])
 
 
 @pytest.mark.parametrize("framework", ["TRL", "verl", "OpenRLHF"])

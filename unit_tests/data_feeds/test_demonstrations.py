@@ -24,7 +24,7 @@ from driver.checks.terms import check_demonstrated, check_sources
 from driver.load_recipe import load_recipe
 from driver.records.rollout_metrics import measure_groups, measure_staleness
 from rewards import resolve_reward
-from rewards.pool import RewardPool
+from rewards.rewarder import Rewarder
 from rollouts.worker import RolloutWorker
 from unit_tests.helpers.chat_families import assistant, user
 from unit_tests.helpers.episodes import Scripted, Tool
@@ -89,7 +89,7 @@ def group_of(chat, tmp_path, demonstration: str):
     """A worker's group of two samples and a demonstration, with the requests to the engine."""
     file = tmp_path / "reward.py"
     file.write_text("def score(prompt, messages):\n    return {'right': float(messages[-1]['content'] == '2')}\n")
-    pool = RewardPool(one_reward(resolve_reward(str(file)), {}), 1, 30.0)
+    pool = Rewarder(one_reward(resolve_reward(str(file)), {}), 1, 30.0)
     engine = Scripted(chat.encode("2"), chat.encode("3"))
     rollout, reward = RolloutConfig(max_new_tokens=20), RewardConfig(function=str(file), weights={"right": 1.0})
     worker = RolloutWorker(engine, chat, Tool, pool, reward=reward, rollout=rollout, seed=0)

@@ -29,7 +29,7 @@ from driver.records.sample_files import make_sample_record
 from driver.records.sample_text import write_message
 from driver.run_inputs import hash_row
 from rewards import resolve_reward
-from rewards.pool import RewardPool
+from rewards.rewarder import Rewarder
 from rollouts.agents.processes import write_task
 from rollouts.agents.task import Task
 from unit_tests.helpers.examples import run_here
@@ -341,6 +341,6 @@ def test_a_reward_in_another_process_sees_the_image(chat, tmp_path):
         "    return {'width': float(image.open().size[0])}\n"
     )
     [prompt] = prompts(chat, write(tmp_path / "x.jsonl", [a_row(uri(to_bytes(draw_image(30, 20))))])).all()
-    with closing(RewardPool(one_reward(resolve_reward(str(file)), {}), 1, 30.0)) as pool:
+    with closing(Rewarder(one_reward(resolve_reward(str(file)), {}), 1, 30.0)) as pool:
         result = asyncio.run(pool.compute_reward(prompt, [{"role": "assistant", "content": "3"}]))
     assert (result.reward_parts, result.failure) == ({"width": 30.0}, "")

@@ -15,8 +15,8 @@ from core.errors import UserError
 from core.types.samples import Message, Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.resume import check_settings
-from modeling.forward import layout_for
 from modeling.hf_config import meta_model, read_config
+from modeling.layout_probe import layout_for
 from modeling.load import load_model, load_scalar_model
 from modeling.pretrained import runs_own_code
 from rewards import reward_model
@@ -172,7 +172,7 @@ def test_a_run_with_such_a_model_trains_and_saves_its_code(main, kind, changes, 
     kind_of = {"dtype": "float32", "attention": "auto", "trust_remote_code": True}
     before, after = load_model(folder, **kind_of), load_model(str(saved), **kind_of)
     assert type(after).__name__ == "Model" and runs_own_code(after)
-    assert layout_for("auto", after) == "padded"
+    assert layout_for("auto", after) == "packed"
     assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters(), strict=True))
     assert type(ChatTokenizer(str(saved), "chat", trust_remote_code=True).hf).__name__ == "Tokenizer"
     with pytest.raises(UserError, match="comes with code of its own"):
@@ -198,7 +198,6 @@ def test_a_saved_reward_model_with_code_keeps_its_head(foreign, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"trainer.layout": "packed"}, "trainer.layout=packed needs attention that separates sequences"),
         ({}, "forward() takes no position_ids, with which the engine hf generates"),
     ],
 )

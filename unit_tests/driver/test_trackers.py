@@ -242,8 +242,8 @@ def test_an_api_key_is_found_where_wandb_finds_it(tmp_path, monkeypatch):
 def test_naming_a_tracker_imports_none_of_their_packages():
     code = (
         "import sys\nfrom driver.records.trackers import load_trackers\n"
-        "load_trackers(['jsonl', 'mlflow', 'wandb', 'tensorboard'])\n"
-        "print([m for m in ('mlflow', 'wandb', 'tensorboard', 'torch') if m in sys.modules])"
+        "load_trackers(['jsonl', 'mlflow', 'wandb', 'tensorboard', 'prometheus'])\n"
+        "print([m for m in ('mlflow', 'wandb', 'tensorboard', 'prometheus_client', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -7,10 +7,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from core.types.samples import Policy
 from data_feeds.packing.batches import pack
-from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able
+from modeling.attention import BY_SEQUENCE, set_attention
 from modeling.head import use_scoring_head
 from modeling.softmax import Softmax
 from unit_tests.helpers.examples import a_sample
+
+FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+"""Families without experts and recurrent layers, whose packed rows must share prefixes."""
 
 
 def random_model(family: str, attention: str = "sdpa", **more):
@@ -28,10 +31,10 @@ def random_model(family: str, attention: str = "sdpa", **more):
     }
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **shape)
-    by_torch = "sdpa" if attention == BY_SEQUENCE else attention
+    by_torch = None if attention == BY_SEQUENCE else attention  # None: transformers' choice
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=by_torch)
     if attention == BY_SEQUENCE:
-        attend_by_sequence_if_able(model)
+        set_attention(model, BY_SEQUENCE)
     assert model.config._attn_implementation == attention
     use_scoring_head(model)
     return model

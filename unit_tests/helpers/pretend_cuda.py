@@ -180,6 +180,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # formulas of autograd ask for the device that torch believes in
     if not on_device and (ours or not tensors) and is_torchs_own():
         on_device = True
+    # softmax(dtype=...) changes the dtype inside, on the device that torch believes in; `to` names no layout
+    if name == "aten::_to_copy" and ours and "layout" in kwargs:
+        on_device = True
     if ours or on_device:
         _device.calls += 1
         check_devices(name, args, tensors)

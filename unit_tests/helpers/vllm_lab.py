@@ -187,7 +187,7 @@ class Scripted(VllmEngine):
         self.answers, self.asked = list(answers), []
         super().__init__(EngineConfig(model_path=path, pause_mode=update, **SETTINGS))
 
-    def _start(self, args: dict[str, Any], *, transfer: str, cores: Any) -> None:
+    def _start(self, args: dict[str, Any], options: Any, *, transfer: str, cores: Any) -> None:
         pass
 
     async def _request(self, prompt: dict[str, Any], params: Any, ends: Any = None) -> Any:

@@ -5,15 +5,16 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from core.types.measures import ENTROPY
 from data_feeds.packing.batches import micro_batches
-from modeling.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able
-from modeling.forward import compute_values, forward, layout_for
+from modeling.attention import BY_SEQUENCE
+from modeling.forward import compute_values, forward
+from modeling.layout_probe import layout_for
 from modeling.load import load_model, load_scalar_model
 from unit_tests.helpers.examples import some_groups
-from unit_tests.helpers.models import compute_policy, packed, random_model, some_samples
+from unit_tests.helpers.models import FAMILIES, compute_policy, packed, random_model, some_samples
 
 KERNELS = [
     ("padded", "sdpa"),
@@ -97,19 +98,6 @@ def test_rows_are_packed_where_the_kernel_takes_borders(tiny_path):
 
     assert (layout("auto"), layout("sdpa"), layout("eager")) == ("packed", "padded", "padded")
     assert layout_for("auto", load_scalar_model(tiny_path, dtype="float32", attention="auto")) == "packed"
-
-
-def test_a_model_nobody_tested_keeps_its_attention_and_is_padded():
-    class Own(LlamaForCausalLM):
-        """Stand for what trust_remote_code might bring."""
-
-    llama = random_model("llama")
-    own = Own(llama.config)
-    gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=8, n_layer=1, n_head=1, vocab_size=8))
-    for model in (own, gpt):
-        attend_by_sequence_if_able(model)
-        assert model.config._attn_implementation == "sdpa"
-        assert layout_for("auto", model) == "padded"
 
 
 def test_by_sequence_neither_a_mask_nor_a_cache_is_taken():

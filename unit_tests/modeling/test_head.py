@@ -16,12 +16,11 @@ from core.errors import UserError
 from core.types.measures import ENTROPY
 from core.types.samples import Policy
 from data_feeds.packing.batches import micro_batches
-from modeling.attention import FAMILIES
 from modeling.forward import forward
 from modeling.head import choose_chunk, use_scoring_head
 from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import some_groups
-from unit_tests.helpers.models import packed, random_model, some_samples
+from unit_tests.helpers.models import FAMILIES, packed, random_model, some_samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDE = 4096

@@ -15,11 +15,12 @@ from transformers import AutoConfig
 from core.errors import RunStopped, UserError
 from core.types.samples import Batch, Group
 from data_feeds.packing.batches import pack
-from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able, can_share_prefixes
-from modeling.forward import compute_values, forward, layout_for
+from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able
+from modeling.forward import compute_values, forward
 from modeling.images.media import ImageMedia, add_blank
 from modeling.images.processor import ImageProcessor
 from modeling.images.rope_positions import find_rope_ids
+from modeling.layout_probe import can_share_prefixes, layout_for
 from modeling.load import check_weights, load_model, load_scalar_model
 from modeling.media import MediaLoader
 from unit_tests.helpers.examples import families
@@ -130,7 +131,7 @@ def test_the_tower_never_gets_our_causal_attention(seeing):
     assert model.config.get_text_config()._attn_implementation == BY_SEQUENCE
     model.set_attn_implementation(BY_SEQUENCE)  # one string, which reaches the tower too
     [batch] = laid_out(seeing.groups, "packed")
-    with pytest.raises(ValueError, match=r"sdpa_by_sequence is causal, and \w+Attention is not"):
+    with pytest.raises(ValueError, match=r"by_sequence is causal, and \w+Attention is not"):
         seeing.score(model, batch, "packed")
 
 

@@ -18,7 +18,7 @@ from core.errors import UserError
 from core.types.samples import Prompt
 from rewards import check_reward, load_reward, resolve_reward
 from rewards.code_tests import read_suite
-from rewards.pool import RewardPool
+from rewards.rewarder import Rewarder
 from rewards.sandbox import Bubblewrap, HttpSandbox, Limits, SandboxUnavailable
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.one_reward import one_reward
@@ -345,7 +345,7 @@ def test_a_server_that_is_gone_fails_the_sample():
     with serve() as url:
         pass
     plan = one_reward(resolve_reward("code"), {"sandbox": url})
-    with closing(RewardPool(plan, 1, 20.0)) as pool, pytest.raises(UserError, match="cannot be reached"):
+    with closing(Rewarder(plan, 1, 20.0)) as pool, pytest.raises(UserError, match="cannot be reached"):
         asyncio.run(pool.compute_reward(prompt, [{"role": "assistant", "content": RIGHT}]))
 
 
@@ -356,7 +356,7 @@ def test_a_sandbox_that_breaks_during_the_run_fails_the_sample(tmp_path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     prompt = Prompt(id="0", messages=[], extra={"tests": TESTS})
     reply = [{"role": "assistant", "content": RIGHT}]
-    with closing(RewardPool(one_reward(resolve_reward("code"), {}), 1, 20.0)) as pool:
+    with closing(Rewarder(one_reward(resolve_reward("code"), {}), 1, 20.0)) as pool:
         before = asyncio.run(pool.compute_reward(prompt, reply))
         (tmp_path / "bwrap").unlink()
         after = asyncio.run(pool.compute_reward(prompt, reply))

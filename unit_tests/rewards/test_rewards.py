@@ -189,8 +189,10 @@ def score(prompt, messages):
         return {"correct": float("nan")}
     if said == "text":
         return {"correct": "yes"}
+    if said == "list":
+        return [1.0]
     if said == "number":
-        return 1.0
+        return 0.5
     if said == "pid":
         return {"pid": os.getpid()}
     if said == "torch":
@@ -233,6 +235,7 @@ def test_the_pool_returns_named_parts(tmp_path: Path) -> None:
             RewardResult(reward_parts={"correct": 1.0, "bonus": 1.0}),
             RewardResult(reward_parts={"correct": 0.0, "bonus": 1.0}),
         ]
+        assert ask(pool, "number") == [RewardResult(reward_parts={"correct": 0.5})]
 
 
 def test_each_way_to_fail_costs_one_sample_and_says_why(tmp_path: Path) -> None:
@@ -245,7 +248,7 @@ def test_each_way_to_fail_costs_one_sample_and_says_why(tmp_path: Path) -> None:
             "crash": "the worker process was killed by SIGSEGV",
             "nan": "score() must return numbers up to 1e+09 by name, it returned 'correct': nan",
             "text": "score() must return numbers up to 1e+09 by name, it returned 'correct': 'yes'",
-            "number": "score() must return a dict of named numbers, it returned 1.0",
+            "list": "score() must return a dict of named numbers, it returned [1.0]",
         }.items():
             assert ask(pool, reply, "yes") == [RewardResult(failure=failure), good]
 
@@ -329,14 +332,14 @@ def test_closing_does_not_wait_for_a_process_that_has_only_just_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rewards.pool, "REWARD_EXIT_GRACE_S", 3600.0)
-    begun, start = threading.Event(), rewards.pool._Worker.start
+    begun, start = threading.Event(), rewards.pool.Worker.start
 
-    def start_slowly(worker: rewards.pool._Worker) -> None:
+    def start_slowly(worker: rewards.pool.Worker) -> None:
         begun.set()
         time.sleep(0.2)  # the pool is closed meanwhile
         start(worker)
 
-    monkeypatch.setattr(rewards.pool._Worker, "start", start_slowly)
+    monkeypatch.setattr(rewards.pool.Worker, "start", start_slowly)
     with wrecker_pool(tmp_path):
         begun.wait()
 
@@ -429,7 +432,6 @@ def test_settings_that_the_reward_does_not_take_are_refused() -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("async def score(prompt, messages): ...", r"is `async def`, which would not run: define it by `def`"),
         ("class Own:\n    async def __call__(self, prompt, messages): ...\nscore = Own()", "is `async def`"),
         (
             "import functools\nasync def own(n, prompt, messages): ...\nscore = functools.partial(own, 1)",
@@ -437,6 +439,9 @@ def test_settings_that_the_reward_does_not_take_are_refused() -> None:
         ),
         ("def score(prompt, messages): yield 1", r"is a generator \(`yield`\)"),
         ("async def score(prompt, messages): yield 1", r"is a generator \(`yield`\)"),
+        ("def score(prompt, messages): ...\ndef score_group(prompt, conversations): ...", "both score and score_group"),
+        ("from statistics import mean as score_group", r"score_group.* does not define it"),
+        ("async def score_group(prompt): ...", r"the conversations: score_group\(prompt, conversations\)"),
         ("def score(prompt): ...", r"must take the prompt and the messages: score\(prompt, messages\)"),
         ("def score(prompt, messages, answer): ...", r"reward\.settings does not fit score\(\).*'answer'"),
     ],

@@ -10,6 +10,7 @@ import pytest
 from configs.rollout_schema import RewardConfig
 from core.errors import UserError
 from core.types.samples import Prompt
+from rewards.calls import RewardCalls
 from rewards.weights import plan_rewards, weigh_parts
 
 SHORT = "def score(prompt, messages, *, most=4):\n    return {'short': float(len(messages[-1]['content']) <= most)}\n"
@@ -25,9 +26,9 @@ def files(tmp_path) -> dict[str, str]:
 
 
 def reward_of(config: RewardConfig, reply: str, *, source: str = "a") -> tuple[dict[str, float], float]:
-    parts = plan_rewards(config).load()(
-        Prompt(id="0", messages=[], answer="12", source=source), [{"role": "assistant", "content": reply}]
-    )
+    prompt = Prompt(id="0", messages=[], answer="12", source=source)
+    [result] = RewardCalls(plan_rewards(config)).score(prompt, [[{"role": "assistant", "content": reply}]])
+    parts = result.reward_parts
     return parts, weigh_parts(config, parts, source)
 
 

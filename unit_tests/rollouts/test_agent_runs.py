@@ -20,7 +20,7 @@ from core.types.truncation import Truncation
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.evaluation.suites.generations import WHOLE
 from rewards import resolve_reward
-from rewards.pool import RewardPool
+from rewards.rewarder import Rewarder
 from rollouts.agents.processes import AgentProcesses
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
@@ -81,7 +81,7 @@ def sample_groups(tiny_path: str, *, agent: Path | None, groups: int, size: int,
             engine,
             tokenizer,
             Asks,
-            RewardPool(one_reward(resolve_reward("arithmetic"), {}), 1, 30.0),
+            Rewarder(one_reward(resolve_reward("arithmetic"), {}), 1, 30.0),
             reward=RewardConfig(function="arithmetic", weights={"correct": 1.0, "calculator_calls": 0.5}),
             rollout=RolloutConfig(max_new_tokens=64, max_turns=4, timeout_s=120, top_p=top_p),
             seed=5,

@@ -22,7 +22,7 @@ from data_feeds.chat.tool_parsing import make_parser
 from driver.records.episode_metrics import measure_counts
 from driver.records.sample_files import make_sample_record
 from rewards import resolve_reward
-from rewards.pool import RewardPool
+from rewards.rewarder import Rewarder
 from rollouts.agents import output
 from rollouts.agents.launcher import name_failure
 from rollouts.agents.processes import AgentProcesses, check_agent
@@ -76,7 +76,7 @@ def play(
     """Return the samples of some groups, one after the other, after all processes are gone."""
 
     async def run() -> list[Sample]:
-        pool = RewardPool(one_reward(resolve_reward(reward), {}), 1, 30.0)
+        pool = Rewarder(one_reward(resolve_reward(reward), {}), 1, 30.0)
         engine: Any = policy
         engine.close = lambda: asyncio.sleep(0)
         worker = RolloutWorker(

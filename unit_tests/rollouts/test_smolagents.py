@@ -25,7 +25,7 @@ from data_feeds.chat.tool_parsing import make_parser
 from data_prep import function_calls, tiny_model
 from data_prep.function_calls import write_jsonl
 from rewards import resolve_reward
-from rewards.pool import RewardPool
+from rewards.rewarder import Rewarder
 from rollouts.agents.processes import AgentProcesses
 from rollouts.envs.calculator import Calculator
 from rollouts.registry import resolve_agent
@@ -95,7 +95,7 @@ def test_every_branch_is_exact_and_trained_once(tiny_path, tmp_path, package, mo
             policy,
             qwen,
             Calculator,
-            RewardPool(one_reward(resolve_reward("environment"), {}), 1, 30.0),
+            Rewarder(one_reward(resolve_reward("environment"), {}), 1, 30.0),
             reward=RewardConfig(function="environment", weights={"solved": 1.0}),
             rollout=RolloutConfig(max_new_tokens=2000, max_turns=8, timeout_s=100),
             seed=5,

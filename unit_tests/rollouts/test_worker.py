@@ -11,7 +11,7 @@ from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.errors import UserError
 from core.types.samples import Prompt, Sample
 from rewards import resolve_reward
-from rewards.pool import RewardPool
+from rewards.rewarder import Rewarder
 from rollouts.episode import make_seed
 from rollouts.transcript import SharedPrompt
 from rollouts.worker import RolloutWorker
@@ -38,7 +38,7 @@ def play(tmp_path: Path, engine: Scripted, *, weights: dict[str, float], env=Too
     """The samples of the group of ticket 4."""
     file = tmp_path / "parts.py"
     file.write_text(PARTS)
-    pool = RewardPool(one_reward(resolve_reward(str(file)), {}), 1, 30.0)
+    pool = Rewarder(one_reward(resolve_reward(str(file)), {}), 1, 30.0)
     worker = RolloutWorker(
         engine,
         Words(),
@@ -144,3 +144,55 @@ def test_names_that_do_not_fit_are_the_users_to_correct(tmp_path):
 
     with pytest.raises(UserError, match="both return a part 'correct'"):
         play(tmp_path, Scripted([5]), weights={"correct": 1.0}, env=Twice)
+
+
+RICH = """
+from rewards import Scored, Steps
+
+def score(prompt, messages):
+    said = messages[-1]["content"]
+    tokens = {"process": Steps(" 7 ", [0.5, 0.25])} if " 7 " in said else {}
+    turns = [{"found": 1.0}] * (1 if said == "8" else len(messages) // 2 + 1)
+    return Scored({"correct": 1.0}, turn_parts=turns, token_parts=tokens, notes=[{"by": "me", "text": said}])
+"""
+
+
+def play_rich(tmp_path: Path, engine: Scripted, code: str, *, weights: dict[str, float], size: int) -> list[Sample]:
+    file = tmp_path / "rich.py"
+    file.write_text(code)
+    rewarder = Rewarder(one_reward(resolve_reward(str(file)), {}), 1, 30.0)
+    reward, rollout = RewardConfig(function=str(file), weights=weights), RolloutConfig(max_new_tokens=20, max_turns=3)
+    worker = RolloutWorker(engine, Words(), lambda _: Tool(), rewarder, reward=reward, rollout=rollout, seed=11)
+    try:
+        return asyncio.run(worker.generate_group(4, PROMPT, size))
+    finally:
+        rewarder.close()
+
+
+def test_a_reward_of_tokens_and_turns_reaches_the_sample(tmp_path):
+    """Steps 5 and 6, with 7 between them: token 5 earned 2 x 0.5, and token 6 earned 2 x 0.25."""
+    weights = {"correct": 1.0, "process": 2.0, "found": 4.0}
+    [with_steps] = play_rich(tmp_path, Scripted([5, 7, 6]), RICH, weights=weights, size=1)
+    assert with_steps.columns["token_rewards"].tolist() == [0.0, 0.0, 1.0, 0.0, 0.5]
+    assert with_steps.reward == 1.0 + 2.0 * 0.75 + 4.0 and with_steps.turn_rewards == (4.0,)
+    assert with_steps.notes == [{"by": "me", "text": "5 7 6"}]
+
+
+def test_shares_that_fit_no_token_fail_the_sample(tmp_path):
+    too_many, uneven = play_rich(tmp_path, Scripted([5, 7, 6, 7, 6], [3], [8]), RICH, weights={"correct": 1.0}, size=2)
+    assert too_many.failure == "token_parts['process'] has 2 values for 3 steps of the last reply"
+    assert uneven.failure == "turn_parts has 1 entries for 2 replies" and uneven.reward is None
+
+
+COMPARED = """
+def score_group(prompt, conversations):
+    said = [int(messages[-1]["content"]) for messages in conversations]
+    return [{"rank": sorted(said).index(number), "shown": len(said)} for number in said]
+"""
+
+
+def test_live_siblings_are_compared_and_failed_ones_are_not_shown(tmp_path):
+    samples = play_rich(tmp_path, Scripted([9], [4], [5]), COMPARED, weights={"rank": 1.0}, size=3)
+    assert [s.reward for s in samples] == [1.0, None, 0.0]
+    assert "the tool broke" in samples[1].failure
+    assert samples[0].reward_parts == {"rank": 1.0, "shown": 2.0}

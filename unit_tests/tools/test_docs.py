@@ -2,9 +2,11 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tools.docs import pages
 from unit_tests.helpers.doc_blocks import LEVELS, ROOT, make_workspace, matches, read_blocks, run_page
@@ -126,3 +128,10 @@ def test_every_key_that_the_pages_name_exists():
         for key in re.findall(rf"`((?:{sections})\.[a-z_.]*[a-z_])(?![\w.(])", text):
             is_section = any(name.startswith(f"{key}.") for name in known)
             assert key in known or is_section or key.endswith(".py"), f"{page.relative_to(ROOT)}: no key {key}"
+
+
+def test_every_file_names_the_same_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert f"Version {version}," in (ROOT / "README.md").read_text()
+    assert f"## {version}\n" in (ROOT / "CHANGELOG.md").read_text()

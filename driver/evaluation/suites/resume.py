@@ -29,7 +29,14 @@ FREE = (
         "data.by",
         "data.max_invalid_fraction",
     ),
-    *("reward.workers", "reward.timeout_s", "reward.max_failed_fraction", "rollout.timeout_s", "rollout.restarts"),
+    *(
+        "reward.workers",
+        "reward.timeout_s",
+        "reward.max_failed_fraction",
+        "reward.max_concurrency",
+        "rollout.timeout_s",
+        "rollout.restarts",
+    ),
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.enforce_eager", "rollout.kv_cache_gib"),
     "rollout.gpu_memory_utilization",
 )

@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from core.types.weights import Bucket
-from rollouts.engines.vllm_support.patches import TorchDispatchMode
+from rollouts.engines.vllm_support.patches import TO_COPY, TorchDispatchMode
 from trainers.weight_sync.fingerprint import checksum
 
 # Checksums are sums modulo 2^64.
 _WRAP = 1 << 64
+_COPIES = (torch.ops.aten.clone.default, TO_COPY)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Received tensor, located by byte range in a storage."""
+    """Received tensor, or a copy of a part of it, located by byte range in a storage."""
 
     name: str
     begin: int
@@ -27,13 +28,43 @@ class _Source:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     itemsize: int
+    dtype: torch.dtype
+    """Dtype of the received tensor; a copy may have another."""
+    whole: tuple[int, ...]
+    """Shape of the received tensor."""
+    dims: tuple[int, ...]
+    """Dimension of the received tensor that each own dimension runs along."""
+    start: tuple[int, ...]
+    """Index of the first element in the received tensor."""
+
+    @property
+    def is_received(self) -> bool:
+        return self.shape == self.whole
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Slice of a received tensor that a view of it, or of a copy of it, shows."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    """Dimensions of the view in the order of the received tensor's; the others have one element."""
+    dims: tuple[int, ...]
+    """Dimension of the received tensor that each of the view's dimensions in `order` runs along."""
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return values of the view's shape as the slice, with the received tensor's dimensions."""
+        others = [dim for dim in range(values.dim()) if dim not in self.order]
+        return values.permute((*self.order, *others)).reshape(self.shape)
 
 
 class LoadTrace(TorchDispatchMode):
     """Dispatch mode that intercepts every copy from a received tensor, and checksums the written parameter.
 
     A loader copies the slice of its rank. The source address gives the position of the slice. So each checksum counts
-    at the right position, and the ranks' sums add up to the sender's.
+    at the right position, and the ranks' sums add up to the sender's. A loader may first transpose, clone or cast the
+    slice; then the copy of the result is intercepted.
     """
 
     def __init__(self) -> None:
@@ -45,11 +76,8 @@ class LoadTrace(TorchDispatchMode):
     def expect(self, bucket: Bucket) -> None:
         """Register tensors before loading. vLLM may keep them until a later bucket completes their layer."""
         for name, t in bucket:
-            storage = t.untyped_storage()
-            begin = t.storage_offset() * t.itemsize
-            source = _Source(name, begin, begin + t.nbytes, tuple(t.shape), t.stride(), t.itemsize)
-            reference = StorageWeakRef(storage)
-            self._sources.setdefault(reference.cdata, (reference, []))[1].append(source)
+            shape, every = tuple(t.shape), tuple(range(t.dim()))
+            self._add_source(t, name=name, dtype=t.dtype, whole=shape, dims=every, start=(0,) * t.dim())
 
     def consumed(self) -> dict[str, int]:
         """Return the summed checksums of each tensor, by name, for tensors that were loaded."""
@@ -61,36 +89,68 @@ class LoadTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and not args[0].is_meta:  # meta: vLLM only counts elements
-            self._find_source(*args[:2])
+            if (source := self._find_source(args[1])) is not None:
+                self._record_checksum(source, *args[:2])
+        elif func in _COPIES and not returned.is_meta and (source := self._find_source(args[0])) is not None:
+            place = _find_place(source, args[0])
+            if place is not None:  # else the copy is unknown, and what is loaded from it does not count
+                dims = [0] * args[0].dim()
+                for own, dim in zip(place.order, place.dims, strict=True):
+                    dims[own] = dim
+                rest = {"dtype": source.dtype, "whole": source.whole, "start": place.start}
+                self._add_source(returned, name=source.name, dims=tuple(dims), **rest)
         return returned
 
-    def _find_source(self, written: Tensor, copied: Tensor) -> None:
+    def _add_source(self, t: Tensor, *, name: str, **where: Any) -> None:
+        begin = t.storage_offset() * t.itemsize
+        source = _Source(name, begin, begin + t.nbytes, tuple(t.shape), t.stride(), t.itemsize, **where)
+        reference = StorageWeakRef(t.untyped_storage())
+        self._sources.setdefault(reference.cdata, (reference, []))[1].append(source)
+
+    def _find_source(self, copied: Tensor) -> _Source | None:
         _, sources = self._sources.get(StorageWeakRef(copied.untyped_storage()).cdata, (None, []))
         at = copied.storage_offset() * copied.itemsize
         for source in sources:
             # an empty slice (the rank needs no part of the tensor) is at the tensor's end
             if source.begin <= at < source.end or (copied.numel() == 0 and at == source.end):
-                self._record_checksum(source, at, written, copied)
-                return
+                return source
+        return None
 
-    def _record_checksum(self, source: _Source, at: int, written: Tensor, copied: Tensor) -> None:
-        # A loader may copy a view. With the strides of the source it is a slice; with others the elements have another
-        # order, and their positions cannot be derived from the offset.
-        same_strides = copied.dim() == len(source.shape) and all(
-            size <= 1 or mine == its
-            for size, mine, its in zip(copied.shape, copied.stride(), source.stride, strict=True)
-        )
-        if not same_strides:  # reshaped or transposed on the way: use the checksum of the source tensor
-            offset = copied.storage_offset() - (at - source.begin) // source.itemsize
-            self._written[source.name, (), ()] = checksum(copied.as_strided(source.shape, source.stride, offset))
+    def _record_checksum(self, source: _Source, written: Tensor, copied: Tensor) -> None:
+        if copied.numel() == 0:
+            self._written[source.name, (), (0,)] = 0
             return
-        start, offset = [], (at - source.begin) // source.itemsize
-        # The offset of the slice's first element, divided by the strides from the outermost dimension on, gives its
-        # index in every dimension.
-        for stride in source.stride:
-            start.append(offset // stride)
-            offset %= stride
-        # keyed by place: a bias is written twice, once while vLLM counts elements and once finally
-        self._written[source.name, tuple(start), tuple(copied.shape)] = checksum(
-            written.to(copied.dtype), shape=source.shape, start=start
-        )
+        place = _find_place(source, copied)
+        if place is not None and written.shape == copied.shape:
+            # keyed by place: a bias is written twice, once while vLLM counts elements and once finally
+            self._written[source.name, place.start, place.shape] = checksum(
+                place.take(written.to(source.dtype)), shape=source.whole, start=place.start
+            )
+        elif source.is_received:  # reshaped on the way: use the checksum of the received tensor
+            offset = source.begin // source.itemsize
+            whole = copied.as_strided(source.shape, source.stride, offset)
+            self._written[source.name, (), ()] = checksum(whole.to(source.dtype))
+
+
+def _find_place(source: _Source, view: Tensor) -> _Place | None:
+    """Return the slice that a view of the source shows, from its strides; None for a reshaped view."""
+    offset = view.storage_offset() - source.begin // source.itemsize
+    # the offset of the slice's first element, divided by the strides from the largest on, gives its index
+    own_start = [0] * len(source.shape)
+    for dim in sorted(range(len(source.shape)), key=lambda dim: source.stride[dim], reverse=True):
+        if source.shape[dim] > 1:
+            own_start[dim] = offset // source.stride[dim]
+            offset %= source.stride[dim]
+    by_stride = {source.stride[dim]: dim for dim, size in enumerate(source.shape) if size > 1}
+    start, shape, found = list(source.start), [1] * len(source.whole), dict[int, int]()
+    for own, first in enumerate(own_start):
+        start[source.dims[own]] += first
+    for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        if size == 1:
+            continue
+        own = by_stride.get(stride)
+        if own is None or own_start[own] + size > source.shape[own] or source.dims[own] in found:
+            return None
+        found[source.dims[own]], shape[source.dims[own]] = dim, size
+    dims = sorted(found)
+    return _Place(tuple(start), tuple(shape), tuple(found[dim] for dim in dims), tuple(dims))

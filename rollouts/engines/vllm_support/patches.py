@@ -55,7 +55,13 @@ PATCHES = (
         tested=TORCH,
         upstream="https://github.com/pytorch/pytorch/pull/110073",
     ),
+    Patch(
+        target="torch.ops.aten._to_copy",
+        reason="the same, for loaders that cast before they write; the operator behind Tensor.to has no other name",
+        tested=TORCH,
+    ),
 )
+TO_COPY: Any = torch.ops.aten._to_copy.default
 
 
 def allow_next_update(worker: Any) -> None:

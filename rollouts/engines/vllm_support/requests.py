@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from configs.rollout_schema import PauseMode
+from core.errors import RunStopped
 from core.types.allowed_tokens import AllowedTokens
+from rollouts.engines.vllm_support.settings import ADAPTER_ID
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -92,6 +95,13 @@ def continue_seed(seed: int, tokens: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def make_adapter_request() -> Any:
+    """Return vLLM's request for the in-memory adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", ADAPTER_ID, "in memory")
+
+
 def read_versions(output: Any) -> list[int]:
     """Return the policy version of each sampled token. vLLM reports versions as spans of tokens."""
     return [
@@ -99,3 +109,20 @@ def read_versions(output: Any) -> list[int]:
         for span in output.weight_versions
         for _ in range(span.start, span.end)
     ]
+
+
+def read_stop(
+    reason: str | None, ids: Sequence[int], stop_token_ids: Sequence[int], max_new_tokens: int, pause_mode: PauseMode
+) -> Literal["eos", "length"] | None:
+    """Return the stop reason of a completion, or None if it was aborted and is incomplete.
+
+    reason: vLLM's, None for an aborted request. ids: all tokens of the completion.
+    """
+    # an abort may come after the last token: the completion is then finished all the same
+    if reason is None and pause_mode == "abort":
+        if ids and ids[-1] in stop_token_ids:
+            return "eos"
+        return "length" if len(ids) == max_new_tokens else None
+    if reason not in ("stop", "length"):
+        raise RunStopped(f"vLLM ended a request with {reason!r} instead of a completion")
+    return "eos" if reason == "stop" else "length"

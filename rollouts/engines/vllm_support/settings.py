@@ -56,6 +56,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
         **truncation_args(config.truncation, on_cpu=on_cpu),
+        **config.options,
     }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from core.errors import TransportFailed
+from core.timing.trace import Tracer
 from core.types.arrays import Ids
 from core.types.weights import Bucket
+from rollouts.engines.vllm_support.experts import find_unpacked, name_for_loader, repack_experts
 from rollouts.engines.vllm_support.kept_processor import take_kept
 from rollouts.engines.vllm_support.load_trace import LoadTrace
 from rollouts.engines.vllm_support.patches import allow_next_update, find_adapters, forget_half_loaded
@@ -37,6 +40,9 @@ from trainers.weight_sync.chunks import Chunk, read_chunk
 from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.ipc import open_handles
 from trainers.weight_sync.nccl import NcclReceiver
+
+SMALL_BYTES = 2**20
+"""Largest tensor that is kept until the end of an update, in case that vLLM's loader loses it."""
 
 
 class VerifiedTransfer(WeightTransferEngine[Any, Any]):
@@ -51,16 +57,19 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
         self.consumed, self.untouched = {}, []
         if not forget_half_loaded(self.model):  # else some parameters are placeholders, and nothing is tied
             self._tied = _tied_parameters(self.model)
+        repack_experts(self.model)
         initialize_layerwise_reload(self.model)
-        self._trace = LoadTrace()
+        self._trace, self._small = LoadTrace(), []
         self._untouched = {name for name, _ in self.model.named_parameters() if name not in self._tied}
 
     def load(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
             self._trace.expect(bucket)
+            # copies, because the bucket's memory is that of all its tensors
+            self._small += [(name, t.clone()) for name, t in bucket if t.nbytes <= SMALL_BYTES]
             with self._trace, _one_thread():
                 # load_weights returns the names of the parameters that it wrote
-                self._untouched -= self.model.load_weights(iter(bucket))
+                self._untouched -= self.model.load_weights(iter(name_for_loader(self.model, bucket)))
 
     def finish_weight_update(self) -> None:
         with self._trace:  # padded layers are written only here
@@ -68,9 +77,24 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
         for name in self._tied:
             # the reload skips it, and on a CPU the layer would keep the packed copy of its old weights
             layer = self.model.get_submodule(name.rpartition(".")[0])
-            layer.quant_method.process_weights_after_loading(layer)
+            if (method := getattr(layer, "quant_method", None)) is not None:
+                method.process_weights_after_loading(layer)
+        self._load_lost()
         self.consumed, self.untouched = self._trace.consumed(), sorted(self._untouched)
-        del self._trace
+        self.untouched += [name for name in find_unpacked(self.model) if name not in self.untouched]
+        del self._trace, self._small
+
+    def _load_lost(self) -> None:
+        """Load small tensors again that were lost: written without a weight loader, into placeholders."""
+        taken, own = self._trace.consumed(), dict(self.model.named_parameters())
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        for name, tensor in self._small:
+            [own_name] = [name] if mapper is None else mapper.apply_list([name]) or [name]
+            # others are parts of a fused or packed parameter, and their loss is told by the missing checksum
+            if name not in taken and own_name in own and own[own_name].shape == tensor.shape:
+                self._trace.expect([(name, tensor)])
+                with self._trace:
+                    self.model.load_weights(iter([(name, tensor)]))
 
     def buckets(self, update_info: Any) -> Iterable[Bucket]:
         """Return the buckets of one call: the whole stream, or one chunk."""
@@ -234,6 +258,7 @@ class WorkerMethods:
 
     weight_transfer_engine: VerifiedTransfer
     model_runner: Any
+    rank: int
     init_weight_transfer_engine: Callable[[dict[str, Any]], None]
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
@@ -263,6 +288,13 @@ class WorkerMethods:
 
     def feynrl_untouched(self) -> list[str]:
         return self.weight_transfer_engine.untouched
+
+    def feynrl_start_trace(self, trace: bool, memory: bool) -> None:
+        self.feynrl_tracer = Tracer()
+        self.feynrl_tracer.start(trace=trace, memory=memory)
+
+    def feynrl_stop_trace(self, stem: str) -> list[str]:
+        return self.feynrl_tracer.stop(Path(f"{stem}-{self.rank}"))
 
     def feynrl_take_kept(self, key: str, forget: list[str]) -> list[Ids]:
         return take_kept(key, forget)

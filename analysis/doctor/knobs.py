@@ -1,0 +1,120 @@
+"""Prices of vLLM's options: log-probabilities, speed and memory of an engine with an option, beside one without.
+
+    python -m analysis.doctor RECIPE --knob kv_cache_dtype=fp8 --knob max_num_seqs=8
+
+Each engine gets the trainer's weights and samples the same requests, and the trainer scores what it sampled. An option
+that is approximate opens a gap; one that only orders work leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from analysis.doctor.bench import Bench, Sampling
+from analysis.doctor.findings import Say
+from analysis.doctor.gap import Gap, measure_gap
+from analysis.doctor.target import Target
+from configs.strict_yaml import parse_yaml
+from core.cluster.scratch import Scratch
+from core.errors import UserError
+from driver.rl.setup import Prepared
+from rollouts.registry import load_engine_class, resolve_engine
+
+WITHOUT = "none"
+"""Name of the engine without a knob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Effect of an option; without gap, speed and memory if vLLM refused it."""
+
+    knob: str
+    gap: Gap | None = None
+    tokens_per_s: float | None = None
+    memory_gib: float | None = None
+    """Memory of the engine with its cache: on a GPU of the device, else of the processes."""
+    refused: str = ""
+
+    def describe(self) -> str:
+        """Return the price as a line."""
+        if self.gap is None:
+            return f"{self.knob:<40} refused: {self.refused}"
+        return (
+            f"{self.knob:<40} {self.gap.mean:>9.2g} {self.gap.largest:>9.2g} {self.gap.kl:>9.2g} "
+            f"{self.tokens_per_s:>10.0f} {self.memory_gib:>9.2f}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+HEADER = f"{'knob':<40} {'mean':>9} {'largest':>9} {'KL':>9} {'tokens/s':>10} {'GiB':>9}"
+
+
+def read_knobs(given: Sequence[str], *, engine: str) -> list[dict[str, Any]]:
+    """Parse knobs of the form NAME=VALUE, with values in YAML. Raises UserError for one that cannot be set."""
+    knobs: list[dict[str, Any]] = []
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"--knob {text!r:.100} is not of the form NAME=VALUE, such as kv_cache_dtype=fp8")
+        knobs.append({name: parse_yaml(value, f"--knob {name}")})
+        load_engine_class(resolve_engine(engine)).check_options(knobs[-1], engine=engine)
+    return knobs
+
+
+def price_knobs(
+    target: Target, prepared: Prepared, sampling: Sampling, knobs: Sequence[dict[str, Any]], say: Say
+) -> list[Price]:
+    """Measure an engine without a knob, and one with each."""
+    with Scratch():
+        return asyncio.run(_price_all(Bench(target, prepared, sampling), knobs, say))
+
+
+async def _price_all(bench: Bench, knobs: Sequence[dict[str, Any]], say: Say) -> list[Price]:
+    say(f"\n{len(bench.requests)} sequences of at most {bench.max_new_tokens} new tokens; gaps in nats\n{HEADER}")
+    await _price(bench, WITHOUT, {})  # not told: its import of vLLM would count as memory
+    prices: list[Price] = []
+    for knob in ({}, *knobs):
+        name = " ".join(f"{key}={value}" for key, value in knob.items()) or WITHOUT
+        prices.append(await _price(bench, name, knob))
+        say(prices[-1].describe())
+    return prices
+
+
+async def _price(bench: Bench, name: str, knob: dict[str, Any]) -> Price:
+    before = measure_memory()
+    try:
+        bench.open_engine(options={**bench.plan.engine.options, **knob})
+    except UserError as error:
+        if not knob:
+            raise
+        return Price(knob=name, refused=str(error))
+    try:
+        await bench.push_weights()
+        # twice: the first batch allocates and warms up
+        await bench.sample(bench.requests)
+        began = time.monotonic()
+        samples = await bench.sample(bench.requests)
+        seconds = time.monotonic() - began
+        used = measure_memory() - before
+    finally:
+        await bench.engine.close()
+    gap = measure_gap(bench.score(samples))
+    return Price(knob=name, gap=gap, tokens_per_s=gap.tokens / seconds, memory_gib=used / 2**30)
+
+
+def measure_memory() -> int:
+    """Return the bytes in use: on the GPU, or of this process and its children."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    own = psutil.Process()
+    return sum(process.memory_info().rss for process in (own, *own.children(recursive=True)))

@@ -1,0 +1,1 @@
+"""Traces of trainers and engines for some steps of a run: the key `profile`."""

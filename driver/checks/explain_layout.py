@@ -1,0 +1,27 @@
+"""Row layout of a run's policy before it is loaded, for --explain and the doctor."""
+
+from __future__ import annotations
+
+from configs.schema import RunConfig
+from core.errors import UserError
+from modeling.hf_config import ModelUnreadable, check_model_folder
+from modeling.layout_forecast import forecast_layout
+from modeling.layout_probe import LayoutProbe
+
+
+def describe_rows(cfg: RunConfig) -> list[tuple[str, str]]:
+    """Describe the row layout, as measured of a small model of the same kind."""
+    try:
+        return [("rows", f"{measure_rows(cfg)}; measured again on the model itself when it is loaded")]
+    except ModelUnreadable as error:  # a recipe may name a model that is made later
+        return [("rows", f"unknown: {error}")]
+    except UserError as error:  # the model itself decides, when the run starts
+        return [("rows", f"refused: {error}")]
+
+
+def measure_rows(cfg: RunConfig) -> str:
+    """Return the row layout of a small model of the same kind, with its numbers. Raises UserError if it is refused."""
+    model, trusts = cfg.model, cfg.model.trust_remote_code
+    check_model_folder(model.path, trust_remote_code=trusts)
+    found = forecast_layout(model.path, attention=model.attention, layout=cfg.trainer.layout, trust_remote_code=trusts)
+    return found.describe() if isinstance(found, LayoutProbe) else found

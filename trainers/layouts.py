@@ -1,0 +1,46 @@
+"""Row layout that all models of a trainer support, measured on their own weights and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from configs.trainer_schema import TrainerConfig
+from core.types.batch import RowLayout
+from modeling.layout_probe import can_share_prefixes, find_probe, layout_for, probe_layout
+from trainers.learner import Learner
+
+
+def measure_layouts(
+    learners: Mapping[str, Learner],
+    frozen: Mapping[str, nn.Module],
+    cfg: TrainerConfig,
+    *,
+    device: torch.device | str,
+    agree: Callable[[Tensor], Tensor],
+) -> None:
+    """Measure the best row layout of every model, and set its attention. All ranks call it together.
+
+    learners: by the name of the model in errors. frozen: by the name of the teacher. agree: as in `probe_layout`.
+    """
+    given: dict[str, Any] = {"device": device, "layout": cfg.layout, "agree": agree}
+    for name, learner in learners.items():
+        probe_layout(learner.module, learner.model, key=name, **given)
+    # several teachers may have the same model
+    for model, name in {model: name for name, model in frozen.items()}.items():
+        probe_layout(model, model, key=f"alg, the model of {name}", **given)
+
+
+def combine_layouts(policy: nn.Module, others: list[nn.Module], cfg: TrainerConfig) -> RowLayout:
+    """Return the row layout that all models support.
+
+    Rows are padded if any model needs padding. Prefixes are shared if all models can share them.
+    """
+    models = [policy, *others]
+    padded = any(layout_for(cfg.layout, m) == "padded" for m in models)
+    able = not padded and all(can_share_prefixes(m) for m in models)
+    shares = able and cfg.share_prefixes == "auto"
+    return RowLayout(padded=padded, shares_prefixes=shares, measured=find_probe(policy).describe())

@@ -1,0 +1,160 @@
+"""Async reward functions, functions of whole groups, and results with notes, turns and tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+import rewards.async_pool
+from configs.rollout_schema import RewardConfig
+from core.errors import UserError
+from core.types.samples import Prompt
+from driver.start.rollouts import share_concurrency
+from rewards import resolve_reward
+from rewards.kinds import Kind, find_kind
+from rewards.rewarder import Rewarder
+from rewards.scored import RewardResult
+from rewards.weights import plan_rewards
+from unit_tests.helpers.one_reward import one_reward
+
+WAITING = """
+import asyncio, os, time
+from rewards import Failed, Scored, Steps
+from core.errors import UserError
+
+NOW, MOST = 0, 0
+
+async def score(prompt, messages):
+    global NOW, MOST
+    said = messages[-1]["content"]
+    NOW += 1
+    MOST = max(MOST, NOW)
+    try:
+        await asyncio.sleep(0.05 if said != "hang" else 3600)
+    finally:
+        NOW -= 1
+    if said == "raise":
+        raise ValueError("six")
+    if said == "fail":
+        raise Failed("no verdict", notes=[{"by": "me", "text": "?"}], counts={"judge/calls": 2})
+    if said == "stop":
+        raise UserError("MY_KEY is not set")
+    if said == "block":
+        time.sleep(3600)
+    if said == "exit":
+        os._exit(3)
+    if said == "rich":
+        return Scored({"good": 1.0}, turn_parts=[{"good": 1.0}], token_parts={"steps": Steps("\\n", [0.5, 0.25])})
+    return {"pid": os.getpid(), "most": MOST}
+"""
+PROMPT = Prompt(id="test/0", messages=[{"role": "user", "content": "?"}], answer="yes")
+
+
+@contextmanager
+def rewarder(folder: Path, code: str, *, at_once: int = 32, timeout_s: float = 20.0) -> Iterator[Rewarder]:
+    file = folder / "mine.py"
+    file.write_text(code)
+    with closing(Rewarder(one_reward(resolve_reward(str(file)), {}), 1, timeout_s, at_once)) as found:
+        yield found
+
+
+def test_an_engine_has_its_share_of_the_calls_in_flight():
+    """reward.max_concurrency is of the whole run: 10 over 4 engines are 2 each, and never none."""
+    plan = plan_rewards(RewardConfig(function="arithmetic", max_concurrency=10), engines=4)
+    assert share_concurrency(10, plan) == 2 and share_concurrency(3, plan) == 1
+
+
+def ask(found: Rewarder, *replies: str) -> list[RewardResult]:
+    async def all_of_them() -> list[RewardResult]:
+        calls = [found.compute_reward(PROMPT, [{"role": "assistant", "content": r}]) for r in replies]
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(all_of_them())
+
+
+def test_async_samples_are_in_flight_together_up_to_the_limit(tmp_path):
+    with rewarder(tmp_path, WAITING, at_once=4) as found:
+        results = ask(found, *map(str, range(12)))
+    assert len({r.reward_parts["pid"] for r in results}) == 1
+    assert max(r.reward_parts["most"] for r in results) == 4
+
+
+def test_each_way_to_fail_costs_one_async_sample_and_says_why(tmp_path):
+    with rewarder(tmp_path, WAITING, timeout_s=0.5) as found:
+        raised, failed, late, rich, fine = ask(found, "raise", "fail", "hang", "rich", "fine")
+    assert raised.failure == "ValueError: six (mine.py, line 18)"
+    assert (failed.failure, failed.counts) == ("no verdict", {"judge/calls": 2.0})
+    assert [note["text"] for note in failed.notes] == ["?"]
+    assert late.failure == "timeout after 0.5s"
+    assert rich.reward_parts == {"good": 1.0, "steps": 0.75} and rich.turn_parts == ({"good": 1.0},)
+    assert not fine.failure
+
+
+def test_a_process_that_blocks_or_ends_fails_its_samples_and_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(rewards.async_pool, "REWARD_EXIT_GRACE_S", 0.2)
+    file = tmp_path / "mine.py"
+    file.write_text(WAITING)
+
+    async def play() -> list[RewardResult]:
+        with closing(Rewarder(one_reward(resolve_reward(str(file))), 1, 0.5)) as found:
+            results = []
+            for reply in ("block", "exit", "fine"):
+                results.append(await found.compute_reward(PROMPT, [{"role": "assistant", "content": reply}]))
+        return results
+
+    blocked, ended, fine = asyncio.run(play())
+    assert "an async reward blocked the event loop" in blocked.failure
+    assert ended.failure == "the worker process exited with code 3"
+    assert not fine.failure
+
+
+def test_a_mistake_of_the_user_that_a_reward_finds_stops_the_run(tmp_path):
+    with rewarder(tmp_path, WAITING) as found, pytest.raises(UserError, match="MY_KEY is not set"):
+        ask(found, "stop")
+
+
+def test_an_async_reward_that_cannot_be_loaded_is_one_sentence(tmp_path):
+    code, said = "async def score(prompt, messages): ...\nimport nowhere", "mine.py, line 2, cannot be imported"
+    with rewarder(tmp_path, code) as found, pytest.raises(UserError, match=said):
+        ask(found, "1")
+
+
+@pytest.mark.parametrize("word", ["", "async "])
+def test_siblings_are_scored_together(tmp_path, word):
+    code = f"""
+from rewards import Failed
+{word}def score_group(prompt, conversations):
+    said = [messages[-1]["content"] for messages in conversations]
+    return [Failed("empty") if not text else {{"longest": len(text) == max(map(len, said))}} for text in said]
+"""
+    with rewarder(tmp_path, code) as found:
+        conversations = [[{"role": "assistant", "content": text}] for text in ("a", "bbb", "")]
+        assert found.scores_groups("any")
+        results = asyncio.run(found.compute_group(PROMPT, conversations))
+        alone = asyncio.run(found.compute_group(PROMPT, conversations[:1]))
+    assert [r.reward_parts for r in results] == [{"longest": 0.0}, {"longest": 1.0}, {}]
+    assert [r.failure for r in results] == ["", "", "empty"]
+    assert [r.failure for r in alone] == ["score_group: no live sibling to compare with"]
+
+
+def test_a_group_function_must_answer_for_each_sibling(tmp_path):
+    with rewarder(tmp_path, "def score_group(prompt, conversations): return [1.0]") as found:
+        results = asyncio.run(found.compute_group(PROMPT, [[{"role": "assistant", "content": "a"}]] * 2))
+    assert [r.failure for r in results] == [
+        "score_group() must return a list of 2 results, one per conversation, it returned [1.0]"
+    ] * 2
+
+
+def test_the_kind_is_read_without_running_the_file(tmp_path):
+    file = tmp_path / "mine.py"
+    for code, kind in {
+        "1 / 0\nasync def score(prompt, messages): ...": Kind(is_async=True),
+        "def score_group(prompt, conversations): ...": Kind(is_group=True),
+        "score = print": Kind(),
+    }.items():
+        file.write_text(code)
+        assert find_kind(resolve_reward(str(file))) == kind

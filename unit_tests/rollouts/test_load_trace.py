@@ -1,0 +1,77 @@
+"""The trace of a load: what vLLM's loaders write adds up to what was sent, by whatever way they write it."""
+
+import pytest
+import torch
+
+from rollouts.engines.vllm_support.load_trace import LoadTrace
+from trainers.weight_sync.fingerprint import checksum
+
+EXPERTS = torch.arange(4 * 16 * 32, dtype=torch.float32).view(4, 16, 32)
+
+
+def load_plainly(sent, target):
+    target.copy_(sent)
+
+
+def load_by_expert(sent, target):
+    for e in range(4):
+        target[e].copy_(sent[e])
+
+
+def load_transposed(sent, target):
+    for e in range(4):
+        target[e].copy_(sent[e].t().contiguous().t())
+
+
+def load_half_of_a_clone(sent, target):
+    for e in range(4):
+        flipped = sent[e].t().contiguous()
+        target[e, :, :16].copy_(flipped[:16].t())
+        target[e, :, 16:].copy_(flipped[16:].t())
+
+
+def load_cast(sent, target):
+    for e in range(4):
+        target[e].copy_(sent[e].to(torch.float64).to(torch.float32))
+
+
+def load_in_halves(sent, target):
+    for gate, half in zip(target.chunk(2, 1), sent.chunk(2, 1), strict=True):
+        gate.copy_(half)
+
+
+WAYS = [load_plainly, load_by_expert, load_transposed, load_half_of_a_clone, load_cast, load_in_halves]
+
+
+def trace(load, sent):
+    seen = LoadTrace()
+    seen.expect([("before", torch.ones(3)), ("experts", sent)])
+    with seen:
+        load(sent, torch.zeros(4, 16, 32))
+    return seen.consumed()
+
+
+@pytest.mark.parametrize("load", WAYS)
+def test_the_sum_is_that_of_the_sent_tensor(load):
+    # as a view of a larger buffer, as it arrives over gloo
+    buffer = torch.cat([torch.ones(8), EXPERTS.flatten(), torch.ones(8)])
+    sent = buffer[8:-8].view(4, 16, 32)
+    assert trace(load, sent) == {"experts": checksum(EXPERTS)}
+
+
+@pytest.mark.parametrize("load", WAYS)
+def test_a_clone_that_was_changed_before_it_is_loaded_is_seen(load):
+    def spoil_and_load(sent, target):
+        spoiled = sent.clone()
+        spoiled[3].mul_(2)
+        load(spoiled, target)
+
+    assert trace(spoil_and_load, EXPERTS)["experts"] != checksum(EXPERTS)
+
+
+def test_an_expert_that_is_not_written_changes_the_sum():
+    def load_three(sent, target):
+        for e in range(3):
+            target[e].copy_(sent[e].t().contiguous().t())
+
+    assert trace(load_three, EXPERTS)["experts"] != checksum(EXPERTS)
