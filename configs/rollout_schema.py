@@ -39,6 +39,15 @@ def name_function(name_or_path: str) -> str:
     return PurePath(name_or_path).stem
 
 
+class JudgeBudgetConfig(StrictModel):
+    """Keys of `reward.judge_budget`: limits of what judges may cost, over training and evaluation."""
+
+    calls: int | None = Field(None, ge=1)
+    """Maximum number of requests that judges answer. Unset: unlimited."""
+    tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens of these requests and answers, as the server counts them. Unset: unlimited."""
+
+
 class RewardConfig(StrictModel):
     """Keys of `reward`."""
 
@@ -68,6 +77,9 @@ class RewardConfig(StrictModel):
     timeout_s: Seconds = 20.0
     """Deadline of a call of a reward function in seconds: of one sample, or for `score_group` of one group. A sample
     without a reward has failed."""
+    judge_budget: JudgeBudgetConfig = JudgeBudgetConfig()
+    """Limits of the calls and tokens of judges. A run that has used one up ends after the step, as with `stop_when`,
+    and can be resumed with a larger one."""
     max_failed_fraction: float = Field(0.1, ge=0, le=1)
     """Maximum fraction of failed samples in a step; above it the run stops."""
 

@@ -38,15 +38,14 @@ class ModelConfig(StrictModel):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights in forward passes. Master weights, gradients and log-softmax are always float32."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel of the trainer. auto: the default of transformers; for tested model families sdpa then runs per
-    sequence (modeling/attention.py)."""
+    """Attention kernel of the trainer. auto: that of modeling/attention.py, per sequence; if it is not exact, sdpa or
+    eager."""
     lora: LoraConfig | None = None
     """Low-rank adapters to train instead of the weights. Unset: train the weights."""
     trust_remote_code: bool = False
     """Run code shipped with a model, from a folder or the Hub, in driver, trainers and engines: for `path` and the
-    models in
-    `alg`. Read that code first. Such a model is trained on padded rows. It is sampled by vLLM if vLLM supports the
-    architecture, otherwise by the engine hf. A saved model includes the code. Reward models have a separate setting
+    models in `alg`. Read that code first. Such a model is sampled by vLLM if vLLM supports the architecture, otherwise
+    by the engine hf. A saved model includes the code. Reward models have a separate setting
     (rewards/reward_model.py)."""
 
 
@@ -76,8 +75,8 @@ class TrainerConfig(StrictModel):
     sequence_parallel: int = Field(1, ge=1)
     """Number of neighbouring ranks that compute a micro-batch together, each on a slice of the positions, for sequences
     whose activations exceed a rank's memory (DeepSpeed-Ulysses, with both strategies). It must divide `ranks` and the
-    model's query heads, and divide or be a multiple of the key heads. Requires packed rows, a text model of
-    modeling/attention.py and attention: auto."""
+    model's query heads, and divide or be a multiple of the key heads. Requires a text model without recurrent layers,
+    packed rows and attention: auto."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """PyTorch optimizer; sgd without momentum."""
     lr: LearningRate = 1e-6
@@ -115,12 +114,12 @@ class TrainerConfig(StrictModel):
     and this key applies to a value model."""
     layout: Literal["auto", "padded", "packed"] = "auto"
     """Layout of a micro-batch in the forward pass. packed: all sequences in a single row. padded: a row per sequence.
-    auto: packed if the attention kernel respects sequence boundaries (flash attention, and attention: auto for the
-    model families of modeling/attention.py), otherwise padded."""
+    auto: packed if every sequence then has the log-probabilities it has alone, which is measured when the model is
+    loaded, otherwise padded."""
     share_prefixes: Literal["auto", "off"] = "auto"
     """Compute common prefixes of a group's samples once, forward and backward: equal token ids at the beginning, such
     as the prompt. Groups of size 1, as in SFT, share a system prompt or tools. It affects speed and memory, not the
-    gradient. auto: with packed rows, for the model families of modeling/attention.py with attention: auto."""
+    gradient. auto: with packed rows and attention: auto, if that is exact, as for layout."""
     max_skipped_updates: int = Field(3, ge=1)
     """Number of consecutive skipped updates that stops the run. An update is skipped on all ranks if the gradient is
     not finite."""

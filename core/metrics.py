@@ -6,11 +6,12 @@ angle brackets is a placeholder: <part> of the reward, <source> of a mixture, <n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
+from core.judge_metrics import JUDGE_METRICS
+from core.metric import Metric as Metric
+from core.metric import Unit
 from core.timing.phases import (
     ENGINE_ACTIVITIES,
     ENGINE_TURNS,
@@ -24,30 +25,6 @@ from core.timing.phases import (
     Phase,
     time_metric,
 )
-
-Amount = Literal["tokens", "samples", "groups", "rows", "steps", "turns", "calls", "seconds", "nats", "bytes"]
-Unit = Amount | Literal["", "fraction", "tokens/s"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """Metric's name, unit and meaning."""
-
-    name: str
-    unit: Unit
-    meaning: str
-    logged_by: str
-    """Kind of run, or algorithm, that logs it."""
-
-    def matches(self, name: str) -> bool:
-        """Tell whether `name` matches this metric's name, placeholders included.
-
-        >>> Metric(name="reward/<part>", unit="", meaning="", logged_by="").matches("reward/correct")
-        True
-        """
-        pattern = re.sub(r"<\w+>", "[^/]+", re.escape(self.name).replace(r"\<", "<").replace(r"\>", ">"))
-        return re.fullmatch(pattern, name) is not None
-
 
 METRICS: list[Metric] = []
 
@@ -157,6 +134,8 @@ ROLLOUT_GROUP_RETRIES = _declare(
 )
 ROLLOUT_ENGINES = _declare("rollout/engines", "", "engines that serve when the step ends", RL)
 ROLLOUT_RESTARTS = _declare("rollout/engine_restarts", "", "engines that died and were restarted (cumulative)", RL)
+
+METRICS.extend(JUDGE_METRICS)
 
 DATA_ROWS = "data/{}/rows"
 _declare("data/<source>/rows", "rows", "rows drawn from a source of a mixture so far", ALL)

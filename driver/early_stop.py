@@ -34,6 +34,10 @@ class EarlyStop:
             times = f", {when.for_steps} times in a row" if when.for_steps > 1 else ""
             self.reason = f"stop_when: {when.metric} is {value:g}, {bound}{times}"
 
+    def end(self, reason: str) -> None:
+        """End the run now for another reason, such as a budget."""
+        self.reason = self.reason or reason
+
     def _check_name(self, name: str, metrics: Mapping[str, float]) -> None:
         """Raise UserError unless the metric may be missing at this step (no evaluation, or a skipped update)."""
         if name.startswith("eval/") or metrics.get(TRAIN_SKIPPED):

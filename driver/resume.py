@@ -26,7 +26,7 @@ NOT_FOR_TRAINING = (
     *("trackers", "tracking.", "display", "show_samples"),
     *("data.max_invalid_fraction", "model.lora.merge_on_save"),
     *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
-    *("reward.max_concurrency",),
+    *("reward.max_concurrency", "reward.judge_budget."),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
     *("weight_sync.transport", "capture.", "compare_losses", "placement", "rollout.sleep_mode"),
     "alg.file",  # its contents are compared, wherever it lies

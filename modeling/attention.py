@@ -66,8 +66,9 @@ def set_attention(model: nn.Module, name: str) -> None:
     AttentionMaskInterface.register(BY_SEQUENCE, flash_attention_mask)  # no mask, unless a caller brings one
     hf: Any = model
     text = hf.config.get_text_config()
-    parts = {part: read_attention(getattr(hf.config, part)) for part in hf.config.sub_configs}
-    of_text = {part: name for part in parts if getattr(hf.config, part) is text}
+    configs = {part: own for part in hf.config.sub_configs if (own := getattr(hf.config, part)) is not None}
+    parts = {part: read_attention(own) for part, own in configs.items()}
+    of_text = {part: name for part, own in configs.items() if own is text}
     hf.set_attn_implementation({**parts, **of_text} if of_text else name)
 
 

@@ -5,7 +5,7 @@
 
 Torch's kernels take neither. A cap is computed in plain torch, so it needs memory for all scores. A sink becomes a key:
 the query gets one more component, the sink, the key of the sink is a one there, and all other keys are zero there. So
-torch's kernel computes it, with a mask that is the same for all heads, and the sink has its gradient.
+torch's kernel computes it, with a mask that is the same for all heads, and the sink gets a gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALIGNED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What a layer does to its scores before the softmax."""
+    """Changes of a layer to scores before the softmax."""
 
     scaling: float | None
     """Factor of the scores; None: one over the root of the head's dimension."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class WeightExport:
     def _files(self) -> list[ExportedGroup]:
         peft: Any = self.model
         base = peft.get_base_model() if hasattr(peft, "peft_config") else self.model
-        return plan_files(base, self.tensors["whole"])
+        return plan_files(self.tensors["whole"], partial(to_file_names, base))
 
     def split(self, scope: ExportScope, max_bytes: int) -> Iterator[list[ExportedGroup]]:
         """Yield lists of groups of at most `max_bytes`; a larger group is alone."""
@@ -72,16 +72,13 @@ def cut_buckets(
     return split_into_buckets(named, lambda pair: pair[1].nbytes, max_bytes)
 
 
-def plan_files(model: nn.Module, tensors: Sequence[ExportedTensor]) -> list[ExportedGroup]:
+def plan_files(tensors: Sequence[ExportedTensor], convert: Convert) -> list[ExportedGroup]:
     """Return the groups of tensors that are converted together, in the order of their first tensor.
 
-    Conversions that need other groups than those found here make a single group of the whole model.
+    convert: makes the tensors of files of any part of a model's. If it needs other groups than those found here, the
+    whole model is one group.
     """
     meta = {t.name: torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors}
-
-    def convert(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        return to_file_names(model, whole)
-
     made = convert(meta)
     if _describe(made) == _describe(meta):
         return [ExportedGroup(tensors=[t]) for t in tensors]

@@ -65,28 +65,30 @@ def vision_family(config: Any, *, who: str = "model.path") -> VisionFamily | Non
 
 
 def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
-    """Tell whether a model supports images. Raises UserError for a vision-language model of an unknown family."""
-    return _sees(read_config(path, key=key, trust_remote_code=trust_remote_code), f"{key}={quote(path)}")
+    """Tell whether a model reads images here. A vision-language model of an unknown family is used for text."""
+    return vision_family(read_config(path, key=key, trust_remote_code=trust_remote_code), who=key) is not None
 
 
-def _sees(config: Any, who: str) -> bool:
-    known = vision_family(config, who=who)
-    # an unknown family would be loaded as a text model, and its images be ignored
-    if known is None and getattr(config, "vision_config", None) is not None:
-        from modeling.images.vision import VISION_FAMILIES
-
-        raise UserError(
-            f"{who} is a {config.model_type} model, which reads images, and of such models these are known here: "
-            f"{', '.join(sorted(VISION_FAMILIES))}: take one of them, or a text model"
-        )
-    return known is not None
+def is_text_use(config: Any) -> bool:
+    """Tell whether a model with other parts than text is used for text only: the family is unknown here."""
+    parts = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
+    return any(part is not None for part in parts) and vision_family(config) is None
 
 
 def choose_class(config: Any, *, path: str, key: str = "model.path") -> Any:
-    """Return the transformers class that loads a model with a language-model head."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    """Return the transformers class that loads a model with a language-model head. Raises UserError if none does."""
+    import transformers as hf
 
-    return AutoModelForImageTextToText if _sees(config, f"{key}={quote(path)}") else AutoModelForCausalLM
+    if vision_family(config, who=f"{key}={quote(path)}") is not None:
+        return hf.AutoModelForImageTextToText
+    if not is_text_use(config) or hf.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is not None:
+        return hf.AutoModelForCausalLM
+    if hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None) is not None:
+        return hf.AutoModelForImageTextToText
+    raise UserError(
+        f"{key}={quote(path)} is a {config.model_type} model, and transformers has no class that loads its language "
+        "part: take another model"
+    )
 
 
 def meta_model(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> nn.Module:

@@ -83,30 +83,34 @@ def _build(auto: Any, config: Any, *, trust_remote_code: bool) -> nn.Module | No
 
 def _shrink(config: Any) -> Any:
     """Return a copy of a config with a layer of each kind, and small numbers."""
-    small = copy.deepcopy(config)
-    text = small.get_text_config()
-    layers: int = text.num_hidden_layers
-    per_layer = {
-        name: values
-        for name, values in text.to_dict().items()
-        if isinstance(values, list) and len(values) == layers and name in vars(text)
-    }
-    kinds = [tuple(str(values[i]) for values in per_layer.values()) for i in range(layers)]
+    text = config.get_text_config()
+    written: dict[str, str] = text.attribute_map  # names in this family's config of names that others have
+    values = text.to_dict()
+    named = {name: values.get(written.get(name, name)) for name in sorted({*values, *written})}
+    small = _shrink_values(named)
+    values |= {written.get(name, name): value for name, value in small.items()}
+    if text is config:
+        return type(config).from_dict(values)
+    whole = config.to_dict()
+    part = next(name for name in config.sub_configs if getattr(config, name) is text)
+    return type(config).from_dict(whole | {part: values})
+
+
+def _shrink_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that change."""
+    layers: int = values["num_hidden_layers"] or 0
+    per_layer = {name: v for name, v in values.items() if isinstance(v, list) and len(v) == layers}
+    kinds = [tuple(str(v[i]) for v in per_layer.values()) for i in range(layers)]
     kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:MOST_LAYERS] if per_layer else [*range(min(layers, 2))]
-    for name, values in per_layer.items():
-        setattr(text, name, [values[i] for i in kept])
-    text.num_hidden_layers = len(kept)
-    for name, most in SMALL.items():
-        if isinstance(given := getattr(text, name, None), int) and given > most:
-            setattr(text, name, most)
-    for name, value in text.to_dict().items():
-        if name.endswith("token_id") and isinstance(value, int) and value >= text.vocab_size:
-            setattr(text, name, None)
-    heads: int = text.num_attention_heads
+    small: dict[str, Any] = {name: [v[i] for i in kept] for name, v in per_layer.items()}
+    small["num_hidden_layers"] = len(kept)
+    whole = {name: v for name, v in values.items() if isinstance(v, int)}
+    small |= {name: most for name, most in SMALL.items() if whole.get(name, 0) > most}
+    small |= {name: None for name, v in whole.items() if name.endswith("token_id") and v >= SMALL["vocab_size"]}
+    heads: int = values["num_attention_heads"]
     if heads > 2:
-        of_keys = getattr(text, "num_key_value_heads", None)
-        text.hidden_size = -(-text.hidden_size // heads * 2 // 16) * 16  # kernels of experts take multiples of 16
-        text.num_attention_heads = 2
-        if of_keys is not None:
-            text.num_key_value_heads = 2 if of_keys == heads else 1
+        # kernels of experts take multiples of 16
+        small |= {"hidden_size": -(-values["hidden_size"] // heads * 2 // 16) * 16, "num_attention_heads": 2}
+        if (of_keys := values.get("num_key_value_heads")) is not None:
+            small["num_key_value_heads"] = 2 if of_keys == heads else 1
     return small

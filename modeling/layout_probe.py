@@ -63,7 +63,7 @@ class LayoutProbe:
     seconds: float = 0.0
 
     def describe(self) -> str:
-        """Return the layout and its numbers in a line."""
+        """Return the layout and the numbers in a line."""
         parts = [f"{NAMES[self.level]} ({self.attention} attention): log-probabilities as of each sequence alone"]
         parts[0] += f" to {self.error:.0e} (bound {self.bound:.0e}, {self.seconds:.1f} s)"
         return "; ".join([*parts, *([f"by path: {self.by_path}"] if self.by_path else []), *self.refuted])
@@ -82,7 +82,7 @@ def can_share_prefixes(model: nn.Module) -> bool:
 
 
 def find_probe(model: nn.Module) -> LayoutProbe:
-    """Return the probe of a model, measured at the first call, and again if its attention has changed."""
+    """Return the probe of a model, measured at the first call, and again if the attention has changed."""
     hf: Any = model
     known: LayoutProbe | None = getattr(hf, "layout_probe", None)
     if known is None or known.attention != read_attention(_config(model)):
@@ -99,7 +99,7 @@ def probe_layout(
     agree: Callable[[Tensor], Tensor] = lambda worst: worst,
     key: str = "this model",
 ) -> LayoutProbe:
-    """Find the best layout of a model, set its attention accordingly, and keep the result on the model.
+    """Find the best layout of a model, set the attention accordingly, and keep the result on the model.
 
     module: the callable (DeepSpeed's engine, or the model itself). layout: only these are tried. agree: largest values
     over all ranks, which all call this together. Raises UserError if no layout is exact, or not the given one.
@@ -146,7 +146,7 @@ class _Attempt:
     level: Level
     attention: str
     poisons: bool = True
-    """Whether NaN must stay in its sequence. With a dense mask it does not: 0 * NaN is NaN."""
+    """Whether NaN must stay in a sequence. With a dense mask it does not: 0 * NaN is NaN."""
 
 
 def _list_attempts(attention: str, layout: Setting) -> list[_Attempt]:
@@ -186,7 +186,7 @@ class _Bench:
         self.bound = min(max(LEAST_BOUND.get(self.dtype, 1e-5), TIMES_NOISE * noise), LARGEST_BOUND)
 
     def find_first(self, attempts: Sequence[_Attempt]) -> tuple[Level, float] | None:
-        """Return the first level that holds, and its error; None if there is none."""
+        """Return the first level that holds, and the error; None if there is none."""
         for attempt in attempts:
             error = self._try(attempt)
             is_ours = attempt.attention == BY_SEQUENCE and attempt.level != "padded"
@@ -230,7 +230,7 @@ class _Bench:
         return None
 
     def _refuse_sharded(self, error: Exception, name: str) -> None:
-        """Raise UserError if the model is sharded: after an error in the middle of a pass its shards are undefined."""
+        """Raise UserError if the model is sharded: after an error in the middle of a pass the shards are undefined."""
         if self.module is not self.model or any(hasattr(p, "placements") for p in self.model.parameters()):
             raise UserError(
                 f"{name} are not known to this model ({first_line(error)}): set model.attention=eager and "

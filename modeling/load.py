@@ -156,9 +156,9 @@ def _load_pretrained(
     **settings: Any,
 ) -> nn.Module:
     if attention != "auto":
-        sees = needs_images(path, key=key, trust_remote_code=settings["trust_remote_code"])
+        config = read_config(path, key=key, trust_remote_code=settings["trust_remote_code"])
         # flash attention takes the borders of a packed row, which are not those of the images' patches
-        split = sees and attention == "flash_attention_2"
+        split = getattr(config, "vision_config", None) is not None and attention == "flash_attention_2"
         settings["attn_implementation"] = {"text_config": attention, "vision_config": "sdpa"} if split else attention
     model = _read_pretrained(auto, path, key=key, new_head=new_head, dtype=DTYPES[dtype], **settings)
     # With dropout two passes of the same policy differ, and ratios on policy would not be 1.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError, first_line
-from modeling.hf_config import meta_model, vision_family
+from modeling.hf_config import is_text_use, meta_model, vision_family
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -102,9 +102,8 @@ def check_targets(model: nn.Module, lora: LoraConfig, *, path: str) -> list[str]
 
 def modules_in_reach(model: nn.Module, lora: LoraConfig) -> list[tuple[str, nn.Module]]:
     """Return the modules that may get an adapter, by name: those of the language part, or all."""
-    parts = vision_family(model.config)
-    everywhere = parts is None or lora.vision
-    return [(name, m) for name, m in model.named_modules() if everywhere or parts.in_language(name)]
+    language = _name_language(model, lora)
+    return [(name, m) for name, m in model.named_modules() if language is None or f"{name}.".startswith(f"{language}.")]
 
 
 def linear_names(model: nn.Module, lora: LoraConfig) -> list[str]:
@@ -114,8 +113,19 @@ def linear_names(model: nn.Module, lora: LoraConfig) -> list[str]:
 
 def _exclude_vision(model: nn.Module, lora: LoraConfig) -> str | None:
     """Return PEFT's pattern of excluded modules; None without any."""
-    parts = vision_family(model.config)
-    return None if parts is None or lora.vision else rf"(?!{re.escape(parts.language)}\.).*"
+    language = _name_language(model, lora)
+    return None if language is None else rf"(?!{re.escape(language)}\.).*"
+
+
+def _name_language(model: nn.Module, lora: LoraConfig) -> str | None:
+    """Return the name of the language part, outside of which nothing gets an adapter; None without other parts."""
+    hf: Any = model
+    if (parts := vision_family(hf.config)) is not None:
+        return None if lora.vision else parts.language
+    if not is_text_use(hf.config):
+        return None
+    decoder = hf.get_decoder()
+    return next(name for name, m in model.named_modules() if m is decoder)
 
 
 def check_lora(model: ModelConfig, *, sends_merged: bool = False) -> None:

@@ -45,5 +45,5 @@ class MediaLoader:
         if self.images is not None:
             batch = self.images.add_media(batch)
         elif batch.images:
-            raise UserError(f"model.path={self.path} is a text model, and a sample has images")
+            raise UserError(f"model.path={self.path} is a text model, or used as one here, and a sample has images")
         return batch.to(self.device)

@@ -2,7 +2,7 @@
 
 A recurrent layer (Mamba, gated delta net, short convolution) reads a row from left to right and knows no borders. Two
 hooks surround it: the first takes the tokens of every segment after those of its ancestors, padded on the right; the
-second puts the results of the segment back. A token shared by several sequences is computed in each of them, and its
+second puts the results of the segment back. A token shared by several sequences is computed in each of them, and the
 gradients are summed. Padding on the right is never seen, because these layers are causal. Attention and all other
 layers still compute each shared token once.
 """
@@ -97,7 +97,7 @@ def list_layers(model: nn.Module) -> list[nn.Module]:
 def find_mixers(
     model: nn.Module, run: Callable[[], Any], poisoned: Tensor, watched: Tensor
 ) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the children of decoder layers that mix sequences, each after its layer.
+    """Return the children of decoder layers that mix sequences, each after the layer.
 
     run: a forward pass of a packed row. poisoned, watched: positions, [T] bool. Every child gets NaN at the poisoned
     positions; it mixes if NaN comes out at a watched position.

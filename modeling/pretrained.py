@@ -42,6 +42,9 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
         AutoConfig, path, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **settings
     )
     found = _find_class(auto, config)
+    if found is None:  # a class of the language part alone
+        found = _find_class(auto, config.get_text_config())
+        config = config if found is None else config.get_text_config()
     # make_sharded_class subclasses a class of transformers, and the model's own code has another one
     if found is None or hasattr(config, "auto_map"):
         return load_pretrained(auto, path, trust_remote_code=trust_remote_code, **settings)

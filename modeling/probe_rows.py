@@ -55,7 +55,7 @@ def make_shared_batch(segments: Sequence[Tensor]) -> Batch:
 
 
 def _make_batch(segments: Sequence[Tensor], parents: list[int], paths: list[list[int]]) -> Batch:
-    """paths: segments of each sequence, from its root."""
+    """paths: segments of each sequence, from the root."""
     lengths = [len(s) for s in segments]
     places = torch.arange(sum(lengths)).split(lengths)
     before = [0 if p < 0 else lengths[p] for p in parents]

@@ -52,7 +52,7 @@ class PathIndex:
     places: Tensor
     """[S, L] int64, row position of every token. Padding repeats the last token of the segment."""
     back: Tensor
-    """[T] int64, for every position of the row its place among the S * L, in the row of its own segment."""
+    """[T] int64, for every position of the row the place among the S * L, in the row of its own segment."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 OPENED = re.compile(r"<think(?:ing)?>|\[THINK\]")
-CLOSED = re.compile(r".*(?:</think(?:ing)?>|\[/THINK\])", re.DOTALL)
+CLOSED = re.compile(r"\A.*(?:</think(?:ing)?>|\[/THINK\])", re.DOTALL)
 """All text up to the last end of a reasoning."""
 
 

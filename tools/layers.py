@@ -38,6 +38,7 @@ OPTIONAL = {
     "images": ("data_feeds/images/", "modeling/images/", "driver/checks/explain_images.py"),
     "trackers": ("driver/records/trackers/",),
     "sandbox": ("rewards/sandbox/",),
+    "judges": ("rewards/judging/",),
     "launchers": ("tools/launch/",),
     "suites": ("driver/evaluation/suites/",),
 }
@@ -47,7 +48,7 @@ KEPT = (
     *(f"driver/records/trackers/{name}.py" for name in ("__init__", "base", "feeder", "hub", "jsonl")),
 )
 """Files in the folders of optional parts that every run needs."""
-PLUG_INS = ("rewards/code.py", "rewards/code_tests.py", "rollouts/envs/")
+PLUG_INS = ("rewards/code.py", "rewards/code_tests.py", "rewards/judge.py", "rewards/rubric.py", "rollouts/envs/")
 """Files that are imported by their name in a recipe only, so they may need optional parts."""
 LINES_OF_FILE, LINES_OF_FUNCTION = 350, 60
 

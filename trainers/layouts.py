@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from configs.trainer_schema import TrainerConfig
 from core.types.batch import RowLayout
 from modeling.layout_probe import can_share_prefixes, find_probe, layout_for, probe_layout
+from modeling.text_use import list_unused
 from trainers.learner import Learner
 
 
@@ -22,7 +23,7 @@ def measure_layouts(
     device: torch.device | str,
     agree: Callable[[Tensor], Tensor],
 ) -> None:
-    """Measure the best row layout of every model, and set its attention. All ranks call it together.
+    """Measure the best row layout of every model, and set the attention. All ranks call it together.
 
     learners: by the name of the model in errors. frozen: by the name of the teacher. agree: as in `probe_layout`.
     """
@@ -43,4 +44,7 @@ def combine_layouts(policy: nn.Module, others: list[nn.Module], cfg: TrainerConf
     padded = any(layout_for(cfg.layout, m) == "padded" for m in models)
     able = not padded and all(can_share_prefixes(m) for m in models)
     shares = able and cfg.share_prefixes == "auto"
-    return RowLayout(padded=padded, shares_prefixes=shares, measured=find_probe(policy).describe())
+    measured = find_probe(policy).describe()
+    if list_unused(policy):
+        measured += "; used for text only, all other parts of the model are frozen"
+    return RowLayout(padded=padded, shares_prefixes=shares, measured=measured)

@@ -14,6 +14,7 @@ from core.errors import UserError
 from modeling.hf_config import vision_family
 from modeling.load import load_model, load_scalar_model
 from modeling.pretrained import Place
+from modeling.text_use import freeze_unused
 
 
 class ModelLoader:
@@ -69,7 +70,11 @@ class ModelLoader:
             yield names, model.requires_grad_(False)
 
     def _freeze_vision(self, model: nn.Module) -> None:
-        """Freeze the vision tower with `trainer.vision: frozen`; the connector to the language model is trained."""
+        """Freeze the vision tower with `trainer.vision: frozen`; the connector to the language model is trained.
+
+        Parts that are never reached are always frozen.
+        """
+        freeze_unused(model)
         if self.cfg.vision != "frozen":
             return
         own: Any = model

@@ -39,6 +39,7 @@ from modeling.layout_probe import layout_for
 from modeling.load import DTYPES
 from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
+from modeling.text_use import leave_out, list_unused
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
 from trainers.columns import score_columns
@@ -308,8 +309,8 @@ class Trainer:
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
-        """Yield the tensors of the policy; see Learner.export_weights."""
-        return self.policy.export_weights(max_bytes, scope)
+        """Yield the tensors of the policy that engines have; see Learner.export_weights."""
+        return leave_out(self.policy.export_weights(max_bytes, scope), list_unused(self.model))
 
     def flatten_weights(self) -> Tensor:
         """Return all trained weights as a flat float32 vector on the CPU, for tests."""

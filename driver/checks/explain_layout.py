@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from configs.schema import RunConfig
 from core.errors import UserError
-from modeling.hf_config import ModelUnreadable, check_model_folder
+from modeling.hf_config import ModelUnreadable, check_model_folder, is_text_use, read_config
 from modeling.layout_forecast import forecast_layout
 from modeling.layout_probe import LayoutProbe
 
 
 def describe_rows(cfg: RunConfig) -> list[tuple[str, str]]:
-    """Describe the row layout, as measured of a small model of the same kind."""
+    """Describe the row layout, as measured of a small model of the same kind, and the use for text."""
+    path, trusts = cfg.model.path, cfg.model.trust_remote_code
     try:
-        return [("rows", f"{measure_rows(cfg)}; measured again on the model itself when it is loaded")]
+        rows = [("rows", f"{measure_rows(cfg)}; measured again on the model itself when it is loaded")]
+        if is_text_use(config := read_config(path, trust_remote_code=trusts)):
+            rows.append(("images", f"none: a {config.model_type} model is used for text, with all other parts frozen"))
+        return rows
     except ModelUnreadable as error:  # a recipe may name a model that is made later
         return [("rows", f"unknown: {error}")]
     except UserError as error:  # the model itself decides, when the run starts
@@ -20,7 +24,7 @@ def describe_rows(cfg: RunConfig) -> list[tuple[str, str]]:
 
 
 def measure_rows(cfg: RunConfig) -> str:
-    """Return the row layout of a small model of the same kind, with its numbers. Raises UserError if it is refused."""
+    """Return the row layout of a small model of the same kind, with numbers. Raises UserError if it is refused."""
     model, trusts = cfg.model, cfg.model.trust_remote_code
     check_model_folder(model.path, trust_remote_code=trusts)
     found = forecast_layout(model.path, attention=model.attention, layout=cfg.trainer.layout, trust_remote_code=trusts)

@@ -13,6 +13,7 @@ from core.types.episodes import list_episodes, split_players
 from core.types.samples import Group, Sample
 from driver.evaluation.estimators import choose_ks, pass_at_k
 from driver.records.episode_metrics import measure_counts
+from driver.records.judge_metrics import measure_judges
 from rollouts.scheduling.buffer import FinishedGroup
 
 
@@ -143,6 +144,7 @@ def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
         names.GROUP_SECONDS_MEAN: average,
         names.GROUP_SECONDS_STD: (sum((s - average) ** 2 for s in seconds) / len(seconds)) ** 0.5,
         **mean,
+        **measure_judges([s for d in drawn for s in d.group]),
     }
 
 

@@ -230,6 +230,8 @@ class Run:
         measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)
         measured[names.ROLLOUT_RESTARTS] = float(self.engines.n_restarts)
         measured[names.ROLLOUT_ENGINES] = float(len(self.engines.serving()))
+        measured |= self.generation.judges.measure()
+        self.context.early_stop.end(self.generation.judges.describe_excess())
         self.context.log(step, measured)
         with self.context.clock.phase(Phase.LOG):  # last: the thread that writes them takes this one's time
             await self.context.folder.samples.write(step, groups)

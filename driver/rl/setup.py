@@ -188,6 +188,8 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     alg = await restore_algorithm(prepared.alg, trainers, prepared.checkpoint)
     availability = watch_engines(cfg, engines, context)
     generation = make_generation(prepared, context, engines, availability, first_step)
+    if prepared.checkpoint is not None:
+        generation.judges.restore(prepared.checkpoint.state.metrics)
     evaluation = None
     if prepared.held_out is not None:
         evaluator = Evaluator(cfg, prepared.held_out.all(), generation)
@@ -238,6 +240,7 @@ def make_generation(
         group_size=cfg.group_size,
         timeout_s=cfg.rollout.timeout_s,
         engines=availability,
+        judge_budget=cfg.reward.judge_budget,
         on_finished=show_progress,
     )
 
@@ -262,7 +265,10 @@ async def start_workers(
     prepared: Prepared, context: RunContext, plan: TrainerPlan
 ) -> tuple[Workers[Trainer], Workers[RolloutWorker]]:
     """Start trainers and engines together; with colocation, start the engines after the trainers are offloaded."""
-    cfg, rollouts = prepared.loaded.cfg, prepared.rollouts
+    cfg, earlier = prepared.loaded.cfg, prepared.checkpoint
+    # a checkpoint is <run folder>/checkpoints/<step>
+    resumed = None if earlier is None else earlier.folder.parents[1]
+    rollouts = prepared.rollouts.in_folder(context.folder.path, resumed)
     roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, context.folder.path)]
     await claim_machines(context, roles, {"model.path": cfg.model.path})
 

@@ -81,6 +81,13 @@ class RolloutPlan:
             "rollout.tool_parser": locate_parser(self.rollout.tool_parser),
         }
 
+    def in_folder(self, folder: Path, earlier: Path | None) -> RolloutPlan:
+        """Return the plan with the run folder for rewards, and that of the run that is resumed."""
+        run = replace(
+            self.reward_functions.run, folder=str(folder), earlier_folder=None if earlier is None else str(earlier)
+        )
+        return replace(self, reward_functions=replace(self.reward_functions, run=run))
+
     def load_code(self) -> list[ToolSpec]:
         """Import environment and agent; return the tools of the environment.
 

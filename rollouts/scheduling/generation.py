@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from configs.rollout_schema import JudgeBudgetConfig
 from core.cluster.workers import Workers
 from core.errors import ProcessDied, RunStopped
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S
@@ -14,6 +15,7 @@ from core.timing.timeouts import wait_or_cancel
 from core.types.samples import Group, Prompt
 from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer
+from rollouts.scheduling.judge_spend import JudgeSpend
 from rollouts.worker import RolloutWorker
 
 T = TypeVar("T")
@@ -28,8 +30,10 @@ class GroupRequests:
         *,
         timeout_s: float,
         engines: EngineAvailability | None = None,
+        judge_budget: JudgeBudgetConfig | None = None,
     ):
         """timeout_s: deadline of one group, per attempt. engines: None for engines without restart."""
+        self.judges = JudgeSpend(judge_budget)
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.timeout_s = workers, timeout_s
         # longer than the worker's own deadline, so that the worker reports first
@@ -54,6 +58,7 @@ class GroupRequests:
                 )  # None on timeout, also where the worker reports it
                 if group is not None:
                     self.engines.end_group(process)
+                    self.judges.count(group)
                     return group
                 # end_group is not called: the group stays counted, so that a slow engine gets fewer
                 too_slow.append(rank)
@@ -105,13 +110,14 @@ class Generation(GroupRequests):
         group_size: int,
         timeout_s: float,
         engines: EngineAvailability | None = None,
+        judge_budget: JudgeBudgetConfig | None = None,
         on_finished: Callable[[FinishedGroup], None] = lambda _: None,
     ):
         """draw_prompt: ticket -> prompt. accept_group: see Algorithm. The others: see GroupRequests.
 
         on_finished: called when a group has been added to the buffer.
         """
-        super().__init__(workers, timeout_s=timeout_s, engines=engines)
+        super().__init__(workers, timeout_s=timeout_s, engines=engines, judge_budget=judge_budget)
         self.draw_prompt, self.accept_group, self.buffer = draw_prompt, accept_group, buffer
         self.group_size, self.on_finished = group_size, on_finished
         self.tasks: set[asyncio.Task[Any]] = set()

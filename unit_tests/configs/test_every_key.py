@@ -171,6 +171,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "trainers/test_step.py": ("trainer.max_skipped_updates",),
     "rewards/test_rewards.py": ("reward.workers", "reward.timeout_s"),
     "rewards/test_async_rewards.py": ("reward.max_concurrency",),
+    "rewards/test_judge_runs.py": ("reward.judge_budget.calls", "reward.judge_budget.tokens"),
     "driver/test_metrics.py": ("reward.max_failed_fraction",),
     "rollouts/test_vllm_adapter.py": ("model.lora.alpha",),
     "rollouts/test_episode.py": ("rollout.max_turns",),
@@ -184,6 +185,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 SECTIONS = {
     *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
     *("capture", "profile", "tracking", "rollout.agent"),
+    *("capture", "tracking", "rollout.agent", "reward.judge_budget"),
 }
 
 

@@ -29,8 +29,10 @@ from driver.checks.metric_names import check_metric_names
 from driver.load_recipe import load_recipe
 from driver.records.console import Console
 from driver.records.episode_metrics import measure_counts
+from driver.records.judge_metrics import measure_judges
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
 from rollouts.scheduling.buffer import FinishedGroup
+from rollouts.scheduling.judge_spend import JudgeSpend
 from tools.benchmarks import rl_ceiling, rl_vs_trl, rl_work
 from unit_tests.helpers.examples import run_here, some_groups
 from unit_tests.helpers.runs import folder_of
@@ -46,6 +48,8 @@ COUNTS = dict.fromkeys(
     1.0,
 )
 """What environments, tools and agents count; their own tests have runs that do."""
+JUDGED = {f"judge/{name}": 1.0 for name in ("calls", "cached", "unreadable", "tokens_in", "votes", "agreed")}
+"""What a judge counts."""
 UNPAIRED = [{"messages": f"{i} plus 1", "label": i % 2 == 0} for i in range(6)]
 
 
@@ -136,6 +140,10 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     }
     assert {name for name in by_runs if find_metric(name) is None} == set()
     everything = by_runs | logged_by_algorithms | {*measure_counts([replace(some_groups()[0][0], counts=COUNTS)])}
+    judged = replace(some_groups()[0][0], counts=JUDGED, notes=[{"by": "j", "text": "7", "seconds": 0.5}])
+    spend = JudgeSpend()
+    spend.count([judged])
+    everything |= {*measure_judges([judged]), *spend.measure()}
     assert {metric.name for metric in METRICS if not any(map(metric.matches, everything))} == set()
 
 
@@ -306,3 +314,19 @@ def test_tokens_at_the_bounds_of_ratio_and_k3_are_counted():
     logp, prox, rollout = (torch.tensor(x) for x in ([0.0, -25.0, 0.0, -1.0], [0.0, 0.0, 0.0, -1.0], [0.0, 0, -20, -2]))
     assert reaches_clamp(logp, prox, rollout).tolist() == [0.0, 1.0, 1.0, 0.0]
     assert reaches_cap(torch.tensor([-12.0, -9.0, 12.0]), torch.zeros(3)).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_judges_are_measured_over_all_samples_with_the_cost_of_failed_ones():
+    """Seconds 1, 2 and 9 of calls, one of them of a failed sample; the cached verdict took none."""
+    notes = [[{"by": "j", "text": "", "seconds": s, "cached": not s} for s in of] for of in ([1.0, 2.0], [9.0], [0.0])]
+    counts = [{"calls": 2, "unreadable": 1, "votes": 2, "agreed": 1}, {"calls": 1, "unanswered": 1}, {"cached": 1}]
+    sample = some_groups()[0][0]
+    samples = [
+        replace(sample, notes=n, counts={f"judge/{k}": float(v) for k, v in c.items()}, failure=f)
+        for n, c, f in zip(notes, counts, ("", "unreadable", ""), strict=True)
+    ]
+    measured = measure_judges(samples)
+    assert (measured["judge/calls"], measured["judge/unanswered"], measured["judge/seconds_p50"]) == (3.0, 1.0, 2.0)
+    assert measured["judge/cached_fraction"] == 0.25 and measured["judge/agreement"] == 0.5
+    assert measured["judge/unreadable_fraction"] == pytest.approx(1 / 3)
+    assert measure_judges([sample]) == {}

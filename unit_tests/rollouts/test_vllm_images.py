@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from core.errors import RunStopped, UserError
 from core.types.allowed_tokens import AllowedTokens
 from core.types.images import PlacedImage, list_written
-from core.types.weights import Bucket, split_into_buckets
+from core.types.weights import Bucket
 from data_feeds.chat.tokenizer import ChatTokenizer
+from modeling.file_names import WeightExport, cut_buckets
 from modeling.images.processor import ImageProcessor
 from modeling.images.vision import VISION_FAMILIES
 from rollouts.engines.base import Completion, EngineConfig
@@ -85,8 +86,8 @@ class Seeing:
         return engine_config(self.path, temperature=TEMPERATURE, max_model_len=self.length, **only)
 
     def buckets(self, model: PreTrainedModel) -> list[Bucket]:
-        named = [(name, p.detach()) for name, p in model.named_parameters()]
-        return [*split_into_buckets(named, lambda item: item[1].nbytes, 100_000)]
+        groups = WeightExport(model).split("files", 100_000)
+        return [bucket for together in groups for bucket in cut_buckets(together, 100_000)]
 
     def logp(self, model: PreTrainedModel, ids: Sequence[int], places: Sequence[PlacedImage]) -> list[float]:
         return plain_logp(model, self.path, ids, places)[[i - 1 for i in list_written(len(ids), places)]].tolist()

@@ -67,6 +67,11 @@ CASES = [
         says="rollout.env: there is no 'treasure' in rollouts/envs/; it has single_turn,",
     ),
     Case(
+        part="judges",
+        command=(*TINY, "reward.function=judge"),
+        says="reward.function=judge needs rewards/judging, which",
+    ),
+    Case(
         part="images",
         command=(*TINY, "model.path=models/sees"),
         says="model.path=models/sees needs modeling/images, which",

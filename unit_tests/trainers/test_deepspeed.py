@@ -111,6 +111,17 @@ def test_a_mixture_of_experts_is_sharded_like_any_other_model(ranks, tmp_path, s
     check_update(ranks, path, some_groups(), max_tokens=60, same={}, **sharded(stage), ranks=2)
 
 
+@pytest.mark.parametrize("stage", [3, FSDP2])
+def test_recurrent_layers_of_sharded_models_run_by_path(ranks, tmp_path, stage):
+    delta = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+    delta |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+    random_model("qwen3_5_text", **delta).save_pretrained(path := str(tmp_path))
+    same = {"attention": "auto", "layout": "packed", "gradient_checkpointing": True}
+    check_update(ranks, path, some_groups(), max_tokens=60, same=same, **sharded(stage), ranks=2)
+    trainer = build_trainer(None, plan_of(path, **same))
+    assert "by path" in trainer.describe_layout().measured and trainer.describe_layout().shares_prefixes
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3, FSDP2])

@@ -157,6 +157,7 @@ function sampleCard(run, step, group, sample) {
     el("header", null, el("span", { class: "reward" }, "reward ", number(sample.reward)), captured && el("button", { onclick: () => go(`microscope/${run.key}/${step}/${group.group}/${sample.sample}`) }, "tokens")),
     sample.failure && el("p", { class: "failure" }, sample.failure),
     sample.turns ? turnsOf(sample) : el("pre", { class: "completion" }, sample.completion === null ? "(not decoded)" : sample.completion),
+    sample.notes && el("div", { class: "notes" }, sample.notes.map((note) => el("details", null, el("summary", { class: "hint" }, note.by, note.reading !== undefined && [": ", note.reading === null ? "unreadable" : typeof note.reading === "number" ? number(note.reading) : note.reading], note.cached && " (cached)"), el("pre", { class: "completion" }, note.text)))),
     el("footer", null, facts.map(([name, value]) => el("span", null, `${name} `, value))),
   );
 }

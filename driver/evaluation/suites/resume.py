@@ -34,6 +34,8 @@ FREE = (
         "reward.timeout_s",
         "reward.max_failed_fraction",
         "reward.max_concurrency",
+        "reward.judge_budget.calls",
+        "reward.judge_budget.tokens",
         "rollout.timeout_s",
         "rollout.restarts",
     ),

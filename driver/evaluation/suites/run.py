@@ -85,6 +85,8 @@ class EvalRun:
             async with places:
                 # the tickets of a training run's evaluation; so a data set's samples do not depend on the other sets
                 group = await self.requests.generate_group(-1 - index, prompt, one.samples)
+            if over := self.requests.judges.describe_excess():
+                raise RunStopped(over)
             rows = describe_group(group, prompt, of_set=one.name, index=index)
             self.writer.add(rows)
             display.count(one.name, measure_prompt(self._grade(rows), self.ks))

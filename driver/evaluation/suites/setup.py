@@ -176,7 +176,8 @@ def explain_eval(cfg: EvalConfig) -> str:
 
 async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
     """Start the engines; return after they have loaded the model."""
-    cfg, folder, plan = prepared.cfg, context.folder.path, prepared.plan
+    cfg, folder = prepared.cfg, context.folder.path
+    plan = prepared.plan.in_folder(folder, None if prepared.resumed is None else prepared.resumed.folder)
     (folder / SETTINGS).write_text(json.dumps(prepared.settings, indent=1) + "\n", encoding="utf-8")
     if prepared.resumed is not None:
         copy_parts(prepared.resumed.folder, folder)
@@ -201,7 +202,9 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
         remove_merged(merged)
         raise
     availability = watch_engines(cfg, context.engines, context)
-    requests = GroupRequests(context.engines, timeout_s=cfg.rollout.timeout_s, engines=availability)
+    requests = GroupRequests(
+        context.engines, timeout_s=cfg.rollout.timeout_s, engines=availability, judge_budget=cfg.reward.judge_budget
+    )
     done = {} if prepared.resumed is None else prepared.resumed.done
     return EvalRun(
         cfg=cfg, sets=prepared.sets, requests=requests, context=context, writer=writer, done=done, merged=merged

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from configs.trainer_schema import LoraConfig
+from modeling.hf_config import is_text_use, read_config
 from modeling.model_files import find_own_head
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.kept_sets import truncation_args
@@ -54,10 +55,15 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         # vLLM ties by the config alone, and would ignore a head of its own that the files hold
         **({"hf_overrides": {"tie_word_embeddings": False}} if _has_own_head(config) else {}),
         **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
+        **({"language_model_only": True} if _is_text_use(config) else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
         **truncation_args(config.truncation, on_cpu=on_cpu),
         **config.options,
     }
+
+
+def _is_text_use(config: EngineConfig) -> bool:
+    return is_text_use(read_config(config.model_path, trust_remote_code=config.trust_remote_code))
 
 
 def _has_own_head(config: EngineConfig) -> bool:

@@ -1,0 +1,106 @@
+"""Models that also read images, of families that are not known here, are trained on text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from algs.sft import SFT
+from configs.trainer_schema import LoraConfig
+from core.errors import UserError
+from modeling.hf_config import is_text_use, needs_images, read_config
+from modeling.layout_probe import find_probe
+from modeling.load import check_weights, load_model
+from modeling.text_use import leave_out, list_unused
+from unit_tests.helpers.examples import families
+from unit_tests.helpers.local_trainers import trainer_of
+from unit_tests.helpers.seeing import draw_image
+from unit_tests.helpers.shared_prefixes import check_alike, laid_out
+
+TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": 0}
+TEXT |= {"bos_token_id": 1, "eos_token_id": 2}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL_IMAGES = {"image_size": 28, "patch_size": 14}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+DELTA |= {"layer_types": ["linear_attention", "full_attention"]}
+QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": TEXT, "vision_config": VISION | SMALL_IMAGES, "mm_tokens_per_image": 4},
+    "mistral3": {
+        "text_config": TEXT | {"model_type": "mistral"},
+        "vision_config": VISION | SMALL_IMAGES | {"head_dim": 16},
+    },
+    "gemma4": {
+        "text_config": TEXT | {"hidden_size_per_layer_input": 0},
+        "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 16},
+    },
+    "qwen3_5": {"text_config": TEXT | DELTA, "vision_config": QWEN | {"num_position_embeddings": 16}},
+}
+WHOLE = ["gemma3", "mistral3", "gemma4"]
+"""Families that transformers loads whole."""
+FAST = ["gemma3", "qwen3_5"]
+MARKED = [pytest.param(family, marks=[] if family in FAST else pytest.mark.slow) for family in FAMILIES]
+
+
+def save(folder: Path, family: str) -> str:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_they_load_and_give_what_each_sample_has_alone(tmp_path, family):
+    path = save(tmp_path, family)
+    assert is_text_use(read_config(path)) and not needs_images(path)
+    check_weights(path)
+    model: Any = load_model(path, dtype="float32", attention="auto")
+    assert find_probe(model).level == "shared", find_probe(model).describe()
+    unused = list_unused(model)
+    assert bool(unused) == (family in WHOLE)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in unused)
+    check_alike(model, families(), tolerance=5e-5)
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_a_step_trains_the_language_part_alone_and_the_model_loads_again(tmp_path, family):
+    path = save(tmp_path / "start", family)
+    trainer = trainer_of(path, SFT(), attention="auto")
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.step([laid_out(families(), "shared")])
+    unused = {*list_unused(trainer.model)}
+    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and not changed & unused
+    sent = {name for bucket in trainer.export_weights(2**20) for name, _ in bucket}
+    assert changed <= sent and not sent & unused
+    trainer.save_model(tmp_path / "model")
+    check_weights(str(tmp_path / "model"))
+    again = dict(load_model(str(tmp_path / "model"), dtype="float32", attention="auto").named_parameters())
+    assert again.keys() == before.keys()
+    assert all(torch.equal(again[name], p) for name, p in trainer.model.named_parameters())
+
+
+def test_an_adapter_is_of_the_language_part(tmp_path):
+    model = load_model(save(tmp_path, "gemma3"), dtype="float32", attention="auto", lora=LoraConfig(r=4))
+    adapted = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert adapted and all("language_model" in name for name in adapted)
+
+
+def test_names_of_files_are_left_out_too():
+    one, other = torch.zeros(1), torch.ones(1)
+    buckets = [[("vision.w", one), ("model.text.w", other)], [("model.vision.w", one)]]
+    assert [*leave_out(buckets, ["model.vision.w"])] == [[("model.text.w", other)]]
+
+
+def test_a_sample_with_an_image_is_refused(tmp_path):
+    trainer = trainer_of(save(tmp_path, "gemma3"), SFT(), attention="auto")
+    [batch] = laid_out(families(), "packed")
+    with pytest.raises(UserError, match="is a text model, or used as one here, and a sample has images"):
+        trainer.load(replace(batch, images=(draw_image(0),)))
