@@ -174,7 +174,10 @@ def explain_eval(cfg: EvalConfig) -> str:
     }
     devices = [*describe_gpus(), *describe_processes(cfg)]
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
-    rows = show_set_rows(cfg, find_tokenizer(model, cfg.data))
+    # the hub is not asked: a recipe is explained at once
+    is_here = os.path.isdir(cfg.model.path)
+    tokenizer = find_tokenizer(model, cfg.data) if is_here else f"model.path={cfg.model.path} is no folder here"
+    rows = show_set_rows(cfg, tokenizer)
     return "\n".join([format_explanation(cfg, [*facts.items(), *devices], check_eval_devices(cfg)), "", *rows])
 
 
