@@ -42,8 +42,10 @@ def convert_row(fit: FormFit, row: dict[str, Any]) -> dict[str, Any]:
             if value is not None:
                 made[ours] = value
         if fit.begins_with_prompt:
-            for reply in ("chosen", "rejected"):
-                made[reply] = row[reply].removeprefix(find_value(row, str(_get_prompt(fit))))
+            prompt = row.get(_get_prompt(fit))
+            for name in ("chosen", "rejected"):
+                if isinstance(reply := row.get(name), str) and isinstance(prompt, str):
+                    made[name] = reply.removeprefix(prompt)
         if made.get("tools") is not None:
             made["tools"] = _wrap_tools(made["tools"])
     return place_images(made, images, is_ours=fit.name == OURS) if images else made
@@ -123,10 +125,11 @@ def _read_turn(turn: dict[str, Any], column: str) -> list[dict[str, Any]]:
             # a user's, since the text is written as it is: the end of a reply is in it
             return [{"role": "user", "content": turn["text"], "train": turn["label"]}]
     named, said = ("from", "value") if "from" in turn else ("role", "content")
-    role = ROLES.get(turn.get(named) or "")
+    given = turn.get(named)
+    role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise InvalidRow(
-            "bad_messages", f"a turn of {column} is from {quote(turn.get(named))}, which is none of {', '.join(ROLES)}"
+            "bad_messages", f"a turn of {column} is from {quote(given)}, which is none of {', '.join(ROLES)}"
         )
     if named == "role":
         return [turn | {"role": role}]
@@ -220,12 +223,14 @@ def place_images(row: dict[str, Any], images: int, *, is_ours: bool) -> dict[str
     """
     placed = row | {name: _place(row[name], name, images) for name in WITH_TURNS if row.get(name)}
     turns = placed.get("messages")
-    if is_ours or not isinstance(turns, list) or any(map(_list_parts, turns)):
+    if is_ours or not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return placed
+    if any(map(_list_parts, turns)):
         return placed
     first = next((i for i, turn in enumerate(turns) if turn.get("role") == "user"), None)
     if first is not None:
         holes = [{"type": "image"} for _ in range(images)]
-        content = [*holes, {"type": "text", "text": turns[first]["content"]}]
+        content = [*holes, {"type": "text", "text": turns[first].get("content")}]
         placed["messages"] = [*turns[:first], turns[first] | {"content": content}, *turns[first + 1 :]]
     return placed
 

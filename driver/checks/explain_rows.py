@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.text.plain_text import shorten_middle
@@ -15,6 +16,7 @@ from core.types.samples import Prompt, Sample
 from data_feeds.chat.decoding import decode_exactly
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_examples
+from data_feeds.rows.eval_sets import load_sets
 from data_feeds.rows.forms import RowKind
 
 SHOWN = 3
@@ -52,6 +54,21 @@ def show_rows(cfg: RunConfig, feed: Feed[Any] | str, tokenizer: ChatTokenizer | 
         items = feed.sources[source].items
         lines += _show_item(items[nth % len(items)], tokenizer, kind)
     return lines
+
+
+def show_set_rows(cfg: EvalConfig, tokenizer: ChatTokenizer | str) -> list[str]:
+    """Return the lines that show the first rows of the first data set of an evaluation."""
+    first = cfg.data.sets[0].model_copy(update={"rows": SHOWN})
+    # without data.by: the first rows may lack a column
+    few = cfg.data.model_copy(update={"sets": [first], "max_invalid_fraction": 1.0, "by": []})
+    try:
+        if isinstance(tokenizer, str) or first.path.startswith("hub:"):
+            raise UserError(tokenizer if isinstance(tokenizer, str) else "they are on the hub")
+        [one] = load_sets(cfg.model_copy(update={"data": few}), tokenizer)
+    except UserError as error:  # a recipe may name rows that are made later
+        return [f"# the rows of data.sets are unknown: {error}"]
+    shown = [line for prompt in one.prompts for line in _show_item(prompt, tokenizer, "prompts")]
+    return [f"# rows of {one.name} as the model will see them; the policy continues them", *one.notes, *shown]
 
 
 def _show_item(item: Any, tokenizer: ChatTokenizer, kind: RowKind) -> Iterator[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_groups, load_prompts
+from data_feeds.rows.convert_form import convert_row
+from data_feeds.rows.find_form import find_form
 from data_feeds.rows.forms import FORMS
+from data_feeds.rows.invalid_rows import InvalidRow
 from unit_tests.helpers.row_forms import (
     ASKED,
     BAD,
@@ -169,6 +174,39 @@ def test_the_start_says_what_is_read_and_what_is_not(qwen, tmp_path):
     )
     [note] = load(qwen, tmp_path, "prompts", {"messages": Q, "solution": "4"}).sources[0].notes
     assert "the column solution may hold one: write answer: solution into columns" in note
+
+
+JUNK: list[Any] = [None, 5, [], {}, "", "[", [[1]], {"from": [], "value": 3}, [{"role": ["x"], "content": "y"}], [None]]
+
+
+def spoil(value: Any, random: Random) -> Any:
+    """The value with one thing somewhere in it replaced."""
+    if not value or not isinstance(value, dict | list) or random.random() < 0.3:
+        return random.choice(JUNK)
+    if isinstance(value, dict):
+        return value | {(key := random.choice([*value])): spoil(value[key], random)}
+    i = random.randrange(len(value))
+    return [*value[:i], spoil(value[i], random), *value[i + 1 :]]
+
+
+@pytest.mark.parametrize("kind", ["conversations", "pairs", "unpaired", "prompts"])
+def test_a_broken_row_is_invalid_and_no_traceback(kind):
+    """Of each form, rows after the first 200, which no recognition has looked at."""
+    cases = {"conversations": CONVERSATIONS | PLAIN, "pairs": PAIRS, "unpaired": UNPAIRED, "prompts": PROMPTS}[kind]
+    random = Random(0)
+    for case in cases.values():
+        fit = find_form(kind, [case[0]], key="data.train=x", path="x")
+        for _ in range(60):
+            row = spoil(case[0] | {"images": random.choice([[], ["a.png"], [None]])}, random)
+            if isinstance(row, dict):
+                find_form_or_refuse(kind, row)
+                with suppress(InvalidRow):
+                    convert_row(fit, row)
+
+
+def find_form_or_refuse(kind: Any, row: dict[str, Any]) -> None:
+    with suppress(UserError):
+        find_form(kind, [row], key="data.train=x", path="x")
 
 
 def test_every_form_of_the_table_is_tested():

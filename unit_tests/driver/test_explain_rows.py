@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+import main_eval
 import main_rl
 import main_sl
 from configs.schema import SLConfig
@@ -63,6 +64,18 @@ def test_both_replies_of_a_pair_are_shown(explained):
 def test_rows_that_are_not_there_yet_are_unknown(explained):
     _, said = explained([], {"data.train": "later.parquet"}, "rl")
     assert said.startswith("the rows of data.train are unknown: data.train=later.parquet: there is no such file")
+
+
+def test_an_evaluation_shows_rows_too(tmp_path, tiny_path, capsys):
+    train = write(tmp_path / "x.jsonl", [{"question": f"{n}+1=", "answer": n + 1} for n in range(5)])
+    data = {"sets": [{"path": train}], "max_prompt_tokens": 32, "by": ["level"]}
+    raw = {"name": "e", "backend": "local", "model": {"path": tiny_path}, "data": data, "reward": {"function": "gsm8k"}}
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(raw))
+    code, err = run_here(main_eval, "--config", str(tmp_path / "eval.yaml"), "--explain")
+    said = capsys.readouterr().out
+    assert code == 0, err
+    assert "x.jsonl is of form question_answer (recognised): messages = question, answer = answer" in said
+    assert said.endswith("row 2: 6 tokens, answer '3'\n  <|user|>2+1=<|assistant|>\n") and said.count("\nrow ") == 3
 
 
 def test_a_run_writes_the_form_down_and_says_it(trained, tmp_path, capsys):

@@ -24,6 +24,8 @@ from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, writ
 from driver.checks.engine import check_engine, check_images, check_sampling
 from driver.checks.explain import format_explanation
 from driver.checks.explain_devices import describe_gpus, describe_processes
+from driver.checks.explain_rows import show_set_rows
+from driver.checks.explain_texts import find_tokenizer
 from driver.checks.machines import claim_machines
 from driver.checks.models import check_policy, check_room
 from driver.context import RunContext
@@ -171,7 +173,12 @@ def explain_eval(cfg: EvalConfig) -> str:
         "a sample passes": f"with a reward of {cfg.pass_reward:g} or more",
     }
     devices = [*describe_gpus(), *describe_processes(cfg)]
-    return format_explanation(cfg, [*facts.items(), *devices], check_eval_devices(cfg))
+    model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
+    # the hub is not asked: a recipe is explained at once
+    is_here = os.path.isdir(cfg.model.path)
+    tokenizer = find_tokenizer(model, cfg.data) if is_here else f"model.path={cfg.model.path} is no folder here"
+    rows = show_set_rows(cfg, tokenizer)
+    return "\n".join([format_explanation(cfg, [*facts.items(), *devices], check_eval_devices(cfg)), "", *rows])
 
 
 async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
