@@ -25,7 +25,7 @@ from algs.terms import KL, Correction, Overlong
 from configs.data_schema import HoldOutConfig, SourceConfig
 from configs.eval_schema import EvalConfig, EvalDataConfig, EvalModelConfig, EvalRolloutConfig, EvalSetConfig
 from configs.other_names import NOT_HERE, OTHER_NAMES
-from configs.rollout_schema import EngineRange, RolloutConfig
+from configs.rollout_schema import EngineRange, JudgeBudgetConfig, RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
 from core.loading import load_module
@@ -149,6 +149,8 @@ def configuration() -> str:
             parts += section(f"`{name}`", f"{name}.", field.annotation)
         if name == "model":
             parts += section("`model.lora`", "model.lora.", LoraConfig)
+        if name == "reward":
+            parts += section("`reward.judge_budget`", "reward.judge_budget.", JudgeBudgetConfig)
         if name == "rollout":
             parts += section("`rollout.num_engines`, where engines come and go", "rollout.num_engines.", EngineRange)
     parts += eval_sections()

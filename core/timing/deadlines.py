@@ -89,9 +89,14 @@ TABLE = (
         after_it="the driver counts the group as timed out",
     ),
     Deadline(
-        waits_for="the reward of one sample",
+        waits_for="the reward of one sample, or of one group for `score_group`",
         length="`reward.timeout_s`",
-        after_it="the reward process is killed and the sample has no reward",
+        after_it="the call ends, or the process of a plain function is killed, and the sample has no reward",
+    ),
+    Deadline(
+        waits_for="one request to a judge (`reward.function: judge` or `rubric`)",
+        length="`timeout_s` of its settings (60 s)",
+        after_it="the request is repeated for `outage_s` of its settings (120 s), then the sample has no reward",
     ),
     Deadline(
         waits_for="math-verify: reading or comparing one answer (`reward.function: math_verify`)",

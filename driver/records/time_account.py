@@ -189,7 +189,8 @@ def name_bottleneck(devices: dict[str, Seconds], *, may_overlap: bool) -> str:
     if trainer_waits > NOTABLE_FRACTION and rewards > max(generation, environment, engine_waits):
         return (
             f"the rewards are the bottleneck: {said}, and {rewards:.0%} of the engines' time nothing was sampled while "
-            "samples waited for theirs; a faster reward would help, or more reward.workers"
+            "samples waited for theirs; a faster reward would help, or more reward.workers (of async functions, "
+            "reward.max_concurrency)"
         )
     if min(trainer_waits, engine_waits) > NOTABLE_FRACTION and may_overlap:
         return f"each side waits for the other: {said}; max_staleness=1 lets them work at the same time"

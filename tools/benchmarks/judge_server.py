@@ -60,7 +60,7 @@ class JudgeServer:
     key: str = ""
     """Key that a request must have."""
     statuses: deque[int] = field(default_factory=deque[int])
-    """Status codes of the next requests, in place of an answer."""
+    """Status codes of the next requests, in place of an answer. 0: the connection breaks."""
     answered: int = 0
     refused: int = 0
     in_flight: int = 0
@@ -74,7 +74,10 @@ class JudgeServer:
         if self.at_once and self.in_flight >= self.at_once:
             return self._refuse(429, "too many requests")
         if self.statuses:
-            return self._refuse(self.statuses.popleft(), "scripted")
+            status = self.statuses.popleft()
+            if not status and request.transport is not None:
+                request.transport.abort()
+            return self._refuse(status or 500, "scripted")
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:

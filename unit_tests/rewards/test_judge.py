@@ -162,9 +162,11 @@ def test_votes_are_joined_and_their_agreement_is_counted():
 
 
 def test_passing_problems_are_retried_and_an_outage_fails_the_sample():
-    server = JudgeServer(statuses=deque([500, 429, 408]))
+    server = JudgeServer(statuses=deque([500, 429, 0, 408]))
     [scored] = ask(server, "77777777", outage_s=10.0)
-    assert scored.parts["score"] == 10.0 and scored.counts["judge/retries"] == 3
+    assert scored.parts["score"] == 10.0 and scored.counts["judge/retries"] == 4
+    [late] = ask(JudgeServer(seconds=0.5), "77", timeout_s=0.05, outage_s=0.1)
+    assert "no answer within timeout_s=0.05" in str(late) and late.counts["judge/unanswered"] == 1
     [failed] = ask(JudgeServer(statuses=deque([503] * 99)), "77", outage_s=0.1)
     assert isinstance(failed, Failed) and "took no request for outage_s=0.1: status 503" in str(failed)
     [failed] = ask(JudgeServer(statuses=deque([400])), "77")
@@ -198,6 +200,12 @@ def test_equal_requests_cost_one_call_also_after_a_resume(tmp_path):
         score_at(url, "77", run=resumed, scale=[1, 5])
         score_at(url, "77", run=resumed, cache=False)
         assert server.answered == 4, "another reading is another request"
+
+
+def test_unreadable_verdicts_are_not_kept(tmp_path):
+    server = JudgeServer(judge=say("?"))
+    [failed] = ask(server, "77", run=RewardRun(folder=str(tmp_path)), parse_retries=0)
+    assert isinstance(failed, Failed) and not (tmp_path / "judge_cache").exists()
 
 
 def test_limits_hold():
