@@ -2,7 +2,7 @@
 
     python -m data_prep.healthbench --out data/healthbench/rows.parquet --from downloads/oss_eval.jsonl
 
-For `reward.function: rubric`. Criteria have points, negative ones for mistakes. `--from` reads the JSONL that its
+For `reward.function: rubric`. Criteria have points, negative ones for mistakes. `--from` reads the JSONL that the
 authors publish; without it the rows come from the hub. Not run with the hub: no network was at hand.
 """
 

@@ -10,7 +10,7 @@ trained on. rewards/scored.py has the other results: a number, `Scored` with not
     async def score(prompt, messages): ...              many calls in flight, for a reward that waits for a server
     def score_group(prompt, conversations): ...         all live siblings of a prompt at once, plain or async
 
-A file defines one of these, by `def` or `async def` at its top level. They may have settings as keyword arguments
+A file defines one of these, by `def` or `async def` at the top level. They may have settings as keyword arguments
 (`reward.settings` of the recipe). A keyword argument `run` is no setting: it gets a RewardRun. Optional functions with
 the same settings: `prepare` runs in every worker before the first sample. `check(deadline_s, ...)`, with
 reward.timeout_s first, runs once before the start, and raises UserError for a problem that the user must fix. A
@@ -37,7 +37,7 @@ from rewards.scored import Scored as Scored
 from rewards.scored import Steps as Steps
 
 RewardFn = Callable[..., Any]
-"""`score` or `score_group` with its settings. An async one returns an awaitable."""
+"""`score` or `score_group` with the settings. An async one returns an awaitable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def has_score(module: ModuleType) -> bool:
 
 
 def load_reward(spec: FileSpec, settings: dict[str, Any], run: RewardRun | None = None) -> RewardFn:
-    """Import a reward and return its function with the settings applied. Raises UserError if it cannot be called."""
+    """Import a reward and return the function with the settings applied. Raises UserError if it cannot be called."""
     kind, module = find_kind(spec), load_module(spec)
     score = getattr(module, kind.name, None)
     if not callable(score):

@@ -1,6 +1,6 @@
 """One reward process with many samples in flight, for async reward functions.
 
-A sample fails alone if its function raises or its deadline passes. If a function blocks the event loop of the process
+A sample fails alone if the function raises or the deadline passes. If a function blocks the event loop of the process
 or ends it, the process is killed, and the samples in it fail; the next sample starts a new process.
 """
 
@@ -45,7 +45,7 @@ class AsyncRewardPool:
 
 
 class _Process:
-    """Process with samples in flight. A thread of its own starts it and reads its results."""
+    """Process with samples in flight. A thread of its own starts it and reads the results."""
 
     def __init__(self, reward: RewardPlan) -> None:
         self._worker = Worker(reward, "rewards.async_worker")
@@ -61,7 +61,7 @@ class _Process:
         self._thread.start()
 
     async def compute(self, prompt: Prompt, conversations: list[list[Message]], timeout_s: float) -> list[RewardResult]:
-        """Send a sample, and wait for its result."""
+        """Send a sample, and wait for the result."""
         await asyncio.shield(self._loaded)
         number, result = next(self._numbers), self._loop.create_future()
         job = (number, timeout_s, describe_prompt(prompt), conversations)
@@ -92,7 +92,7 @@ class _Process:
         self._thread.join()
 
     def _serve(self) -> None:
-        """Start the process, and pass its results on until it ends. Runs in the thread."""
+        """Start the process, and pass the results on until it ends. Runs in the thread."""
         try:
             self._worker.load()
         except Exception as error:  # whatever it is: its callers would wait for ever

@@ -1,7 +1,7 @@
 """Reward process for async functions: `python -m rewards.async_worker FD`, started by rewards/async_pool.py.
 
 It reads a RewardPlan, then numbered samples, from the socket FD. All of them are in flight at once; each is answered
-with its number when it is done, or after its deadline.
+with the number when it is done, or after the deadline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rewards.scored import RewardResult
 from rewards.worker import connect, load_calls, read_prompt
 
 Job = tuple[int, float, bytes, list[Conversation]]
-"""Number of a sample, its deadline in seconds, the fields of its prompt, and its conversations."""
+"""Number of a sample, deadline in seconds, fields of the prompt, and conversations."""
 
 
 def main(fd: int) -> None:
@@ -50,7 +50,7 @@ async def serve(pool: Connection, calls: RewardCalls) -> None:
 
 
 async def answer(pool: Connection, calls: RewardCalls, job: Job) -> None:
-    """Score a sample, or report that its deadline has passed."""
+    """Score a sample, or report that the deadline has passed."""
     number, timeout_s, prompt, conversations = job
     try:
         # a TimeoutError of the user's own is caught inside, so this one is of the deadline

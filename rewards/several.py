@@ -16,7 +16,7 @@ from rewards.kinds import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """Reward function with its name in the recipe."""
+    """Reward function with the name in the recipe."""
 
     name: str
     spec: FileSpec

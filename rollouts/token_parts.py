@@ -63,7 +63,7 @@ def find_positions(
 
 
 def find_step_ends(text: str, separator: str) -> list[int]:
-    r"""Return the number of characters up to the end of each step, without its separator.
+    r"""Return the number of characters up to the end of each step, without the separator.
 
     Blank steps count as none: after the last separator, and between separators in a row.
 

@@ -103,7 +103,7 @@ class RolloutWorker:
         return [sample for episode in episodes for sample in self._make_samples(episode)]
 
     async def _reward_demonstration(self, episodes: Sequence[Episode]) -> Episode | None:
-        """Return the demonstration of the group's prompt with its reward; None without one."""
+        """Return the demonstration of the group's prompt, rewarded; None without one."""
         group = [played.sample for episode in episodes for played in episode.played]
         # as the policy saw it, with the tools of the environment; an episode that failed may not have seen them
         prompt = next((s.prompt for s in group if not s.failure), group[0].prompt)

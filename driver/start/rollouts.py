@@ -228,7 +228,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
 
 
 def make_rewarder(reward: RewardConfig, functions: RewardPlan) -> Rewarder:
-    """Return an engine's reward processes, with its share of the calls in flight."""
+    """Return an engine's reward processes, with a share of the calls in flight."""
     share = share_concurrency(reward.max_concurrency, functions)
     return Rewarder(functions, reward.workers, reward.timeout_s, share)
 

@@ -33,7 +33,7 @@ TOP_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Value that a judge states, with its notes and counts."""
+    """Value that a judge states, with notes and counts."""
 
     value: float
     notes: list[Note] = field(default_factory=list[Note])

@@ -1,7 +1,7 @@
 """Prompts of a judge: a template with places, and the policy's text between tags that it cannot name.
 
 The tags hold a hash of the text between them. So the text cannot close them, and it cannot contain the tag in which the
-judge must write its verdict. An equal text has an equal prompt, which the cache needs.
+judge must write the verdict. An equal text has an equal prompt, which the cache needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Readings of a verdict: the value that a judge states in its own words, or the reason why there is none.
+"""Readings of a verdict: the value that a judge states, or the reason why there is none.
 
 A verdict stands in a tag, or under a key, with the hash of the policy's text. The policy's text cannot contain that
 hash, so a verdict that the judge quotes from it is not read.

@@ -24,7 +24,7 @@ class JudgeSettings(StrictModel):
     """Settings of a judge."""
 
     base_url: str
-    """Address of an OpenAI-compatible server, with its /v1."""
+    """Address of an OpenAI-compatible server, with the /v1."""
     model: str
     """Name of the model, sent as it is."""
     api_key_env: str | None = None
@@ -46,7 +46,7 @@ class JudgeSettings(StrictModel):
     temperature: float | None = Field(0.0, ge=0, le=2)
     """Sampling temperature of the judge. null: not sent."""
     max_tokens: int | None = Field(1024, ge=1)
-    """Maximum tokens of a verdict, its reasons included. null: not sent."""
+    """Maximum tokens of a verdict, reasons included. null: not sent."""
     extra: dict[str, Any] = Field({})
     """More keys of the request, such as response_format or chat_template_kwargs."""
     votes: int = Field(1, ge=1, le=99)

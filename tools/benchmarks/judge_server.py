@@ -1,6 +1,6 @@
 """A judge without a model, to measure and to try out rewards: python -m tools.benchmarks.judge_server --port 8000
 
-It speaks OpenAI's chat completions. Its verdict on a reply is the share of sevens among the first eight characters, on
+It speaks OpenAI's chat completions. The verdict on a reply is the share of sevens among the first eight characters, on
 the scale of the settings. It can be slow, unreadable every so often, and refuse requests above a number in flight.
 """
 
@@ -47,7 +47,7 @@ def count_sevens(asked: Asked) -> str:
 
 @dataclass
 class JudgeServer:
-    """Server with a function as its judge. The counters are for tests."""
+    """Server with a function as the judge. The counters are for tests."""
 
     judge: Callable[[Asked], str | dict[str, Any]] = count_sevens
     """Returns the text of the answer, or a whole `choice`."""

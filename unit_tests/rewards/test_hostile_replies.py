@@ -17,7 +17,7 @@ from unit_tests.helpers.hostile_replies import (
     make_hostile,
     read_honest,
 )
-from unit_tests.rewards.test_judge import score_at
+from unit_tests.helpers.judged import score_at
 
 
 @pytest.mark.parametrize("n", [100, pytest.param(3334, marks=pytest.mark.verify)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections import deque
@@ -17,8 +16,8 @@ from rewards import Failed, RewardRun, judge, rubric
 from rewards.judging.prompts import hash_text, show_reply
 from rewards.judging.settings import JudgeSettings
 from tools.benchmarks.judge_server import Asked, JudgeServer
+from unit_tests.helpers.judged import PROMPT, score_at
 
-PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "Write sevens."}], answer="77")
 SECRET = "sk-do-not-tell-0123456789"
 
 
@@ -31,21 +30,6 @@ def ask(server: JudgeServer, *replies: str, **how: Any) -> list[Any]:
     """Score replies together against the server."""
     with server.running() as url:
         return score_at(url, *replies, **how)
-
-
-def score_at(
-    url: str, *replies: str, reward: Any = judge, run: RewardRun | None = None, prompt: Prompt = PROMPT, **settings: Any
-) -> list[Any]:
-    """Score replies as in a reward process: a result, or what was raised."""
-
-    async def score_all() -> list[Any]:
-        reward.make_judge.cache_clear()  # its connections are of another event loop
-        given = {"base_url": url, "model": "j", "outage_s": 0.5, "timeout_s": 5.0, **settings}
-        messages = [[{"role": "assistant", "content": reply}] for reply in replies]
-        calls = [reward.score(prompt, one, run=run or RewardRun(), **given) for one in messages]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    return asyncio.run(score_all())
 
 
 def test_the_judge_s_own_verdict_is_the_score():
