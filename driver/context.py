@@ -44,7 +44,7 @@ from driver.resume import bitwise_only_changes, changed_package_files
 from driver.saving import write_model, write_value_model
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.worker import RolloutWorker
-from trainers.allocator import keep_freed_memory
+from core.allocator import keep_freed_memory
 from trainers.trainer import Trainer
 
 

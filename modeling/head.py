@@ -10,8 +10,8 @@ chunks a rank has. Ranks with different numbers of chunks, or none, make the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from core.allocator import mapping_tensors
 from core.errors import UserError
 
 COPIES_AT_ONCE = 3
@@ -221,38 +222,63 @@ class _Chunks(torch.autograd.Function):
         ctx.save_for_backward(hidden, *parameters)
         ctx.score, ctx.size = score, size
         places = split_rows(len(hidden), size)
-        return torch.cat([score(linear(hidden[rows], *parameters), rows) for rows in places], dim=-1)
+        with _freeing(hidden):
+            return torch.cat([score(linear(hidden[rows], *parameters), rows) for rows in places], dim=-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *parameters = ctx.saved_tensors
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
-        of_hidden: list[Tensor | None] = []
-        sums: list[Tensor | None] = [None] * len(parameters)
+        needs_hidden, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        sums = [_Sum(p) if needed else None for p, needed in zip(parameters, needs, strict=True)]
+        of_hidden: list[Tensor] = []
         # only the inputs were kept: the logits of a chunk exist once more, and are freed before the next chunk
-        for rows in split_rows(len(hidden), ctx.size):
-            first, *rest = _differentiate_chunk(ctx.score, [hidden[rows], *parameters], needs, rows, grad[:, rows])
-            of_hidden.append(first)
-            sums = [_add_up(total, part) for total, part in zip(sums, rest, strict=True)]
-        rounded = [None if total is None else total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
-        return torch.cat([x for x in of_hidden if x is not None]) if needs[0] else None, None, None, *rounded
+        with _freeing(hidden):
+            for rows in split_rows(len(hidden), ctx.size):
+                chunk = hidden[rows]
+                of_logits = _differentiate_logits(ctx.score, linear(chunk, *parameters), rows, grad[:, rows])
+                if needs_hidden:
+                    of_hidden.append(of_logits @ parameters[0])
+                for total in sums:
+                    if total is not None:
+                        total.add(of_logits, chunk)
+        return torch.cat(of_hidden) if needs_hidden else None, None, None, *(s and s.round() for s in sums)
 
 
-def _differentiate_chunk(
-    score: Score, inputs: Sequence[Tensor], needs: Sequence[bool], rows: slice, grad: Tensor
-) -> list[Tensor | None]:
-    """Return the gradient of a chunk's hidden states [m, H], weight and bias; None if not needed."""
-    # detached, so that the pass ends at the chunk and frees its logits at once
-    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
+class _Sum:
+    """Gradient of a weight [V, H] or a bias [V], added up over chunks in float32.
+
+    A sum of many chunks in bfloat16 would lose the precision of a single matrix product.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.dtype = parameter.dtype
+        self.total = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+        self.part = None if self.dtype == self.total.dtype else torch.empty_like(parameter)
+        """Memory for the product of a chunk; one for all chunks."""
+
+    def add(self, of_logits: Tensor, hidden: Tensor) -> None:
+        """Add the part of a chunk. of_logits: [m, V]. hidden: [m, H]."""
+        if self.total.ndim == 1:
+            self.total += of_logits.sum(0)
+        elif self.part is None:
+            self.total.addmm_(of_logits.T, hidden)
+        else:
+            self.total += torch.mm(of_logits.T, hidden, out=self.part)
+
+    def round(self) -> Tensor:
+        return self.total.to(self.dtype)
+
+
+def _freeing(hidden: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which a CPU's memory of a chunk is free for the next one."""
+    return mapping_tensors() if hidden.device.type == "cpu" else nullcontext()
+
+
+def _differentiate_logits(score: Score, logits: Tensor, rows: slice, grad: Tensor) -> Tensor:
+    """Return the gradient of a chunk's logits, [m, V]."""
+    # a leaf, so that the pass ends at the chunk and frees its logits at once
+    leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
-        scores = score(linear(*leaves), rows)
-    computed = iter(torch.autograd.grad(scores, [x for x in leaves if x.requires_grad], grad))
-    return [next(computed) if x.requires_grad else None for x in leaves]
-
-
-def _add_up(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Accumulate in float32: a sum of many chunks in bfloat16 would lose the precision of a single matrix product."""
-    if total is None or part is None:
-        return None if part is None else part.to(torch.promote_types(part.dtype, torch.float32))
-    return total.add_(part)
+        scores = score(leaf, rows)
+    return torch.autograd.grad(scores, leaf, grad)[0]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from core.patches import make_shard_of
-from trainers.allocator import return_freed_memory
+from core.allocator import return_freed_memory
 
 
 def as_part_of(parameter: Tensor, held: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from modeling.load import DTYPES
 from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from modeling.text_use import leave_out, list_unused
-from trainers.allocator import keep_freed_memory
+from core.allocator import keep_freed_memory
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
 from trainers.columns import score_columns
 from trainers.distributions import keep_states

@@ -33,7 +33,7 @@ from data_feeds.packing.batches import plan_update
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_staleness
 from rollouts.scheduling.buffer import FinishedGroup
 from tools.benchmarks.processes import run_for_json
-from trainers.allocator import keep_freed_memory
+from core.allocator import keep_freed_memory
 
 GOAL = 0.05
 """CPU seconds per million tokens."""

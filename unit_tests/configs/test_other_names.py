@@ -41,7 +41,7 @@ WORDS = {
     "tracking=wandb": "tracking is a section with the keys group, tags",
     # Ours, at another place.
     "lr=1e-5": "did you mean trainer.lr?",
-    "trainer.steps=5": "did you mean steps?",
+    "trainer.steps=5": "did you mean steps or ",
     # A misspelling of ours stays one, whatever others call things.
     "rollout.temprature=1": "did you mean 'temperature'?",
 }

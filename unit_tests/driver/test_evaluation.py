@@ -221,7 +221,7 @@ def test_samples_serve_again_for_equal_rows_whatever_an_environment_adds(tmp_pat
     settings: dict[str, dict] = {"settings": {}, "sha256": {}}
 
     def find(prompt: Prompt) -> list:
-        one = PromptSet(name="s", prompts=[prompt], samples=1, invalid=InvalidRows())
+        one = PromptSet(name="s", prompts=[prompt], samples=1, invalid=InvalidRows(), form="ours", notes=[])
         return [*find_samples(str(tmp_path), settings, settings, [one]).done]
 
     assert find(row) == [("s", 0)]

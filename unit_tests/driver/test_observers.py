@@ -24,7 +24,11 @@ from unit_tests.helpers.examples import run_here, some_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIGITS = "def score(prompt, messages):\n    return {'digits': sum(map(str.isdigit, messages[-1]['content'])) / 8}\n"
-ALL = {"capture": {"every": 1, "weights": True}, "compare_losses": ["gspo", {"as": "again", "name": "ppo"}]}
+ALL = {
+    "capture": {"every": 1, "weights": True},
+    "compare_losses": ["gspo", {"as": "again", "name": "ppo"}],
+    "profile": {"steps": [0, 1], "memory": True},
+}
 """Every observer of an RL run."""
 
 

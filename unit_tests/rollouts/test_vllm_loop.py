@@ -183,7 +183,7 @@ def test_a_refused_request_fails_alone_and_a_failed_iteration_ends_vllm() -> Non
 
 
 class SlowEngine(VllmEngine):
-    def _start(self, args: dict[str, Any], *, transfer: str, cores: Any) -> None:
+    def _start(self, args: dict[str, Any], options: Any, *, transfer: str, cores: Any) -> None:
         self._loop = EngineLoop(lambda: OneTokenAnIteration(seconds=0.2))
 
 

@@ -27,7 +27,7 @@ from driver.start.trainers import TrainerPlan, build_trainer
 from modeling.head import choose_chunk
 from modeling.load import load_model
 from modeling.saved_model import check_saved
-from trainers.allocator import return_freed_memory
+from core.allocator import return_freed_memory
 from trainers.checkpoint.saved_policy import load_policy
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.fsdp2 import FsdpTrainer

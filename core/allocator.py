@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Generator
+from contextlib import contextmanager
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 NEVER = 2**31 - 1
+MAPPED_BYTES, MOST_MAPPED = 2**20, 2**16
+"""Smallest tensor that `mapping_tensors` maps, and glibc's default for the number of maps."""
 LIBC = ctypes.CDLL(None)
 
 
@@ -18,6 +22,24 @@ def keep_freed_memory() -> None:
     if hasattr(LIBC, "mallopt"):
         LIBC.mallopt(M_MMAP_MAX, 0)
         LIBC.mallopt(M_TRIM_THRESHOLD, NEVER)
+
+
+@contextmanager
+def mapping_tensors() -> Generator[None]:
+    """Map every tensor of a MiB or more while the body runs, which returns the memory when the tensor is freed.
+
+    For a loop that frees as much as it allocates: glibc does not find a freed block again for an aligned one of the
+    same size, so without maps each turn of the loop would take new memory.
+    """
+    if not hasattr(LIBC, "mallopt"):
+        yield
+        return
+    LIBC.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+    LIBC.mallopt(M_MMAP_MAX, MOST_MAPPED)
+    try:
+        yield
+    finally:
+        LIBC.mallopt(M_MMAP_MAX, 0)
 
 
 def return_freed_memory() -> None:
