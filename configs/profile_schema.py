@@ -13,7 +13,7 @@ class ProfileConfig(StrictModel):
     """Keys of `profile`."""
 
     steps: list[Annotated[int, Field(ge=0)]] = Field([])
-    """Steps to profile. Trainers: their updates. Engines: what they generate until the next step's updates. The files
+    """Steps to profile. Trainers: the updates. Engines: the generation until the updates of the next step. The files
     are in the run folder's profile/, for https://ui.perfetto.dev. A profiled step is slower, and its numbers are the
     same."""
     trace: bool = True

@@ -255,7 +255,7 @@ class RolloutConfig(StrictModel):
     """Fraction of a GPU's memory for vLLM."""
     vllm: dict[str, Any] = Field({})
     """Engine arguments of vLLM by name, such as {max_num_seqs: 512, kv_cache_dtype: fp8}. Names are checked against
-    the installed vLLM before the start. Refused: what FeynRL sets itself, and what would change the distribution.
+    the installed vLLM before the start. Refused: those that FeynRL sets itself or that change the distribution.
     `feynrl doctor RECIPE --knob kv_cache_dtype=fp8` measures the effect on log-probabilities, speed and memory."""
 
     @field_validator("num_engines")

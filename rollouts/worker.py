@@ -242,7 +242,7 @@ class RolloutWorker:
         await self.engine.start_trace(trace=trace, memory=memory)
 
     async def stop_trace(self, stem: Path) -> list[str]:
-        """Write the profile of the engine; return the names of its files."""
+        """Write the profile of the engine; return the names of the files."""
         return await self.engine.stop_trace(stem)
 
     async def sleep(self) -> None:

@@ -2,8 +2,8 @@
 
     python -m analysis.doctor RECIPE --knob kv_cache_dtype=fp8 --knob max_num_seqs=8
 
-Each engine gets the trainer's weights and samples the same requests, and the trainer scores what it sampled. An option
-that is approximate opens a gap; one that only orders work leaves it as it is.
+Each engine gets the trainer's weights and samples the same requests, and the trainer scores the samples. An option that
+is approximate opens a gap; one that only orders work leaves it as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Price:
     gap: Gap | None = None
     tokens_per_s: float | None = None
     memory_gib: float | None = None
-    """Memory of the engine with its cache: on a GPU of the device, else of the processes."""
+    """Memory of engine and cache: on a GPU of the device, else of the processes."""
     refused: str = ""
 
     def describe(self) -> str:
@@ -112,7 +112,7 @@ async def _price(bench: Bench, name: str, knob: dict[str, Any]) -> Price:
 
 
 def measure_memory() -> int:
-    """Return the bytes in use: on the GPU, or of this process and its children."""
+    """Return the bytes in use: on the GPU, or of this process and all children."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total - free

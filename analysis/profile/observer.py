@@ -1,7 +1,7 @@
 """Observer of the key `profile`: traces and memory snapshots of trainers and engines.
 
-A step's trace of a trainer covers its updates. That of an engine covers what it generates from then on, up to the next
-step's updates: the samples of the next step, or of later ones with max_staleness.
+A step's trace of a trainer covers the updates. That of an engine covers the generation from then on, up to the updates
+of the next step: the samples of that step, or of later ones with max_staleness.
 """
 
 from __future__ import annotations

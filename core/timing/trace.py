@@ -1,4 +1,4 @@
-"""Trace of what a process computes, by torch's profiler: a file for https://ui.perfetto.dev or chrome://tracing."""
+"""Trace of the computation of a process, by torch's profiler: a file for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 

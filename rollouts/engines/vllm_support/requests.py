@@ -1,4 +1,4 @@
-"""Parameters of a request to vLLM, and what its answer says."""
+"""Parameters of a request to vLLM, and the reading of answers."""
 
 from __future__ import annotations
 
