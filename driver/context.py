@@ -14,6 +14,7 @@ from algs.base import Algorithm
 from configs.eval_schema import EvalConfig
 from configs.schema import RunConfig, SLConfig
 from core import metrics as names
+from core.allocator import keep_freed_memory
 from core.cluster.ray_workers import Cluster
 from core.cluster.scratch import Scratch
 from core.cluster.signals import end_on_signals, raise_interrupt
@@ -44,7 +45,6 @@ from driver.resume import bitwise_only_changes, changed_package_files
 from driver.saving import write_model, write_value_model
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.worker import RolloutWorker
-from core.allocator import keep_freed_memory
 from trainers.trainer import Trainer
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from core.patches import make_shard_of
 from core.allocator import return_freed_memory
+from core.patches import make_shard_of
 
 
 def as_part_of(parameter: Tensor, held: Tensor) -> Tensor:

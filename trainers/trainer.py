@@ -22,6 +22,7 @@ from algs.objective import Objective, add_totals, compute_objective, view_first
 from algs.totals import sum_totals
 from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.allocator import keep_freed_memory
 from core.errors import RunStopped, UserError, writing
 from core.timing.clock import ActivityTimer
 from core.timing.phases import TRAINER_ACTIVITIES, Activity
@@ -40,7 +41,6 @@ from modeling.load import DTYPES
 from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from modeling.text_use import leave_out, list_unused
-from core.allocator import keep_freed_memory
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
 from trainers.columns import score_columns
 from trainers.distributions import keep_states

@@ -26,6 +26,7 @@ import numpy as np
 from algs.base import assign_advantages
 from algs.grpo import GRPO
 from algs.validate import check_advantages
+from core.allocator import keep_freed_memory
 from core.gc_control import collecting_seldom
 from core.types.arrays import Ids
 from core.types.samples import Group, Prompt, Sample
@@ -33,7 +34,6 @@ from data_feeds.packing.batches import plan_update
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_staleness
 from rollouts.scheduling.buffer import FinishedGroup
 from tools.benchmarks.processes import run_for_json
-from core.allocator import keep_freed_memory
 
 GOAL = 0.05
 """CPU seconds per million tokens."""

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from algs.base import assign_advantages
 from configs.trainer_schema import LoraConfig
+from core.allocator import return_freed_memory
 from core.cluster.ray_workers import Cluster
 from core.errors import RunStopped, UserError
 from data_feeds.packing.batches import micro_batches, plan_update
@@ -27,7 +28,6 @@ from driver.start.trainers import TrainerPlan, build_trainer
 from modeling.head import choose_chunk
 from modeling.load import load_model
 from modeling.saved_model import check_saved
-from core.allocator import return_freed_memory
 from trainers.checkpoint.saved_policy import load_policy
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.fsdp2 import FsdpTrainer
