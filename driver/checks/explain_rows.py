@@ -9,7 +9,7 @@ from typing import Any
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
-from core.text.plain_text import shorten_middle
+from core.text.plain_text import escape_controls, shorten_middle
 from core.types.images import PlacedImage
 from core.types.messages import find_images
 from core.types.samples import Prompt, Sample
@@ -43,12 +43,12 @@ def find_rows(cfg: RunConfig, tokenizer: ChatTokenizer | str, kind: RowKind) -> 
 def show_rows(cfg: RunConfig, feed: Feed[Any] | str, tokenizer: ChatTokenizer | str, kind: RowKind) -> list[str]:
     """Return the lines that show the first rows, with {+...+} around what is trained on, and the form they have."""
     if isinstance(feed, str) or isinstance(tokenizer, str):
-        return [f"# the rows of data.train are unknown: {feed}"]
+        return [_plain(f"# the rows of data.train are unknown: {feed}")]
     # in RL, the tools of an environment are known to the environment alone
     without = ", without tools of rollout.env" if isinstance(cfg, RLConfig) and cfg.rollout.env != "single_turn" else ""
     marked = "; the policy continues them" if kind == "prompts" else "; {+...+} is trained on"
     lines = [f"# rows of data.train as the model will see them{without}{marked}"]
-    lines += [note for source in feed.sources for note in source.notes]
+    lines += [_plain(note) for source in feed.sources for note in source.notes]
     for n in range(min(SHOWN, len(feed.all()))):
         source, nth = feed.mixture.place_ticket(n)
         items = feed.sources[source].items
@@ -66,23 +66,28 @@ def show_set_rows(cfg: EvalConfig, tokenizer: ChatTokenizer | str) -> list[str]:
             raise UserError(tokenizer if isinstance(tokenizer, str) else "they are on the hub")
         [one] = load_sets(cfg.model_copy(update={"data": few}), tokenizer)
     except UserError as error:  # a recipe may name rows that are made later
-        return [f"# the rows of data.sets are unknown: {error}"]
+        return [_plain(f"# the rows of data.sets are unknown: {error}")]
     shown = [line for prompt in one.prompts for line in _show_item(prompt, tokenizer, "prompts")]
-    return [f"# rows of {one.name} as the model will see them; the policy continues them", *one.notes, *shown]
+    return [
+        f"# rows of {one.name} as the model will see them; the policy continues them",
+        *map(_plain, one.notes),
+        *shown,
+    ]
 
 
 def _show_item(item: Any, tokenizer: ChatTokenizer, kind: RowKind) -> Iterator[str]:
     if isinstance(item, Prompt):
         ids = tokenizer.render(item.messages, item.tools)
         places = tokenizer.place(ids, find_images(item.messages))
-        yield f"row {item.id}: {len(ids)} tokens, answer {shorten_middle(item.answer, 200)!r}"
+        yield _plain(f"row {item.id}: {len(ids)} tokens, answer {shorten_middle(item.answer, 200)!r}")
         yield _indent(_write(tokenizer, ids, [False] * len(ids), places))
         return
     samples: list[Sample] = item
     names = ("chosen, ", "rejected, ") if kind == "pairs" else ("",)
     for name, sample in zip(names, samples, strict=True):
         label = f", label {bool(sample.reward)}" if kind == "unpaired" else ""
-        yield f"row {sample.prompt.id}: {name}{len(sample.token_ids)} tokens, {sample.n_trained} trained on{label}"
+        size = f"{len(sample.token_ids)} tokens, {sample.n_trained} trained on"
+        yield _plain(f"row {sample.prompt.id}: {name}{size}{label}")
         yield _indent(_write(tokenizer, sample.token_ids.tolist(), sample.loss_mask.tolist(), sample.images))
 
 
@@ -101,6 +106,10 @@ def _write(tokenizer: ChatTokenizer, ids: list[int], trained: list[bool], places
         text += f"{{+{written}+}}" if is_trained else written
         at += n
     return shorten_middle(text, LONGEST)
+
+
+def _plain(line: str) -> str:
+    return escape_controls(line, keep="")
 
 
 def _indent(text: str) -> str:

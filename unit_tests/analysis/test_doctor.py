@@ -447,7 +447,7 @@ def test_vllm_has_no_mismatch_and_every_toggle_can_be_tried_on_it(ask):
     assert tried.facts.second.mean < 1e-3
 
 
-def test_vllm_can_be_told_to_keep_no_prefixes():
-    config = EngineConfig(model_path="a", temperature=1.0, max_model_len=8, stop_token_ids=())
+def test_vllm_can_be_told_to_keep_no_prefixes(tiny_path):
+    config = EngineConfig(model_path=tiny_path, temperature=1.0, max_model_len=8, stop_token_ids=())
     kept = [engine_args(replace(config, prefix_cache=keep), on_cpu=True) for keep in (True, False)]
     assert [args["enable_prefix_caching"] for args in kept] == [True, False]

@@ -134,8 +134,10 @@ def gives_the_setting(keyword: ast.keyword) -> bool:
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_vllm_is_told_too(given):
-    config = EngineConfig(model_path="m", temperature=1.0, max_model_len=8, stop_token_ids=(), trust_remote_code=given)
+def test_vllm_is_told_too(given, tiny_path):
+    config = EngineConfig(
+        model_path=tiny_path, temperature=1.0, max_model_len=8, stop_token_ids=(), trust_remote_code=given
+    )
     assert engine_args(config, on_cpu=True)["trust_remote_code"] is given
 
 
