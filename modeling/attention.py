@@ -50,7 +50,10 @@ def attend_by_sequence_if_able(model: nn.Module) -> None:
     modeling/layout_probe.py measures whether it is the same attention, and takes it back if not.
     """
     config: Any = model.config
-    if read_attention(config.get_text_config()) in ("sdpa", "eager"):
+    text = config.get_text_config()
+    # a chunk is longer than the sequences of the probe, which would see no difference
+    has_chunks = getattr(text, "attention_chunk_size", None) is not None
+    if read_attention(text) in ("sdpa", "eager") and not has_chunks:
         set_attention(model, BY_SEQUENCE)
 
 

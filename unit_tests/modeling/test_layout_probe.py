@@ -104,6 +104,12 @@ def test_a_given_layout_that_is_not_exact_is_refused_with_its_number():
     assert measure(torch_kernel, layout="packed").level == "packed", "with a dense mask"
 
 
+def test_chunks_longer_than_the_probe_are_never_packed():
+    model = random_model("llama4_text", "sdpa", **CHUNKED | {"attention_chunk_size": 8192})
+    attend_by_sequence_if_able(model)
+    assert (found := measure(model)).level == "padded" and found.attention == "sdpa"
+
+
 def test_an_attention_that_ignores_a_cap_is_refused():
     model: Any = random_model("gemma2", "sdpa", attn_logit_softcapping=1.0)
     with torch.no_grad():
