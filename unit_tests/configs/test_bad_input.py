@@ -267,7 +267,7 @@ REWARDS = {
     "too large": ("return {'correct': 1e308}", "numbers up to 1e.09 by name"),
     "nan": ("return {'correct': float('nan')}", "'correct': nan"),
     "text": ("return {'correct': 'yes'}", "'correct': 'yes'"),
-    "a list": ("return [1.0]", "must return a dict of named numbers, it returned [1.0]"),
+    "a list": ("return [1.0]", "must return a dict of named numbers, it returned .1.0."),
     "another part": ("return {'right': 1.0}", "reward.weights names 'correct'"),
 }
 
