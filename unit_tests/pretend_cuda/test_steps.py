@@ -29,14 +29,14 @@ def models(tmp_path_factory) -> Models:
 
 
 FAST = {"grpo", "ppo", "sft", "dpo", "opd", "gkd", "chord", "clip_cov"}
-"""Algorithms whose every case is fast: one of each kind. Of the others only the shared layout is."""
+"""Algorithms whose every case is fast: one of each kind. Of the others only the shared layout is; the rest verify."""
 
 
-def mark_slow(name: str, alg: str, *, is_fast: bool = False) -> Any:
-    return name if is_fast or alg in FAST else pytest.param(name, marks=pytest.mark.slow)
+def mark_long(name: str, alg: str, *, is_fast: bool = False) -> Any:
+    return name if is_fast or alg in FAST else pytest.param(name, marks=pytest.mark.verify)
 
 
-@pytest.mark.parametrize("name", [mark_slow(n, c.alg, is_fast=c.layout == "shared") for n, c in CASES.items()])
+@pytest.mark.parametrize("name", [mark_long(n, c.alg, is_fast=c.layout == "shared") for n, c in CASES.items()])
 def test_a_step_is_that_of_the_cpu_to_the_bit(models, name):
     want, got = train_on_both(CASES[name], models)
     assert torch.equal(got.gradient, want.gradient) and got.gradient.norm() > 0
@@ -70,7 +70,7 @@ HALF |= {
 }
 
 
-@pytest.mark.parametrize("name", [mark_slow(name, case.alg) for name, case in HALF.items()])
+@pytest.mark.parametrize("name", [mark_long(name, case.alg) for name, case in HALF.items()])
 def test_half_precision_takes_the_kernel_of_variable_lengths(models, name):
     with sdpa_kernel(SDPBackend.MATH):  # of the CPU's kernels the one that computes bfloat16 in float32, as ours does
         want, got = train_on_both(HALF[name], models)
