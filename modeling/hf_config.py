@@ -53,14 +53,14 @@ def read_config(path: str, *, key: str = "model.path", trust_remote_code: bool =
         ) from error
 
 
-def vision_family(config: Any, *, who: str = "model.path") -> VisionFamily | None:
+def vision_family(config: Any, *, who: str = "") -> VisionFamily | None:
     """Return a vision-language model's parts; None for a text model or an unknown family.
 
-    who: key of the model, for the error if modeling/images is missing in this clone.
+    who: key and path of the model, for the error if modeling/images is missing in this clone; "": model.path.
     """
     if getattr(config, "vision_config", None) is None:
         return None
-    with needs_part(who, otherwise="take a text model"):
+    with needs_part(who or f"model.path={quote(config.name_or_path)}", otherwise="take a text model"):
         from modeling.images.vision import VISION_FAMILIES
 
     return VISION_FAMILIES.get(config.model_type)
@@ -72,7 +72,8 @@ def needs_images(
     """Tell whether a model reads images here. A vision-language model of an unknown family is used for text."""
     if images == "off":
         return False
-    return vision_family(read_config(path, key=key, trust_remote_code=trust_remote_code), who=key) is not None
+    config = read_config(path, key=key, trust_remote_code=trust_remote_code)
+    return vision_family(config, who=f"{key}={quote(path)}") is not None
 
 
 def is_text_use(config: Any, images: ImageUse = "auto") -> bool:
