@@ -35,7 +35,7 @@ def mean_of(alg: Algorithm, setting: Setting) -> Tensor:
     return torch.einsum("s,snv->nv", probability, gradients)
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.parametrize(("setting", "case"), CLAIMS, ids=[f"{case.claim}-{case.name}" for _, case in CLAIMS])
 def test_an_estimator_is_as_biased_as_the_benchmark_claims(setting: Setting, case: Case):
     got = measure(case.alg, setting)

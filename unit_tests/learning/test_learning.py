@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(3600)  # all of them learn in the first test's 
 
 FIRST = {alg["name"]: row for row, alg in reversed(MATRIX.items())}
 """Row of every file of algs/."""
-AT_ONCE = {"grpo", "ppo", "gspo", "cispo", "opd"}
+AT_ONCE = {"grpo", "ppo", "opd"}
 SHOWN = FIRST.keys() - AT_ONCE
 """Files whose learning is shown by `make verify` and the table of algs/README.md: each takes ten seconds."""
 ONE_EACH = [row for row in MATRIX if (row in FIRST.values() and MATRIX[row]["name"] not in SHOWN) or "LoRA" in row]

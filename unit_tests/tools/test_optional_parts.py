@@ -152,8 +152,13 @@ def test_every_optional_part_has_a_case():
     assert {case.part for case in CASES} == {*layers.OPTIONAL}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", sorted(layers.OPTIONAL))
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, marks=pytest.mark.slow if part in ("analysis", "images") else pytest.mark.verify)
+        for part in sorted(layers.OPTIONAL)
+    ],
+)
 def test_a_clone_runs_without_a_part_and_refuses_a_recipe_that_names_it(copy, tmp_path, part):
     cases = [case for case in CASES if case.part == part and case.command]
     commands = [TINY, *(case.command for case in cases)]

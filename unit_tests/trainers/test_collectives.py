@@ -74,8 +74,9 @@ def test_eight_ranks_of_fsdp2_agree_about_weights_that_some_do_not_use(tmp_path,
     check_ranks(str(tmp_path), FSDP2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, FSDP2])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(s, marks=pytest.mark.slow if s == FSDP2 else pytest.mark.verify) for s in (1, 2, FSDP2)]
+)
 def test_eight_ranks_agree_about_a_vision_tower_that_some_do_not_use(tmp_path, stage):
     path = save_model(tmp_path, "qwen2_5_vl")
     groups = seeing_groups(ImageProcessor(path))
@@ -85,8 +86,7 @@ def test_eight_ranks_agree_about_a_vision_tower_that_some_do_not_use(tmp_path, s
     check_ranks(path, stage, groups=groups, max_tokens=most)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.verify), pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["plain", "values", "adapter", "two to a row"])
 def test_eight_ranks_of_deepspeed_agree(tiny_path, stage, kind):
     check_ranks(tiny_path, stage, **KINDS[kind])
