@@ -11,6 +11,7 @@ NEVER = 2**31 - 1
 MAPPED_BYTES, MOST_MAPPED = 2**20, 2**16
 """Smallest tensor that `mapping_tensors` maps, and glibc's default for the number of maps."""
 LIBC = ctypes.CDLL(None)
+_most_mapped = MOST_MAPPED  # outside of `mapping_tensors`: glibc does not tell what it was set to
 
 
 def keep_freed_memory() -> None:
@@ -19,8 +20,10 @@ def keep_freed_memory() -> None:
     By default glibc maps every large tensor anew and unmaps it when freed. The kernel zeroes each page before the
     first write. That costs a tenth of a training step, and about half of the driver's own work.
     """
+    global _most_mapped  # a setting of the whole process, as glibc's own
     if hasattr(LIBC, "mallopt"):
-        LIBC.mallopt(M_MMAP_MAX, 0)
+        _most_mapped = 0
+        LIBC.mallopt(M_MMAP_MAX, _most_mapped)
         LIBC.mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
@@ -39,7 +42,7 @@ def mapping_tensors() -> Generator[None]:
     try:
         yield
     finally:
-        LIBC.mallopt(M_MMAP_MAX, 0)
+        LIBC.mallopt(M_MMAP_MAX, _most_mapped)
 
 
 def return_freed_memory() -> None:
