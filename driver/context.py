@@ -43,7 +43,7 @@ from driver.records.trackers.hub import Trackers
 from driver.records.tracking import make_sample_rows, make_trackers
 from driver.resume import bitwise_only_changes, changed_package_files
 from driver.saving import write_model, write_value_model
-from rollouts.scheduling.availability import EngineAvailability
+from rollouts.scheduling.availability import EngineAvailability, list_running
 from rollouts.worker import RolloutWorker
 from trainers.trainer import Trainer
 
@@ -260,7 +260,7 @@ class RunContext:
             if self.availability is not None:
                 await self.availability.stop()
             if self.engines is not None:
-                ranks = range(len(self.engines)) if self.availability is None else self.availability.running()
+                ranks = list_running(len(self.engines), self.availability)
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await asyncio.gather(*(self.engines.call_one(rank, RolloutWorker.close) for rank in ranks))
         except (TimeoutError, RunStopped) as error:  # it is killed next

@@ -14,9 +14,9 @@ from configs.profile_schema import ProfileConfig
 from configs.schema import RLConfig
 from core.errors import UserError
 from core.timing.trace import Tracer
-from driver.context import RunContext
 from driver.load_recipe import Loaded
 from driver.rl.observers import PlannedStep, RunObserver, StartedRun
+from rollouts.scheduling.availability import list_running
 from rollouts.worker import RolloutWorker
 from trainers.observers import Observer
 from trainers.trainer import Trainer
@@ -84,29 +84,24 @@ class Profiler(RunObserver):
         await self._end_engines()
 
     async def _begin_engines(self, step: int) -> None:
-        for rank in serving(self.context):
-            assert self.context.engines is not None
-            await self.context.engines.call_one(rank, RolloutWorker.start_trace, self.cfg.trace, self.cfg.memory)
+        if (engines := self.context.engines) is None:
+            return
+        for rank in list_running(len(engines), self.context.availability):
+            await engines.call_one(rank, RolloutWorker.start_trace, self.cfg.trace, self.cfg.memory)
         self.engines_since = step
 
     async def _end_engines(self) -> None:
-        if self.engines_since is None:
+        engines, step = self.context.engines, self.engines_since
+        if engines is None or step is None:
             return
-        step, self.engines_since = self.engines_since, None
+        self.engines_since = None
         written: list[str] = []
-        for rank in serving(self.context):
-            assert self.context.engines is not None
-            stem = self.folder / f"step-{step}-engine-{rank}"
-            written += await self.context.engines.call_one(rank, RolloutWorker.stop_trace, stem)
+        for rank in list_running(len(engines), self.context.availability):
+            written += await engines.call_one(
+                rank, RolloutWorker.stop_trace, self.folder / f"step-{step}-engine-{rank}"
+            )
         self._tell(written)
 
     def _tell(self, names: list[str]) -> None:
         if names:
             self.context.console.say(f"wrote {', '.join(names)} to {self.folder}")
-
-
-def serving(context: RunContext) -> list[int]:
-    """Return the engines that are there."""
-    if context.engines is None:
-        return []
-    return [*(range(len(context.engines)) if context.availability is None else context.availability.running())]

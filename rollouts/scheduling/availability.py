@@ -241,3 +241,8 @@ class EngineAvailability:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+def list_running(engines: int, availability: EngineAvailability | None) -> Sequence[int]:
+    """Return the ranks with a callable worker; all of them without a record of their availability."""
+    return range(engines) if availability is None else availability.running()
