@@ -55,13 +55,11 @@ class RewardPool:
             self._idle.put(worker)
             self._threads.submit(worker.start)
 
-    async def compute_reward(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
-        """Return the reward's parts or failure. Raises UserError if the reward cannot be loaded."""
-        [result] = await self.compute_group(prompt, [messages])
-        return result
-
     async def compute_group(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:
-        """Return a result per conversation: siblings for `score_group`, or a single one for `score`."""
+        """Return a result per conversation: siblings for `score_group`, or a single one for `score`.
+
+        Raises UserError if the reward cannot be loaded.
+        """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[list[RewardResult]] = loop.create_future()
         self._waiting.append(((prompt, conversations), result))

@@ -22,7 +22,7 @@ from core.types.samples import Prompt
 from rewards import gsm8k, load_reward, resolve_reward
 from rewards.pool import RewardPool, RewardResult
 from unit_tests.helpers.examples import is_running
-from unit_tests.helpers.one_reward import one_reward
+from unit_tests.helpers.one_reward import compute_one, one_reward
 from unit_tests.helpers.processes import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -223,7 +223,7 @@ def ask(pool: RewardPool, *replies: str) -> list[RewardResult]:
 
     async def all_of_them() -> list[RewardResult]:
         return await asyncio.gather(
-            *[pool.compute_reward(prompt, [{"role": "assistant", "content": r}]) for r in replies]
+            *[compute_one(pool, prompt, [{"role": "assistant", "content": r}]) for r in replies]
         )
 
     return asyncio.run(all_of_them())
@@ -294,7 +294,7 @@ def test_a_row_that_no_process_can_be_sent_is_an_error_and_not_a_wait(tmp_path: 
     prompt = Prompt(id="test/0", messages=[], extra={"no": lambda: None})
     with wrecker_pool(tmp_path) as pool:
         with pytest.raises((AttributeError, pickle.PicklingError)):
-            asyncio.run(asyncio.wait_for(pool.compute_reward(prompt, []), 10))
+            asyncio.run(asyncio.wait_for(compute_one(pool, prompt, []), 10))
         assert ask(pool, "yes")[0].failure == ""
 
 
@@ -353,9 +353,9 @@ def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> Non
     )
     code = (
         "import asyncio, sys; from core.types.samples import Prompt; from rewards import resolve_reward;"
-        "from unit_tests.helpers.one_reward import one_reward; from rewards.pool import RewardPool;"
+        "from unit_tests.helpers.one_reward import compute_one, one_reward; from rewards.pool import RewardPool;"
         "pool = RewardPool(one_reward(resolve_reward(sys.argv[1])), 1, 600.0);"
-        "asyncio.run(pool.compute_reward(Prompt(id='0', messages=[]), []))"
+        "asyncio.run(compute_one(pool, Prompt(id='0', messages=[]), []))"
     )
     run = subprocess.Popen([sys.executable, "-c", code, file], cwd=ROOT)
     pid = tmp_path / "pid"
@@ -401,7 +401,7 @@ def test_math_verify_works_in_the_pool() -> None:
     prompt = Prompt(id="test/0", messages=[], answer="12")
     with closing(RewardPool(one_reward(resolve_reward("math_verify"), {}), 1, 20.0)) as pool:
         reply = [{"role": "assistant", "content": r"\boxed{24/2}"}]
-        assert asyncio.run(pool.compute_reward(prompt, reply)) == RewardResult(reward_parts={"correct": 1.0})
+        assert asyncio.run(compute_one(pool, prompt, reply)) == RewardResult(reward_parts={"correct": 1.0})
 
 
 SCALED = """
@@ -419,7 +419,7 @@ def test_settings_reach_the_reward_and_what_it_prepares(tmp_path: Path) -> None:
     file = tmp_path / "scaled.py"
     file.write_text(SCALED)
     with closing(RewardPool(one_reward(resolve_reward(str(file)), {"scale": 0.5}), 1, 20.0)) as pool:
-        assert asyncio.run(pool.compute_reward(Prompt(id="0", messages=[]), [])) == RewardResult(
+        assert asyncio.run(compute_one(pool, Prompt(id="0", messages=[]), [])) == RewardResult(
             reward_parts={"correct": 0.5}
         )
 
