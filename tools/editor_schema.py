@@ -40,13 +40,13 @@ def make_schema(cls: type[BaseModel]) -> dict[str, Any]:
     named, found = models_json_schema(models, ref_template="#/definitions/{model}")
     definitions: dict[str, Any] = found["$defs"]
     refs = {model: ref["$ref"].rpartition("/")[2] for (model, _), ref in named.items()}
+    definitions = {name: simplify(found) for name, found in definitions.items()}
     schema = definitions.pop(refs[cls])
     schema["properties"] |= {"base": BASE}
     if algs:
         schema["properties"]["alg"] |= choose_algorithm({name: refs[alg] for name, alg in algs.items()})
         share_properties(definitions, [refs[alg] for alg in algs.values()])
-    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "definitions": definitions}
-    return simplify(schema)
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "definitions": definitions}
 
 
 def choose_algorithm(of_name: dict[str, str]) -> dict[str, Any]:
@@ -97,7 +97,6 @@ def drops(key: str, value: Any) -> bool:
     # a mapping under "title" or "required" is the schema of a key with that name
     if key == "title" and isinstance(value, str):
         return True
-    # the required keys of a class; the rule of an algorithm asks for its name alone
-    if key == "required" and value != ["name"]:
+    if key == "required" and isinstance(value, list):
         return True
     return isinstance(value, float) and not math.isfinite(value)
