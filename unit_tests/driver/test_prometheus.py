@@ -20,13 +20,9 @@ from core.metrics import METRICS
 from driver.records.trackers import check_trackers
 from driver.records.trackers.base import Outcome, TrackedRun
 from driver.records.trackers.prometheus import Prometheus
+from unit_tests.helpers.processes import find_free_port
 
 DASHBOARD = Path(__file__).parent.parent.parent / "docs" / "how_to" / "grafana.json"
-
-
-def find_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def read_endpoint(port: int) -> dict[str, dict[str, float]]:
@@ -49,7 +45,7 @@ def start(port: int, folder: Path) -> Prometheus:
 
 
 def test_the_newest_numbers_are_read_and_the_port_is_free_again(tmp_path):
-    port = find_port()
+    port = find_free_port()
     for _ in range(2):  # the second needs the port of the first
         tracker = start(port, tmp_path)
         tracker.metrics(0, {"reward/mean": 0.25, "reward_mean": 1.0})
@@ -72,7 +68,7 @@ def test_a_port_that_is_taken_is_one_sentence_before_the_start():
 
 @pytest.mark.slow
 def test_a_run_shows_its_numbers_while_it_lasts(recipe):
-    port, seen = find_port(), list[dict[str, float]]()
+    port, seen = find_free_port(), list[dict[str, float]]()
     path = recipe({"steps": 6, "display": "quiet", "trackers": ["prometheus"], "tracking": {"prometheus_port": port}})
     running = subprocess.Popen(
         [sys.executable, "main_rl.py", "--config", path], env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -34,6 +34,7 @@ from driver.records.tracking import describe_git, describe_machine, make_sample_
 from driver.resume import collect_settings
 from unit_tests.helpers import wandb_file
 from unit_tests.helpers.examples import run_here, some_groups
+from unit_tests.helpers.processes import find_free_port
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 SECRETS = {
@@ -314,9 +315,7 @@ run_simple("127.0.0.1", int(sys.argv[1]), app, threaded=True)
 def server(tmp_path_factory) -> Iterator[tuple[str, subprocess.Popen, Path]]:
     """MLflow's tracking server on a loopback port, and its store: in one process, the command `mlflow server` takes
     three times as long to start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     folder = tmp_path_factory.mktemp("server")
     address, log, store = f"http://127.0.0.1:{port}", folder / "log", folder / "mlflow.db"
     env = os.environ | {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,3 +27,10 @@ def wait_until(done: Callable[[], object], within_s: float = 60.0) -> None:
     while not done():
         assert time.monotonic() < until, "waited too long"
         time.sleep(0.05)
+
+
+def find_free_port() -> int:
+    """Return a port of the loopback address that nobody listened at a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -18,6 +18,7 @@ from rollouts.tools.calls import ToolUnavailable
 from rollouts.tools.functions import tool
 from rollouts.tools.mcp_server import McpEnv
 from unit_tests.helpers.episodes import PROMPT, calls_of, said
+from unit_tests.helpers.processes import find_free_port
 
 pytest.importorskip("mcp", reason="the package mcp comes with vLLM")
 SERVER = """
@@ -140,9 +141,7 @@ def test_episodes_may_share_a_server_and_the_last_one_closes_it(file):
 
 @pytest.mark.slow
 def test_a_server_is_reached_over_http(file):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     server = subprocess.Popen([sys.executable, str(file), str(port)], stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port)
