@@ -28,7 +28,7 @@ class MeasurePlan:
 
 
 def plan_measures(alg: Algorithm) -> MeasurePlan:
-    """Return which pass computes which measure. Raises UserError for a name that nothing computes.
+    """Return the plan of the measures: the pass that computes each. Raises UserError for a name that nothing computes.
 
     Columns are named <model>.<measure>. A measure that `required_columns` names is computed before the update only.
     """

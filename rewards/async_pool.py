@@ -1,4 +1,4 @@
-"""One reward process with many samples in flight, for async reward functions.
+"""Reward process with many samples in flight, for async reward functions.
 
 A sample fails alone if the function raises or the deadline passes. If a function blocks the event loop of the process
 or ends it, the process is killed, and the samples in it fail; the next sample starts a new process.

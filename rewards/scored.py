@@ -81,7 +81,7 @@ class _Invalid(Exception):
 
 
 def read_result(returned: Any, who: str) -> RewardResult:
-    """Check what a reward function returned for a sample. who: the function, for errors."""
+    """Return the checked result of a reward function for a sample. who: the function, for errors."""
     if isinstance(returned, Failed):
         return read_failure(returned)
     if isinstance(returned, Real) and not isinstance(returned, bool):

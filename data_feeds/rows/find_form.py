@@ -39,7 +39,7 @@ class Probe:
         return {name for row in self.rows for name, value in row.items() if value is not None}
 
     def list_columns(self, path: str) -> list[str]:
-        """Return those alternatives of a path that at least one row has.
+        """Return the alternatives of a path that at least one row has.
 
         >>> Probe([{"a": {"b": 1}, "c": None}]).list_columns("a.b|c|d")
         ['a.b']

@@ -1,4 +1,4 @@
-"""How long do a judge's verdicts take? python -m tools.benchmarks.judge_calls
+"""Seconds of a judge's verdicts: python -m tools.benchmarks.judge_calls
 
 64 replies are scored through the reward processes of an engine. The judge is a server here that takes 100 ms, gives an
 unreadable verdict every tenth time, and refuses requests above 32 in flight. Measured with 32 and 64 in flight,

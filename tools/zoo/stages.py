@@ -85,7 +85,7 @@ def refuse_other_tensors(found: Mapping[str, Tensor], want: Mapping[str, Tensor]
 
 
 def check_update(subject: Subject) -> Numbers:
-    """Make one update of GRPO."""
+    """Update of GRPO: return the share of the weights that changed, and the gradient's norm."""
     trainer = subject.make_trainer()
     before = trainer.flatten_weights()
     metrics = trainer.step(subject.make_batches(trainer))
