@@ -591,7 +591,7 @@ class Noting:
         return self.noted
 
 
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 47}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}  # rows of 16 bytes, for torch
 LOADED = {
     "tied": (("llama", {"vocab_size": 63, "tie_word_embeddings": True}), {}, [True]),
     "experts": (("qwen3_moe", EXPERTS), {"dtype": "bfloat16"}, [True]),
