@@ -80,8 +80,8 @@ class Conversation:
     action_mask: list[bool] = field(default_factory=list[bool])
     logp: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
-    kept: list[KeptSets] = field(default_factory=list[KeptSets])
-    """Kept sets of the tokens so far, in parts; without truncation all are empty."""
+    kept: list[tuple[int, KeptSets]] = field(default_factory=list[tuple[int, KeptSets]])
+    """Kept sets of every reply, with the place of its first token. Empty without truncation."""
     turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Token range [begin, end) of every reply to train on."""
     messages: list[Message] = field(default_factory=list[Message])
@@ -91,13 +91,15 @@ class Conversation:
     def append_context(self, ids: list[int]) -> None:
         """Append tokens that are not trained on."""
         # 0 and -1 are placeholders: the action mask excludes these tokens
-        self._append(ids, [0.0] * len(ids), [-1] * len(ids), None, sampled=False)
+        self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
 
     def append_reply(self, done: Completion) -> None:
         """Append a turn of sampled tokens, which are trained on."""
         begin = len(self.ids)
-        self._append(done.token_ids, done.logp, done.versions, done.kept, sampled=True)
+        self._append(done.token_ids, done.logp, done.versions, sampled=True)
         self.turns.append((begin, len(self.ids)))
+        if done.kept is not None:
+            self.kept.append((begin, done.kept))
 
     @property
     def completion_ids(self) -> list[int]:
@@ -114,18 +116,24 @@ class Conversation:
             versions=np.array(self.versions, dtype=np.int32),
             stop=self.stop,
             images=self.images,
-            kept=KeptSets.join(self.kept) if any(len(part.ids) for part in self.kept) else None,
+            kept=self._join_kept() if self.kept else None,
             **others,
         )
 
-    def _append(
-        self, ids: list[int], logp: list[float], versions: list[int], kept: KeptSets | None, *, sampled: bool
-    ) -> None:
+    def _join_kept(self) -> KeptSets:
+        """Return the sets of all tokens; those of the context are empty."""
+        parts: list[KeptSets] = []
+        end = 0
+        for begin, sets in self.kept:
+            parts += [KeptSets.none(begin - end), sets]
+            end = begin + len(sets)
+        return KeptSets.join([*parts, KeptSets.none(len(self.ids) - end)])
+
+    def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
         self.ids = self.ids + ids  # a new list: the engine may still hold the old one
         self.action_mask += [sampled] * len(ids)
         self.logp += logp
         self.versions += versions
-        self.kept.append(KeptSets.none(len(ids)) if kept is None else kept)
 
 
 @dataclass(kw_only=True)

@@ -160,7 +160,7 @@ class VllmEngine(Engine):
                 kept += await self._reports.read(key, output)
             start = len(ids)
             ids += output.token_ids
-            logp += [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
+            logp += output.logprobs.logprobs
             versions += read_versions(output)
             end = None if self._stop_strings is None else self._stop_strings.find_end(ids, start)
             if end is not None:  # vLLM may have sampled more, before it was told to end

@@ -57,6 +57,7 @@ def build_observed(place, plan):
     return trainer
 
 
+@pytest.mark.verify
 def test_a_sleeping_or_stopped_rank_is_named_and_not_the_one_that_noticed(tiny_path, tmp_path):
     order = tmp_path / "order"
     order.write_text("")

@@ -267,7 +267,7 @@ def test_an_evaluation_killed_in_the_middle_and_resumed_has_the_same_table(eval_
     assert samples_of(resumed) == samples_of(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(600)
 def test_an_adapter_is_its_merged_model_and_vllm_on_two_ranks_agrees(recipe, eval_recipe, tmp_path, one_thread):
     """And the last checkpoint is the model of the end."""

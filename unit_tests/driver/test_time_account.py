@@ -89,8 +89,8 @@ def test_slow_rewards_are_the_bottleneck_where_engines_wait_for_them():
     assert "max_staleness=1" in name_bottleneck({"trainer 0": trainer, "engine 0": busy}, may_overlap=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.verify), 2])
+@pytest.mark.verify
+@pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_staleness):
     sevens = file_of(tmp_path / "sevens.py", SEVENS)
     steps = 6

@@ -35,7 +35,7 @@ def config_of(folder: Path) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("idle", [pytest.param(True, marks=pytest.mark.verify), False])
 def test_the_death_of_a_rank_is_noticed_and_the_others_end(idle: bool, tmp_path: Path) -> None:
     save("qwen2-tied", tmp_path, seed=0)
     config = replace(config_of(tmp_path), tensor_parallel_size=2)

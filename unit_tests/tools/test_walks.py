@@ -20,7 +20,7 @@ LONGEST = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in ("reward", "weights") else pytest.mark.verify) for n in WALKS],
+    [pytest.param(n, marks=pytest.mark.slow if n == "weights" else pytest.mark.verify) for n in WALKS],
 )
 def test_a_walk_is_the_one_on_the_page_and_no_longer(name):
     files, others = run_walk(name)

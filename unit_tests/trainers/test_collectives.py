@@ -44,10 +44,16 @@ def check_ranks(path: str, stage: int | str, *, groups=None, max_tokens: int = 6
     assert {len(c.ranks) for seen in ranks for c in seen} == {EIGHT} | ({size} if size > 1 else set())
 
 
-LATER = {"offloaded", "adapter", "four to a row", "two to a row", "values"}
+LATER = {
+    "offloaded": pytest.mark.slow,
+    "two to a row": pytest.mark.slow,
+    "adapter": pytest.mark.verify,
+    "values": pytest.mark.verify,
+    "four to a row": pytest.mark.verify,
+}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] if k in LATER else []) for k in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[LATER[k]] if k in LATER else []) for k in KINDS])
 def test_eight_ranks_of_fsdp2_agree(tmp_path, kind):
     random_model("llama", num_attention_heads=4).save_pretrained(tmp_path)
     check_ranks(str(tmp_path), OFFLOADED if kind == "offloaded" else FSDP2, **KINDS[kind])
@@ -87,7 +93,10 @@ def test_eight_ranks_agree_about_a_vision_tower_that_some_do_not_use(tmp_path, s
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.verify), pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["plain", "values", "adapter", "two to a row"])
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "two to a row", *(pytest.param(kind, marks=pytest.mark.verify) for kind in ("values", "adapter"))],
+)
 def test_eight_ranks_of_deepspeed_agree(tiny_path, stage, kind):
     check_ranks(tiny_path, stage, **KINDS[kind])
 

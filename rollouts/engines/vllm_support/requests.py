@@ -42,6 +42,7 @@ def sampling_params(
         max_tokens=max_new_tokens,
         seed=seed % 2**63,
         logprobs=0,  # of the sampled token only
+        flat_logprobs=True,  # one list of numbers, instead of an object per token
         stop_token_ids=[*stop_token_ids],
         ignore_eos=True,  # the caller's stop tokens are complete
         detokenize=False,
