@@ -81,8 +81,11 @@ class TrainerConfig(StrictModel):
     whose activations exceed a rank's memory (DeepSpeed-Ulysses, with both strategies). It must divide `ranks` and the
     model's query heads, and divide or be a multiple of the key heads. Requires a text model without recurrent layers,
     packed rows and attention: auto."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """PyTorch optimizer; sgd without momentum."""
+    optimizer: str = "adamw"
+    """adamw, sgd (without momentum), or the path of a class, such as torch.optim.NAdam. On Ray it must update each
+    number by that number's gradients alone, since ranks hold parts of tensors; that is measured before the start."""
+    optimizer_settings: dict[str, Any] = Field({})
+    """Keyword arguments of an optimizer that is named by its path; lr comes from the schedule."""
     lr: LearningRate = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -141,6 +144,21 @@ class TrainerConfig(StrictModel):
         if self.lr_schedule != "wsd" and self.decay_fraction is not None:
             raise ValueError(f"decay_fraction belongs to lr_schedule: wsd, and lr_schedule is {self.lr_schedule}")
         return self
+
+    @model_validator(mode="after")
+    def optimizer_is_known(self) -> TrainerConfig:
+        if self.optimizer not in ("adamw", "sgd") and not self.is_optimizer_named:
+            raise ValueError(
+                f"optimizer={self.optimizer} is not known: choose adamw, sgd, or a path, such as torch.optim.NAdam"
+            )
+        if ours := {"lr", "params"} & self.optimizer_settings.keys():
+            raise ValueError(f"optimizer_settings has {min(ours)}, which the trainer sets: use trainer.lr")
+        return self
+
+    @property
+    def is_optimizer_named(self) -> bool:
+        """True if the optimizer is named by its path."""
+        return "." in self.optimizer
 
     @model_validator(mode="after")
     def ranks_form_whole_groups(self) -> TrainerConfig:

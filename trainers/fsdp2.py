@@ -156,11 +156,11 @@ class FsdpLearner:
 
     def load_state(self, folder: Path) -> None:
         state: dict[str, Tensor] = {f"{WEIGHTS}.{name}": p.detach() for name, p in self.trained.items()}
-        for key in list_saved(folder):
+        for key, shape in list_saved(folder).items():
             kind, _, name = key.partition(".")
             if kind != WEIGHTS:
                 held = self.held[name]
-                found = held.new_zeros(()) if kind == "step" else torch.zeros_like(held)
+                found = torch.zeros_like(held) if shape else held.new_zeros(())
                 self.optimizer.state[held][kind] = found
                 state[key] = found if found.ndim == 0 else as_part_of(self.trained[name], found)
         read_state(state, folder)

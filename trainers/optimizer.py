@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable
 
 import torch
 
 from configs.trainer_schema import TrainerConfig
+from core.errors import UserError
 
 
 def make_lr_schedule(cfg: TrainerConfig, total_updates: int) -> Callable[[int], float]:
@@ -37,10 +39,34 @@ def make_lr_schedule(cfg: TrainerConfig, total_updates: int) -> Callable[[int], 
 def make_optimizer(cfg: TrainerConfig, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """Return the optimizer of float32 tensors; the learning rate is set before every update.
 
-    Fused: an update reads and writes every tensor once.
+    Raises UserError for a path that names no optimizer, and for settings that it does not take.
     """
+    # fused: an update reads and writes every tensor once
     if cfg.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
-    return torch.optim.AdamW(
-        parameters, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True
-    )
+    if cfg.optimizer == "adamw":
+        return torch.optim.AdamW(
+            parameters, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True
+        )
+    found = _find_class(cfg.optimizer)
+    try:
+        return found(parameters, lr=cfg.lr, **cfg.optimizer_settings)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"trainer.optimizer={cfg.optimizer} refuses this model or trainer.optimizer_settings: {error}"
+        ) from error
+
+
+def _find_class(path: str) -> type[torch.optim.Optimizer]:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"trainer.optimizer={path} cannot be imported ({error}): install its package, or choose one of torch.optim"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UserError(
+            f"trainer.optimizer={path} is no torch.optim.Optimizer: name a class, such as torch.optim.NAdam"
+        )
+    return found

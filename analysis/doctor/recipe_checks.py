@@ -24,8 +24,8 @@ from driver.checks.hub_upload import check_hub_upload
 from driver.checks.models import (
     check_policy,
     check_room,
-    check_sequence_parallel,
     check_teacher_models,
+    check_trainer,
     check_user_code,
 )
 from driver.checks.output_folder import check_output_folders, check_run_dir
@@ -123,7 +123,7 @@ class Parts:
         cfg = self.cfg
         check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
         check_lora(cfg.model, sends_merged=isinstance(cfg, RLConfig) and cfg.weight_sync.lora == "merged")
-        check_sequence_parallel(cfg, self.alg)
+        check_trainer(cfg, self.alg)
         check_user_code(cfg)
         if isinstance(cfg, RLConfig):
             check_room(cfg)

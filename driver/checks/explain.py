@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -262,6 +263,10 @@ def count_held(cfg: RunConfig) -> int:
 
 def count_states(cfg: RunConfig) -> int:
     """Return the bytes of optimizer states per parameter."""
+    if cfg.trainer.is_optimizer_named:
+        from trainers.optimizer_probe import probe_optimizer  # a plain --explain needs no torch
+
+        return math.ceil(probe_optimizer(cfg.trainer).state_bytes)
     # AdamW keeps two float32 numbers: the running means of gradient and squared gradient.
     return 8 if cfg.trainer.optimizer == "adamw" else 0
 

@@ -17,6 +17,7 @@ from modeling.hf_config import check_model_folder, max_positions, meta_model, re
 from modeling.load import check_weights
 from modeling.pretrained import runs_own_code
 from rollouts.registry import load_engine_class, resolve_engine
+from trainers.optimizer_probe import check_optimizer
 
 
 def check_policy(model: ModelConfig, tokenizer: ChatTokenizer) -> None:
@@ -33,6 +34,12 @@ def check_room(cfg: RLConfig | EvalConfig) -> None:
             f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
             f"model.path={cfg.model.path} has {positions} positions: lower one of the two"
         )
+
+
+def check_trainer(cfg: RunConfig, alg: Algorithm) -> None:
+    """Raise UserError if trainer ranks cannot train these models, or run this optimizer."""
+    check_sequence_parallel(cfg, alg)
+    check_optimizer(cfg.trainer, is_sharded=cfg.backend == "ray")
 
 
 def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:

@@ -56,8 +56,18 @@ RULES = (
     ),
     Rule(
         keys=("trainer.betas", "trainer.eps"),
-        is_unused=lambda cfg: cfg.trainer.optimizer == "sgd",
-        why="trainer.optimizer is sgd",
+        is_unused=lambda cfg: cfg.trainer.optimizer != "adamw",
+        why="trainer.optimizer is not adamw",
+    ),
+    Rule(
+        keys=("trainer.weight_decay",),
+        is_unused=lambda cfg: cfg.trainer.is_optimizer_named,
+        why="an optimizer named by its path has trainer.optimizer_settings for it",
+    ),
+    Rule(
+        keys=("trainer.optimizer_settings",),
+        is_unused=lambda cfg: not cfg.trainer.is_optimizer_named,
+        why="trainer.optimizer is not named by a path",
     ),
     Rule(
         keys=("trainer.zero_stage", "trainer.deepspeed"),

@@ -33,8 +33,8 @@ from driver.checks.machines import claim_machines
 from driver.checks.models import (
     check_policy,
     check_room,
-    check_sequence_parallel,
     check_teacher_models,
+    check_trainer,
     check_user_code,
 )
 from driver.checks.output_folder import check_output_folders
@@ -110,7 +110,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora(cfg.model, sends_merged=cfg.weight_sync.lora == "merged")
-    check_sequence_parallel(cfg, alg)
+    check_trainer(cfg, alg)
     check_room(cfg)
     if cfg.placement == "colocate":
         check_colocation(cfg, estimate_memory(loaded))

@@ -26,10 +26,11 @@ def write_state(state: dict[str, Tensor], folder: Path) -> None:
     checkpoint.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
-def list_saved(folder: Path) -> list[str]:
-    """Return the names of the tensors that `write_state` wrote."""
+def list_saved(folder: Path) -> dict[str, torch.Size]:
+    """Return the names and shapes of the tensors that `write_state` wrote."""
     with reading_shards(folder):
-        return [*HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata]
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tensor.size for name, tensor in found.items()}
 
 
 def read_state(state: dict[str, Tensor], folder: Path) -> None:

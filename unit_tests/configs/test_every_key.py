@@ -88,6 +88,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ranks": (2, {"backend": "ray"}),
     "trainer.zero_stage": (2, {}),
     "trainer.optimizer": ("sgd", {}),
+    "trainer.optimizer_settings": ({"momentum_decay": 0.1}, {"trainer.optimizer": "torch.optim.NAdam"}),
     "trainer.lr": (0.5, {}),
     "trainer.lr_schedule": ("cosine", {}),
     "trainer.lr_min_fraction": (0.5, {"trainer.lr_schedule": "linear"}),

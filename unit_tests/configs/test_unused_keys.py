@@ -23,6 +23,8 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.restarts": (1, {}),
     "trainer.betas": ([0.9, 0.95], {}),
     "trainer.eps": (1e-6, {}),
+    "trainer.weight_decay": (0.1, {}),
+    "trainer.optimizer_settings": ({"momentum_decay": 0.1}, {"trainer.optimizer": "torch.optim.NAdam"}),
     "trainer.share_prefixes": ("auto", {}),
     "data.max_image_pixels": (10_000, {"model.path": "models/made_later"}),
     "trainer.vision": ("frozen", {"model.path": "models/made_later"}),
@@ -52,10 +54,12 @@ TERMS: dict[str, tuple[Any, dict[str, Any]]] = {
 DEAD = {
     **{f"alg.correction.{key}": {"alg.correction.level": "none"} for key in ("mode", "high")},
     **{key: {"trainer.optimizer": "sgd"} for key in ("trainer.betas", "trainer.eps")},
+    "trainer.weight_decay": {"trainer.optimizer": "torch.optim.NAdam"},
     **{key: {"trainer.strategy": "fsdp2"} for key in ("trainer.zero_stage", "trainer.deepspeed")},
     **{key: {"alg.adaptive_entropy.target": 0.2} for key in ("alg.entropy_coef", "alg.schedules.entropy_coef")},
     "alg.schedules.kl.coef": {"alg.kl.coef": 0.1, "alg.kl.target": 0.1},
     "trainer.share_prefixes": {"trainer.layout": "padded"},
+    "trainer.optimizer_settings": {"trainer.optimizer": "adamw"},
     "rollout.restarts": {"placement": "colocate"},
 }
 """Settings with which a key is of no use, where that is not so by default."""

@@ -1,0 +1,79 @@
+"""What an optimizer that a recipe names by path computes, measured on a small tensor before the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.trainer_schema import TrainerConfig
+from core.errors import UserError
+from trainers.optimizer import make_optimizer
+
+_SHAPE = (6, 4)
+_UPDATES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedOptimizer:
+    """Properties of an optimizer."""
+
+    is_elementwise: bool
+    """True if each number's update depends on its own gradients alone, so that ranks may hold parts of a tensor."""
+    keeps_by_shape: bool
+    """True if all states are tensors, each a single number or of the parameter's shape."""
+    state_bytes: float
+    """Bytes of states per parameter."""
+
+
+def probe_optimizer(cfg: TrainerConfig) -> ProbedOptimizer:
+    """Run a few updates on a matrix, and on its rows as vectors. Raises UserError for an optimizer that fails."""
+    generator = torch.Generator().manual_seed(0)
+    scales = 10.0 ** torch.arange(-2, _SHAPE[0] - 2)[:, None]  # rows that differ, as factored states would show
+    weight = torch.randn(_SHAPE, generator=generator)
+    gradients = [torch.randn(_SHAPE, generator=generator) * scales for _ in range(_UPDATES)]
+    try:
+        whole, states = _run_updates(cfg, [weight], [[g] for g in gradients])
+    except Exception as error:  # the border to a class of another package, whatever it raises
+        raise UserError(f"trainer.optimizer={cfg.optimizer} fails on a matrix of float32: {error}") from error
+    try:
+        rows, _ = _run_updates(cfg, [*weight], [[*g] for g in gradients])
+        is_elementwise = torch.allclose(torch.stack(rows), whole[0], rtol=1e-4, atol=0)
+    except Exception:  # one that takes matrices only, such as Muon, cannot update a part
+        is_elementwise = False
+    tensors = [value for value in states if isinstance(value, Tensor)]
+    return ProbedOptimizer(
+        is_elementwise=is_elementwise,
+        keeps_by_shape=len(tensors) == len(states) and all(t.ndim == 0 or t.shape == _SHAPE for t in tensors),
+        state_bytes=sum(t.nbytes for t in tensors if t.ndim) / weight.numel(),
+    )
+
+
+def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool) -> None:
+    """Raise UserError for an optimizer that cannot run. is_sharded: ranks hold parts of tensors."""
+    if not cfg.is_optimizer_named:
+        return
+    found = probe_optimizer(cfg)
+    if is_sharded and not (found.is_elementwise and found.keeps_by_shape):
+        why = "computes a number's update from other numbers of its tensor"
+        if found.is_elementwise:
+            why = "keeps states of other shapes than the parameter's"
+        raise UserError(
+            f"trainer.optimizer={cfg.optimizer} {why}, and trainer ranks on Ray hold parts of tensors: choose another "
+            "optimizer, or backend: local"
+        )
+
+
+def _run_updates(
+    cfg: TrainerConfig, weights: list[Tensor], gradients: list[list[Tensor]]
+) -> tuple[list[Tensor], list[Any]]:
+    """Return the updated weights and the states of all of them."""
+    weights = [w.clone() for w in weights]
+    optimizer = make_optimizer(cfg, weights)
+    for of_update in gradients:
+        for weight, gradient in zip(weights, of_update, strict=True):
+            weight.grad = gradient.clone()
+        optimizer.step()
+    return weights, [value for state in optimizer.state.values() for value in state.values()]
