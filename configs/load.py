@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from configs.other_names import describe_other_name, describe_other_value
 from configs.strict_yaml import DEEPEST, parse_yaml
@@ -275,3 +276,25 @@ def flatten_settings(nested: Mapping[str, Any], prefix: str = "") -> dict[str, A
         name = f"{prefix}{key}"  # YAML also has keys that are no text
         found |= flatten_settings(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
     return found
+
+
+def add_new_keys(then: Mapping[str, Any], now: Mapping[str, Any], cls: type[BaseModel]) -> dict[str, Any]:
+    """Return flat settings of an earlier version of FeynRL, with the defaults of the keys of `now` that it lacks."""
+    return {**{key: _find_default(cls, key) for key in now if key not in then}, **then}
+
+
+def _find_default(cls: type[BaseModel], key: str) -> Any:
+    """Return the default of a dotted key as JSON has it. None if the key is required, or under no section."""
+    *above, name = key.split(".")
+    for part in above:
+        field = cls.model_fields.get(part)
+        inside = [] if field is None else sections_in(field.annotation)
+        if field is None or not inside or field.default is None:
+            return None
+        cls = inside[0]
+    field = cls.model_fields.get(name)
+    return (
+        None
+        if field is None or field.is_required()
+        else to_jsonable_python(field.get_default(call_default_factory=True))
+    )

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from configs.load import flatten_settings
+from configs.load import add_new_keys, flatten_settings
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.loading import FileSpec
@@ -90,7 +90,7 @@ def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> 
         raise UserError(
             f"resume={cfg.resume} is a run of the other program (main_rl.py or main_sl.py): resume it there"
         )
-    check_settings(then["settings"], settings["settings"])
+    check_settings(add_new_keys(then["settings"], settings["settings"], type(cfg)), settings["settings"])
     # FeynRL's own files may change, such as by a bug fix, and are only reported. A user's loss or reward is the
     # training.
     changed = [key for key in changed_files(then, settings) if key not in settings["in_package"]]

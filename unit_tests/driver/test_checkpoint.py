@@ -13,7 +13,8 @@ import torch
 
 import main_rl
 import main_sl
-from configs.schema import RLConfig
+from configs.load import add_new_keys
+from configs.schema import RLConfig, SLConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped, UserError
 from data_feeds.packing.batches import micro_batches
@@ -28,7 +29,7 @@ from driver.checkpoint import (
     write_checkpoint,
 )
 from driver.load_recipe import load_recipe
-from driver.resume import bitwise_only_changes
+from driver.resume import bitwise_only_changes, check_settings, collect_settings
 from driver.start.trainers import build_trainer
 from trainers.checkpoint.state import rank_file
 from unit_tests.helpers.checkpoints import Writer, stand
@@ -326,6 +327,21 @@ def test_a_resume_with_another_recipe_names_the_first_key_that_differs(recipe, t
     (tmp_path / "mine.py").write_text(text + "\n")
     code, err = run_here(main_sl, "--config", path, resume, "steps=2")
     assert code == 2 and "the file of alg changed since the checkpoint" in err, err
+
+
+def test_a_checkpoint_of_an_earlier_version_had_the_defaults_of_newer_keys(recipe):
+    now = collect_settings(load_recipe(SLConfig, recipe(kind="sl"), []), {}, {})["settings"]
+    newer = ("trainer.optimizer_settings", "trainer.layout", "model.lora", "trainer.betas", "model.images")
+    then = {key: value for key, value in now.items() if key not in newer}
+    assert len(now) - len(then) == len(newer)
+    check_settings(add_new_keys(then, now, SLConfig), now)
+    for key, value in (("trainer.layout", "padded"), ("trainer.optimizer_settings", {"eps": 1.0})):
+        changed = now | {key: value}
+        with pytest.raises(UserError, match=rf"^{key} is .* and was (auto|'auto'|{{}})"):
+            check_settings(add_new_keys(then, changed, SLConfig), changed)
+    changed = {key: value for key, value in now.items() if key != "model.lora"} | {"model.lora.r": 16}
+    with pytest.raises(UserError, match=r"^model\.lora\.r is 16 and was None"):
+        check_settings(add_new_keys(then, changed, SLConfig), changed)
 
 
 def test_held_out_prompts_move_last_bits_where_an_engine_answers_them():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.eval_schema import EvalConfig
-from configs.load import flatten_settings
+from configs.load import add_new_keys, flatten_settings
 from core.errors import UserError
 from core.loading import FileSpec
 from data_feeds.rows.eval_sets import PromptSet
@@ -106,7 +106,8 @@ def find_samples(resume: str, then: dict[str, Any], now: dict[str, Any], sets: l
 
 
 def _check_settings(then: dict[str, Any], now: dict[str, Any]) -> None:
-    before, after = then["settings"], now["settings"]
+    after = now["settings"]
+    before = add_new_keys(then["settings"], after, EvalConfig)
     for key in [*after, *(k for k in before if k not in after)]:
         if not is_listed(FREE, key) and before.get(key) != after.get(key):
             raise UserError(
