@@ -293,8 +293,6 @@ def _find_default(cls: type[BaseModel], key: str) -> Any:
             return None
         cls = inside[0]
     field = cls.model_fields.get(name)
-    return (
-        None
-        if field is None or field.is_required()
-        else to_jsonable_python(field.get_default(call_default_factory=True))
-    )
+    if field is None or field.is_required():
+        return None
+    return to_jsonable_python(field.get_default(call_default_factory=True))

@@ -198,7 +198,7 @@ class Scripted(VllmEngine):
         said = {
             "token_ids": ids,
             "finish_reason": reason,
-            "logprobs": [{token: SimpleNamespace(logprob=-token / 10)} for token in ids],
+            "logprobs": SimpleNamespace(logprobs=[-token / 10 for token in ids]),  # vLLM's FlatLogprobs
             "weight_versions": [SimpleNamespace(version=str(len(self.asked)), start=0, end=len(ids))] if ids else [],
         }
         return SimpleNamespace(outputs=[SimpleNamespace(**said)])
