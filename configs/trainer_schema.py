@@ -112,10 +112,11 @@ class TrainerConfig(StrictModel):
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
-    vision: Literal["train", "frozen"] = "train"
-    """Trained parts of a vision-language model. frozen: the vision tower is fixed; the connector (from the tower's
-    features to token embeddings) and the language part are trained. With model.lora both tower and connector are fixed,
-    and this key applies to a value model."""
+    freeze: list[Annotated[str, Field(min_length=1)]] = Field([])
+    """Parameters that are not trained: names of parameters or modules, with * for any characters (`model.embed_tokens`,
+    `*.layers.[01]`), or the words router (of all experts) and vision (the vision tower; the connector to the language
+    part is trained). They are saved and sent as the others. It applies to a value model, too; with model.lora only to
+    that, for an adapter's base is frozen anyway."""
     layout: Literal["auto", "padded", "packed"] = "auto"
     """Layout of a micro-batch in the forward pass. packed: all sequences in a single row. padded: a row per sequence.
     auto: packed if every sequence then has the log-probabilities it has alone, which is measured when the model is

@@ -13,6 +13,7 @@ from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.attention import refuse_sequence_parallel
+from modeling.freeze import find_frozen
 from modeling.hf_config import check_model_folder, max_positions, meta_model, read_config
 from modeling.load import check_weights
 from modeling.pretrained import runs_own_code
@@ -44,6 +45,13 @@ def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
         config = read_config(path, key=key, trust_remote_code=trusts)
         if why := refuse_sequence_parallel(config, size):
             raise UserError(f"trainer.sequence_parallel={size}, and {key}={path}: {why}")
+
+
+def check_freeze(cfg: RunConfig, alg: Algorithm) -> None:
+    """Raise UserError if trainer.freeze names unknown parameters, or all. A reward model is checked at loading."""
+    if cfg.trainer.freeze and alg.model_kind != "reward":
+        model = meta_model(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        find_frozen(model, cfg.trainer.freeze, images=cfg.model.images, path=cfg.model.path)
 
 
 def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:

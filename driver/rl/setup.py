@@ -31,6 +31,7 @@ from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
 from driver.checks.models import (
+    check_freeze,
     check_policy,
     check_room,
     check_sequence_parallel,
@@ -107,9 +108,9 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_output_folders(cfg, alg)
     check_hub_upload(cfg)
     check_trackers(cfg.trackers, cfg.tracking)
-    trusts = cfg.model.trust_remote_code
-    check_model_folder(cfg.model.path, trust_remote_code=trusts)
+    check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     check_lora(cfg.model, sends_merged=cfg.weight_sync.lora == "merged")
+    check_freeze(cfg, alg)
     check_sequence_parallel(cfg, alg)
     check_room(cfg)
     if cfg.placement == "colocate":

@@ -26,7 +26,13 @@ from driver.alg_state import measure_algorithm, move_algorithm, restore_algorith
 from driver.checkpoint import Checkpoint, RunState
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
-from driver.checks.models import check_policy, check_sequence_parallel, check_teacher_models, check_user_code
+from driver.checks.models import (
+    check_freeze,
+    check_policy,
+    check_sequence_parallel,
+    check_teacher_models,
+    check_user_code,
+)
 from driver.checks.output_folder import check_output_folders
 from driver.context import RunContext
 from driver.load_recipe import Loaded, with_forms
@@ -73,6 +79,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora(cfg.model)
+    check_freeze(cfg, alg)
     check_sequence_parallel(cfg, alg)
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
