@@ -18,7 +18,11 @@ class LoraConfig(StrictModel):
     alpha: float = Field(32.0, gt=0)
     """Scaling numerator: the update is scaled by alpha / r, or alpha / sqrt(r) with rslora."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Names of the linear layers with an adapter; all-linear: all except the head."""
+    """Names of the linear layers with an adapter; all-linear: all except the head, routers of experts and gates of a
+    single output."""
+    experts: bool = False
+    """Also adapt the experts of a mixture, each with rank r, if those of a layer are a single tensor in memory. Engines
+    then receive merged weights."""
     rslora: bool = False
     """Rank-stabilised scaling (https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
@@ -28,6 +32,12 @@ class LoraConfig(StrictModel):
     merge_on_save: bool = False
     """Save the full model with the adapter merged in, and the adapter in the subfolder `adapter/`. false: save only the
     adapter, in PEFT's format."""
+
+    @model_validator(mode="after")
+    def experts_have_no_magnitudes(self) -> LoraConfig:
+        if self.experts and self.dora:
+            raise ValueError("experts and dora are set, and PEFT has no DoRA for experts: leave one of them out")
+        return self
 
 
 class ModelConfig(StrictModel):

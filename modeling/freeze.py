@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from core.errors import UserError
+from modeling.experts import is_router
 from modeling.hf_config import ImageUse, is_text_use, vision_family
 from modeling.text_use import list_unused
 
@@ -56,18 +57,12 @@ def _is_match(model: nn.Module, name: str, pattern: str, images: ImageUse) -> bo
     """Tell whether a pattern matches a parameter's name, or that of a module it belongs to."""
     modules = [*accumulate(name.split("."), "{}.{}".format)]
     if pattern == ROUTER:
-        return any(_is_router(model, module) for module in modules[:-1])
+        return any(is_router(model, module) for module in modules[:-1])
     if pattern == VISION:
         config: Any = model.config
         family = None if is_text_use(config, images) else vision_family(config)
         return family is not None and family.in_tower(name)
     return any(fnmatchcase(part, pattern) for part in modules)
-
-
-def _is_router(model: nn.Module, name: str) -> bool:
-    """Tell whether a module chooses between experts. transformers names it gate or router, beside `experts`."""
-    parent, _, last = name.rpartition(".")
-    return last in ("gate", "router") and isinstance(getattr(model.get_submodule(parent), "experts", None), nn.Module)
 
 
 def _describe_mismatch(pattern: str, names: list[str], path: str) -> str:

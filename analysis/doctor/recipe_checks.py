@@ -22,6 +22,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, Which, load_groups, load_prompts
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.models import (
+    check_freeze,
     check_policy,
     check_room,
     check_sequence_parallel,
@@ -122,7 +123,8 @@ class Parts:
     def describe_model(self) -> str:
         cfg = self.cfg
         check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-        check_lora(cfg.model, sends_merged=isinstance(cfg, RLConfig) and cfg.weight_sync.lora == "merged")
+        check_lora(cfg.model)
+        check_freeze(cfg, self.alg)
         check_sequence_parallel(cfg, self.alg)
         check_user_code(cfg)
         if isinstance(cfg, RLConfig):

@@ -155,7 +155,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "driver/test_rl_step.py": ("model.attention", "trainer.share_prefixes"),
     "modeling/test_lora.py": (
         *("model.lora.r", "model.lora.targets", "model.lora.rslora", "model.lora.dora"),
-        *("model.lora.merge_on_save",),
+        *("model.lora.merge_on_save", "model.lora.experts"),
     ),
     "trainers/test_vision_training.py": ("model.lora.vision",),
     "modeling/test_text_use.py": ("model.images",),
