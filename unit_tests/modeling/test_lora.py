@@ -223,13 +223,13 @@ def test_an_adapter_of_a_mixture_is_saved_merged_and_loads_again(tmp_path, famil
 
 
 def test_the_merge_of_experts_by_hand():
-    """Two experts of rank 1. PEFT has A of the experts one below the other, and B of the experts in turns."""
-    weight = torch.zeros(2, 2, 2)
-    a, b = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 10.0], [0.0, 100.0]])
-    want = torch.tensor([[[2.0, 4.0], [0.0, 0.0]], [[60.0, 80.0], [600.0, 800.0]]])  # 2 B_e A_e
+    """Two experts of rank 2. PEFT has A of the experts one below the other, and B of the experts in turns."""
+    weight, a = torch.zeros(2, 1, 2), torch.eye(2).repeat(2, 1)
+    b = torch.tensor([[1.0, 20.0, 3.0, 40.0]])
+    want = torch.tensor([[[2.0, 6.0]], [[40.0, 80.0]]])  # 2 B_e A_e, with B_0 = [1, 3] and B_1 = [20, 40]
     got = merged_experts(weight, a, b, scaling=2.0, transposed=False)
     torch.testing.assert_close(got, want)
-    torch.testing.assert_close(merged_experts(weight, a, b, scaling=2.0, transposed=True), want.mT)
+    torch.testing.assert_close(merged_experts(weight.mT, a, b, scaling=2.0, transposed=True), want.mT)
 
 
 MIXTURES = {
