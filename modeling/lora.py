@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from configs.trainer_schema import LoraConfig, ModelConfig
+from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import UserError
 from modeling.experts import is_router, list_expert_weights
 from modeling.hf_config import is_text_use, meta_model, vision_family
@@ -149,10 +149,16 @@ def _name_language(model: nn.Module, lora: LoraConfig) -> str | None:
     return next(name for name, m in model.named_modules() if m is decoder)
 
 
-def check_lora(model: ModelConfig) -> None:
-    """Raise UserError before the start for an adapter that cannot be made."""
+def check_lora(model: ModelConfig, trainer: TrainerConfig) -> None:
+    """Raise UserError before the start for an adapter that cannot be made or trained."""
     if model.lora is None:
         return
+    # PEFT reads the experts' weights before DeepSpeed has gathered them
+    if model.lora.experts and trainer.strategy == "deepspeed" and trainer.zero_stage == 3:
+        raise UserError(
+            "model.lora.experts is true, and with trainer.zero_stage=3 PEFT finds the experts sharded: set it to 2 or "
+            "less, or trainer.strategy to fsdp2"
+        )
     empty_model = meta_model(model.path, trust_remote_code=model.trust_remote_code)
     _check_rank(empty_model, model.lora, check_targets(empty_model, model.lora, path=model.path))
     with_adapter(empty_model, model.lora, path=model.path)

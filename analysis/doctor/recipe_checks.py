@@ -123,7 +123,7 @@ class Parts:
     def describe_model(self) -> str:
         cfg = self.cfg
         check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-        check_lora(cfg.model)
+        check_lora(cfg.model, cfg.trainer)
         check_freeze(cfg, self.alg)
         check_sequence_parallel(cfg, self.alg)
         check_user_code(cfg)

@@ -109,7 +109,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_hub_upload(cfg)
     check_trackers(cfg.trackers, cfg.tracking)
     check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    check_lora(cfg.model)
+    check_lora(cfg.model, cfg.trainer)
     check_freeze(cfg, alg)
     check_sequence_parallel(cfg, alg)
     check_room(cfg)

@@ -78,7 +78,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     check_rows(cfg, alg)
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
-    check_lora(cfg.model)
+    check_lora(cfg.model, cfg.trainer)
     check_freeze(cfg, alg)
     check_sequence_parallel(cfg, alg)
     tokenizer = make_tokenizer(cfg.model, cfg.data)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from configs.schema import RLConfig
-from configs.trainer_schema import LoraConfig, ModelConfig
+from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import UserError
 from core.types.samples import Batch
 from driver.load_recipe import load_recipe
@@ -265,6 +265,7 @@ def test_all_linear_means_linear_layers_for_trainer_and_engine_alike(tmp_path, f
 REFUSED = {
     "a dense model": ("llama", {"experts": True}, r"model\.lora\.experts is true, and model\.path=.* has no experts"),
     "a rank": ("qwen3_moe", {"experts": True, "r": 40}, r"model\.lora\.r=40 is above 32"),
+    "sharded experts": ("qwen3_moe", {"experts": True}, r"with trainer\.zero_stage=3 PEFT finds the experts sharded"),
     "names of experts": (
         "qwen3_moe",
         {"targets": ["q_proj", "up_proj"]},
@@ -276,11 +277,12 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_adapted_is_refused_before_the_start(tmp_path, case):
     family, settings, said = REFUSED[case]
+    stage = 3 if case == "sharded experts" else 2
     AutoConfig.for_model(family, hidden_size=32, num_hidden_layers=1, head_dim=32).save_pretrained(
         path := str(tmp_path)
     )
     with pytest.raises(UserError, match=said):
-        check_lora(ModelConfig(path=path, lora=LoraConfig(**{"r": 2} | settings)))
+        check_lora(ModelConfig(path=path, lora=LoraConfig(**{"r": 2} | settings)), TrainerConfig(zero_stage=stage))
 
 
 def test_adapters_of_experts_have_no_dora_and_are_sent_merged(recipe):

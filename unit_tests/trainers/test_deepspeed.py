@@ -272,13 +272,14 @@ def test_an_adapter_trains_and_is_saved_alike_everywhere(ranks, tiny_path, tmp_p
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, FSDP2])
+@pytest.mark.parametrize("stage", [0, 1, 2, FSDP2])
 def test_an_adapter_of_experts_is_trained_alike_everywhere(ranks, tmp_path, stage):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     random_model("qwen3_moe", **sizes).save_pretrained(path := str(tmp_path))
     lora = LoraConfig(r=4, experts=True, merge_on_save=True)
-    how = sharded(stage) | {"deepspeed": SMALL if stage == 3 else {}}
-    check_update(ranks, path, some_groups(), max_tokens=60, same={"lora": lora, "lr": 10.0}, **how, ranks=2)
+    check_update(
+        ranks, path, some_groups(), max_tokens=60, same={"lora": lora}, tolerance=1e-4, **sharded(stage), ranks=2
+    )
 
 
 INFINITE = """
