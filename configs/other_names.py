@@ -181,6 +181,7 @@ OTHER_NAMES = (
     ),
     _row("reward.weights", "reward_weights"),
     _row("trainer.lr", "learning_rate", "optim.lr", "actor.adam.lr actor_learning_rate"),
+    _row("trainer.freeze", verl="actor.freeze_vision_tower", note="[vision]"),
     _row("trainer.betas", "adam_beta1 adam_beta2", "optim.betas", "actor.adam.betas"),
     _row("trainer.weight_decay", "weight_decay", "optim.weight_decay", "actor.adam.weight_decay l2"),
     _row("trainer.lr_schedule", "lr_scheduler_type", "optim.lr_scheduler_type", "actor.lr_scheduler lr_scheduler"),
@@ -246,6 +247,9 @@ NOT_HERE = {
 }
 """Reasons why a key has no counterpart, by its last name."""
 
+RENAMED = {"trainer.vision": "trainer.freeze, a list: trainer.freeze=[vision] is what trainer.vision=frozen was"}
+"""Keys of earlier versions, with what they are now."""
+
 
 def describe_other_name(key: str, value: object = None, *, is_certain: bool = False) -> str:
     """Return our name for another framework's key, as a clause; "" for an unknown name.
@@ -261,6 +265,8 @@ def describe_other_name(key: str, value: object = None, *, is_certain: bool = Fa
     while isinstance(value, Mapping) and value:
         below, value = next(iter(value.items()))
         key = f"{key}.{below}"
+    if key in RENAMED:
+        return f"it is now {RENAMED[key]}"
     given = key.split(".")
     if given[-1] in NOT_HERE:
         return f"there is no {given[-1]} here: {NOT_HERE[given[-1]]}"

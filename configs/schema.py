@@ -277,6 +277,9 @@ class RLConfig(RunConfig):
             return f"and vLLM takes ranks up to 512: lower model.lora.r={lora.r}"
         if lora.vision:
             return "and vLLM adapts language parts only: set model.lora.vision to false"
+        if lora.experts:
+            # vLLM takes alternate rows of an adapter for gate and up, as gpt-oss has them; most families have halves
+            return "and vLLM reads gate and up of an expert's adapter in another order: set model.lora.experts to false"
         return None
 
     @property

@@ -18,7 +18,11 @@ class LoraConfig(StrictModel):
     alpha: float = Field(32.0, gt=0)
     """Scaling numerator: the update is scaled by alpha / r, or alpha / sqrt(r) with rslora."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Names of the linear layers with an adapter; all-linear: all except the head."""
+    """Names of the linear layers with an adapter; all-linear: all except the head, routers of experts and gates of a
+    single output."""
+    experts: bool = False
+    """Also adapt the experts of a mixture, each with rank r, if those of a layer are a single tensor in memory. Engines
+    then receive merged weights."""
     rslora: bool = False
     """Rank-stabilised scaling (https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
@@ -28,6 +32,12 @@ class LoraConfig(StrictModel):
     merge_on_save: bool = False
     """Save the full model with the adapter merged in, and the adapter in the subfolder `adapter/`. false: save only the
     adapter, in PEFT's format."""
+
+    @model_validator(mode="after")
+    def experts_have_no_magnitudes(self) -> LoraConfig:
+        if self.experts and self.dora:
+            raise ValueError("experts and dora are set, and PEFT has no DoRA for experts: leave one of them out")
+        return self
 
 
 class ModelConfig(StrictModel):
@@ -115,10 +125,11 @@ class TrainerConfig(StrictModel):
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
-    vision: Literal["train", "frozen"] = "train"
-    """Trained parts of a vision-language model. frozen: the vision tower is fixed; the connector (from the tower's
-    features to token embeddings) and the language part are trained. With model.lora both tower and connector are fixed,
-    and this key applies to a value model."""
+    freeze: list[Annotated[str, Field(min_length=1)]] = Field([])
+    """Parameters that are not trained: names of parameters or modules, with * for any characters (`model.embed_tokens`,
+    `*.layers.[01]`), or the words router (of all experts) and vision (the vision tower; the connector to the language
+    part is trained). They are saved and sent as the others. It applies to a value model, too; with model.lora only to
+    that, for an adapter's base is frozen anyway."""
     layout: Literal["auto", "padded", "packed"] = "auto"
     """Layout of a micro-batch in the forward pass. packed: all sequences in a single row. padded: a row per sequence.
     auto: packed if every sequence then has the log-probabilities it has alone, which is measured when the model is

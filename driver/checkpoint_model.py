@@ -14,7 +14,6 @@ from core.types.weights import ExportScope
 from driver.checkpoint import PROGRESS, read_checkpoint
 from modeling.export import exported_tensors
 from modeling.load import load_model
-from modeling.lora import refuse_merge
 from modeling.saved_model import check_saved, save_exported
 from trainers.checkpoint.saved_policy import load_policy
 
@@ -61,8 +60,6 @@ def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote
         key=f"{found.folder}, model.path",
         trust_remote_code=trust_remote_code,
     )
-    if found.lora is not None:
-        refuse_merge(model, path=found.base, why=f"an evaluation of {found.folder} merges")
     load_policy(model, found.folder)
     exported = exported_tensors(model)
     scopes: list[ExportScope] = ["whole", "adapter"] if found.lora else ["whole"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-from modeling.lora import ADAPTER, find_unmergeable, merged_weight
+from modeling.lora import ADAPTER, merged_experts, merged_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,7 @@ class ExportedTensor:
 def exported_tensors(model: nn.Module) -> dict[ExportScope, list[ExportedTensor]]:
     """Return the exported tensors by scope, under the model's names: all weights and saved buffers, and the adapter."""
     if hasattr(model, "peft_config"):
-        adapter = export_adapter(model)
-        return {"adapter": adapter} if find_unmergeable(model) else {"whole": export_merged(model), "adapter": adapter}
+        return {"whole": export_merged(model), "adapter": export_adapter(model)}
     return {"whole": [export_parameter(name, p) for name, p in [*model.named_parameters(), *saved_buffers(model)]]}
 
 
@@ -79,23 +78,31 @@ def export_merged(model: PeftModel) -> list[ExportedTensor]:
     from peft.tuners.lora import LoraLayer
 
     base = model.get_base_model()
-    layers = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    layers = {id(get_weight(module)): module for module in base.modules() if isinstance(module, LoraLayer)}
     adapter = {id(p) for p in model.parameters() if p.requires_grad}
     exported = []
-    for name, p in base.named_parameters():
+    for name, p in [*base.named_parameters(), *saved_buffers(base)]:
         # the adapter has no tensors of its own here: it is merged into the layers below
         if id(p) in adapter:
             continue
-        layer = layers.get(name.removesuffix(".base_layer.weight"))
-        plain = export_parameter(name.replace(".base_layer.", "."), p)
+        layer, plain = layers.get(id(p)), export_parameter(name.replace("base_layer.", ""), p)
         exported.append(plain if layer is None else _export_merged_layer(plain.name, layer))
-    return exported + [export_parameter(name.replace(".base_layer.", "."), b) for name, b in saved_buffers(base)]
+    return exported
+
+
+def get_weight(layer: LoraLayer) -> Tensor:
+    """Return the weight that a layer's adapter changes: that of a linear layer, or of all experts."""
+    return layer.get_param() if hasattr(layer, "parameter_name") else layer.get_base_layer().weight
 
 
 def _export_merged_layer(name: str, layer: LoraLayer) -> ExportedTensor:
-    weight, a, b = layer.get_base_layer().weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    weight, a, b = get_weight(layer), layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     magnitude = layer.lora_magnitude_vector[ADAPTER].weight if ADAPTER in layer.lora_magnitude_vector else None
-    make = partial(merged_weight, scaling=layer.scaling[ADAPTER], transposed=layer.fan_in_fan_out)
+    if hasattr(layer, "parameter_name"):
+        transposed = bool(getattr(layer.get_base_layer(), "is_transposed", False))
+        make = partial(merged_experts, scaling=layer.scaling[ADAPTER], transposed=transposed)
+    else:
+        make = partial(merged_weight, scaling=layer.scaling[ADAPTER], transposed=layer.fan_in_fan_out)
     parameters = [p for p in (weight, a, b, magnitude) if p is not None]
     return ExportedTensor(name=name, dtype=weight.dtype, parameters=parameters, make=make)
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from configs.trainer_schema import LoraConfig, ModelConfig
-from core.errors import UserError, first_line
+from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
+from core.errors import UserError
+from modeling.experts import is_router, list_expert_weights
 from modeling.hf_config import is_text_use, meta_model, vision_family
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
         lora_alpha=lora.alpha,
         # with dropout, two passes of the same policy would differ
         lora_dropout=0.0,
-        target_modules=lora.targets if lora.targets == "all-linear" else check_targets(model, lora, path=path),
+        # PEFT's own "all-linear" also adapts routers and experts
+        target_modules=check_targets(model, lora, path=path),
+        target_parameters=_name_experts(model, path=path) if lora.experts else None,
         exclude_modules=_exclude_vision(model, lora),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
@@ -46,55 +49,35 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
     # All ranks must begin with the same adapter, however many random numbers each has drawn before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())
-        try:
-            wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-        except ValueError as error:  # as of DoRA on experts
-            raise UserError(f"model.lora makes no adapter for model.path={path}: {first_line(error)}") from error
-    if lora.merge_on_save:
-        refuse_merge(wrapped, path=path, why="model.lora.merge_on_save merges")
-    return wrapped.train()
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=False).train()
 
 
-def refuse_merge(wrapped: PeftModel, *, path: str, why: str) -> None:
-    """Raise UserError if the adapter has layers that `merged_weight` cannot merge, as of a mixture's experts.
-
-    PEFT adapts the experts and routers of some families with "all-linear", and their weights are no linear layers.
-    why: key that needs a merge, with a verb.
-    """
-    if (layer := find_unmergeable(wrapped)) is not None:
-        base: nn.Module = wrapped.get_base_model()
-        names = ", ".join(sorted({name.rpartition(".")[2] for name, m in base.named_modules() if _is_plain(m)}))
+def _name_experts(model: nn.Module, *, path: str) -> list[str]:
+    """Return the last two name parts of the experts' weights; raise UserError if the model has none."""
+    found = list_expert_weights(model)
+    if not found:
         raise UserError(
-            f"{why} the adapter into the weights, and those of {layer} in model.path={path} are experts or a router, "
-            f"into which none can be merged here: set model.lora.targets=[{names}]"
+            f"model.lora.experts is true, and model.path={path} has no experts in tensors of three dimensions: leave "
+            "it out"
         )
-
-
-def find_unmergeable(wrapped: PeftModel) -> str | None:
-    """Return an adapted layer that is not linear; None if the whole adapter can be merged."""
-    from peft.tuners.lora import LoraLayer
-
-    layers = [(name, m) for name, m in wrapped.get_base_model().named_modules() if isinstance(m, LoraLayer)]
-    return next((name for name, m in layers if not _is_plain(m)), None)
-
-
-def _is_plain(module: object) -> bool:
-    """Tell whether a module is an adapted linear layer."""
-    from peft.tuners.lora import LoraLayer
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), nn.Linear | Conv1D)
+    return sorted({".".join(name.split(".")[-2:]) for name in found})
 
 
 def check_targets(model: nn.Module, lora: LoraConfig, *, path: str) -> list[str]:
-    """Return the target names; raise UserError unless each matches linear layers below the head."""
-    targets = [] if lora.targets == "all-linear" else lora.targets
+    """Return the names of the adapted layers; raise UserError unless each matches linear layers below the head."""
     reach = modules_in_reach(model, lora)
+    targets = linear_names(model, lora) if lora.targets == "all-linear" else lora.targets
     for target in targets:
-        matched = [m for name, m in reach if f".{name}".endswith(f".{target}")]
-        if not matched or not all(_may_adapt(model, m) for m in matched):
+        if _means_experts(model, target):
             raise UserError(
-                f"model.lora.targets names {target!r}, which is no linear layer below the head of model.path={path}: "
+                f"model.lora.targets names {target!r}, which PEFT takes for the experts of model.path={path}: leave it "
+                "out, and set model.lora.experts to adapt those"
+            )
+        matched = [name for name, _ in reach if f".{name}".endswith(f".{target}")]
+        if not matched or not all(_may_adapt(model, name) for name in matched):
+            raise UserError(
+                f"model.lora.targets names {target!r}, which is no linear layer below the head of model.path={path}, "
+                "or one whose weight a fused kernel reads: "
                 f"take some of {', '.join(linear_names(model, lora))}, or all-linear"
             )
     return targets
@@ -107,8 +90,46 @@ def modules_in_reach(model: nn.Module, lora: LoraConfig) -> list[tuple[str, nn.M
 
 
 def linear_names(model: nn.Module, lora: LoraConfig) -> list[str]:
-    """Return the last name parts of all linear layers in reach, below the head."""
-    return sorted({name.rpartition(".")[2] for name, m in modules_in_reach(model, lora) if _may_adapt(model, m)})
+    """Return the ends of the names of linear layers that all-linear means: no head, router or gate of one output.
+
+    An end is the last part of a name, or more parts where that is also the end of another module's name.
+    """
+    plain: list[str] = []
+    others: set[str] = set()
+    for name, module in modules_in_reach(model, lora):
+        is_gate = isinstance(module, nn.Linear) and module.out_features == 1
+        if _may_adapt(model, name) and not is_gate and not is_router(model, name):
+            plain.append(name)
+        else:
+            others |= {*_list_ends(name)}
+    ends = {next(end for end in _list_ends(name) if end not in others) for name in plain}
+    return sorted(end for end in ends if not _means_experts(model, end))
+
+
+def _means_experts(model: nn.Module, target: str) -> bool:
+    """Tell whether PEFT takes a target for the weights of experts, as files of transformers 4 named those.
+
+    Then it would adapt these, and no linear layer of that name, such as one of a shared expert.
+    """
+    import peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = peft.LoraConfig(target_modules=[target])
+    try:
+        convert_peft_config_for_transformers(config, model, conversions=None)
+    except ValueError:  # gate and up are a single weight, and PEFT asks for both
+        return True
+    return target not in (config.target_modules or ())
+
+
+def _list_ends(name: str) -> list[str]:
+    """Return the ends of a dotted name, the shortest first.
+
+    >>> _list_ends("layers.0.proj")
+    ['proj', '0.proj', 'layers.0.proj']
+    """
+    parts = name.split(".")
+    return [".".join(parts[n:]) for n in reversed(range(len(parts)))]
 
 
 def _exclude_vision(model: nn.Module, lora: LoraConfig) -> str | None:
@@ -128,27 +149,27 @@ def _name_language(model: nn.Module, lora: LoraConfig) -> str | None:
     return next(name for name, m in model.named_modules() if m is decoder)
 
 
-def check_lora(model: ModelConfig, *, sends_merged: bool = False) -> None:
-    """Raise UserError before the start for an adapter that cannot be made, or not merged where a merge is needed.
-
-    sends_merged: engines receive merged weights.
-    """
+def check_lora(model: ModelConfig, trainer: TrainerConfig) -> None:
+    """Raise UserError before the start for an adapter that cannot be made or trained."""
     if model.lora is None:
         return
+    # PEFT reads the experts' weights before DeepSpeed has gathered them
+    if model.lora.experts and trainer.strategy == "deepspeed" and trainer.zero_stage == 3:
+        raise UserError(
+            "model.lora.experts is true, and with trainer.zero_stage=3 PEFT finds the experts sharded: set it to 2 or "
+            "less, or trainer.strategy to fsdp2"
+        )
     empty_model = meta_model(model.path, trust_remote_code=model.trust_remote_code)
-    check_targets(empty_model, model.lora, path=model.path)
-    _check_rank(empty_model, model.lora)
-    wrapped = with_adapter(empty_model, model.lora, path=model.path)
-    if sends_merged:
-        refuse_merge(wrapped, path=model.path, why="weight_sync.lora=merged merges")
+    _check_rank(empty_model, model.lora, check_targets(empty_model, model.lora, path=model.path))
+    with_adapter(empty_model, model.lora, path=model.path)
 
 
-def _check_rank(model: nn.Module, lora: LoraConfig) -> None:
-    targets = linear_names(model, lora) if lora.targets == "all-linear" else lora.targets
+def _check_rank(model: nn.Module, lora: LoraConfig, targets: list[str]) -> None:
     endings = tuple(f".{target}" for target in targets)
     reach = modules_in_reach(model, lora)
-    adapted: list[Any] = [m for name, m in reach if _may_adapt(model, m) and f".{name}".endswith(endings)]
-    width = min(min(m.weight.shape) for m in adapted)
+    adapted: list[Any] = [m for name, m in reach if _may_adapt(model, name) and f".{name}".endswith(endings)]
+    experts = [*list_expert_weights(model).values()] if lora.experts else []
+    width = min(min(shape) for shape in [*(m.weight.shape for m in adapted), *(p.shape[1:] for p in experts)])
     if lora.r > width:
         raise UserError(
             f"model.lora.r={lora.r} is above {width}, the width of the narrowest layer that gets an adapter: a rank "
@@ -164,9 +185,14 @@ def name_lora_targets(lora: LoraConfig, path: str, *, trust_remote_code: bool = 
     return lora.model_copy(update={"targets": names})
 
 
-def _may_adapt(model: nn.Module, module: nn.Module) -> bool:
+def _may_adapt(model: nn.Module, name: str) -> bool:
     from transformers.pytorch_utils import Conv1D
 
+    parent, _, last = name.rpartition(".")
+    # Mamba's fused kernel reads the weight of its output layer, and would pass an adapter by; only its mixers have D
+    if last == "out_proj" and hasattr(model.get_submodule(parent), "D"):
+        return False
+    module = model.get_submodule(name)
     return isinstance(module, nn.Linear | Conv1D) and module is not model.get_output_embeddings()
 
 
@@ -183,3 +209,16 @@ def merged_weight(
     if magnitude is not None:
         whole = whole * (magnitude.float() / whole.norm(dim=1))[:, None]
     return (whole.T.contiguous() if transposed else whole).to(weight.dtype)
+
+
+def merged_experts(weight: Tensor, a: Tensor, b: Tensor, *, scaling: float, transposed: bool) -> Tensor:
+    """Compute W' of every expert: weight [E, out, in], a [E r, in], b [out, r E], as PEFT orders them.
+
+    transposed: weight and result are [E, in, out]. One expert at a time, as a float32 copy of all would be large.
+    """
+    number = len(weight)
+    of_a, of_b = a.reshape(number, -1, a.shape[1]), b.reshape(b.shape[0], -1, number)
+    merged = torch.empty_like(weight)
+    for e in range(number):
+        merged[e] = merged_weight(weight[e], of_a[e], of_b[:, :, e], scaling=scaling, transposed=transposed)
+    return merged

@@ -15,14 +15,6 @@ from core.types.weights import Bucket
 from modeling.hf_config import ImageUse, is_text_use
 
 
-def freeze_unused(model: nn.Module, images: ImageUse = "auto") -> None:
-    """Freeze the parts that text never reaches, such as a vision tower."""
-    unused = {*list_unused(model, images)}
-    for name, parameter in model.named_parameters():
-        if name in unused:
-            parameter.requires_grad_(False)
-
-
 def list_unused(model: nn.Module, images: ImageUse = "auto") -> list[str]:
     """Return the names of parameters that text never reaches; [] if there are none."""
     wrapped: Any = model

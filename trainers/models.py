@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,11 +11,9 @@ from torch import nn
 from algs.base import Algorithm
 from algs.teachers import START
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.errors import UserError
-from modeling.hf_config import vision_family
+from modeling.freeze import find_frozen, freeze
 from modeling.load import load_model, load_scalar_model
 from modeling.pretrained import Place
-from modeling.text_use import freeze_unused
 
 
 class ModelLoader:
@@ -41,17 +40,21 @@ class ModelLoader:
         if self.alg.model_kind == "reward":
             return self.load_scalar()
         lora = self.model.lora
-        place = _place_after(self._freeze_vision if lora is None else _freeze, self.place)
+        freeze_parts = partial(self._freeze_parts, path=self.model.path)
+        place = _place_after(freeze_parts if lora is None else _freeze, self.place)
         policy = load_model(self.model.path, **self.trained, lora=lora, place=place)
         if lora is None:  # PEFT has frozen the rest
-            self._freeze_vision(policy)
+            freeze_parts(policy)
         return policy
 
     def load_scalar(self) -> nn.Module:
         """Load a reward model, or the value model of a policy."""
-        place = _place_after(self._freeze_vision, self.place)
+        # A pattern may name the language-model head, which the policy has and its value model has not.
+        is_checked = self.alg.model_kind == "reward" or self.model.lora is not None
+        freeze_parts = partial(self._freeze_parts, path=self.model.path if is_checked else None)
+        place = _place_after(freeze_parts, self.place)
         model = load_scalar_model(self.model.path, **self.trained, place=place)
-        self._freeze_vision(model)
+        freeze_parts(model)
         return model
 
     def load_teachers(self, *, has_ref_logp: bool) -> Iterator[tuple[list[str], nn.Module]]:
@@ -69,21 +72,9 @@ class ModelLoader:
             model = load_model(path, **self.kind, key=f"alg, the model of {names[0]}", place=place)
             yield names, model.requires_grad_(False)
 
-    def _freeze_vision(self, model: nn.Module) -> None:
-        """Freeze the vision tower with `trainer.vision: frozen`; the connector to the language model is trained.
-
-        Parts that are never reached are always frozen.
-        """
-        freeze_unused(model, self.model.images)
-        if self.cfg.vision != "frozen":
-            return
-        own: Any = model
-        parts = vision_family(own.config)
-        if parts is None:
-            raise UserError("trainer.vision is frozen, and model.path is a text model: leave trainer.vision out")
-        for name, parameter in model.named_parameters():
-            if parts.in_tower(name):
-                parameter.requires_grad_(False)
+    def _freeze_parts(self, model: nn.Module, *, path: str | None) -> None:
+        """Freeze the parameters of `trainer.freeze`, and those that text never reaches. path: as in `find_frozen`."""
+        freeze(model, find_frozen(model, self.cfg.freeze, images=self.model.images, path=path))
 
 
 def _place_after(freeze: Callable[[nn.Module], None], place: Place | None) -> Place | None:

@@ -35,7 +35,6 @@ from driver.rl import setup as rl_setup
 from driver.sl import run as sl_run
 from driver.start.rollouts import plan_rollouts
 from modeling.hf_config import check_model_folder
-from modeling.lora import check_lora
 from rewards.rewarder import Rewarder
 from rewards.scored import RewardResult, merge_results
 from rewards.weights import weigh_parts
@@ -122,7 +121,6 @@ class Parts:
     def describe_model(self) -> str:
         cfg = self.cfg
         check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-        check_lora(cfg.model, sends_merged=isinstance(cfg, RLConfig) and cfg.weight_sync.lora == "merged")
         check_trainer(cfg, self.alg)
         check_user_code(cfg)
         if isinstance(cfg, RLConfig):

@@ -25,15 +25,8 @@ from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstima
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded, with_forms
 from driver.start.devices import check_devices, count_gpus, uses_gpus
-from modeling.hf_config import (
-    ModelUnreadable,
-    check_model_folder,
-    is_text_use,
-    meta_model,
-    needs_images,
-    read_config,
-)
-from modeling.text_use import list_unused
+from modeling.freeze import find_frozen
+from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model, needs_images
 
 ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 
@@ -230,16 +223,16 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     lora = cfg.model.lora
     adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
     critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
-    tower = count_frozen_tower(cfg)
-    # max: without a value model, critic is 0, and has no tower to subtract.
-    in_training = (n - tower if lora is None else adapter) + max(0, critic - tower)
+    fixed = count_frozen(cfg, alg)
+    # max: without a value model, critic is 0, and has nothing to subtract.
+    in_training = (n - fixed if lora is None else adapter) + max(0, critic - fixed)
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
     starts = [] if spared else [t for t in alg.teachers.values() if t.model == START and not t.moves]
     frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) for path in list_paths(alg.teachers))
     frozen += n if starts else 0  # teachers of the same weights share a model
     # float32 copies of the policy's trained weights
-    moving = sum(t.moves for t in alg.teachers.values()) * (n - tower if lora is None else adapter)
+    moving = sum(t.moves for t in alg.teachers.values()) * (n - fixed if lora is None else adapter)
     # Otherwise only the adapter is saved.
     merges = lora is None or lora.merge_on_save
     return MemoryEstimate(
@@ -316,18 +309,12 @@ def count_buckets(cfg: RunConfig) -> float:
     return size * held * (2 if trainer.zero_stage == 2 and given["overlap_comm"] else 1)
 
 
-def count_frozen_tower(cfg: RunConfig) -> int:
-    """Count the parameters frozen by trainer.vision, or as text never reaches them."""
-    path, trusts = cfg.model.path, cfg.model.trust_remote_code
-    if is_text_use(read_config(path, trust_remote_code=trusts), cfg.model.images):
-        model = meta_model(path, trust_remote_code=trusts)
-        unused = {*list_unused(model, cfg.model.images)}
-        return sum(p.numel() for name, p in model.named_parameters() if name in unused)
-    if cfg.trainer.vision == "train" or not needs_images(path, trust_remote_code=trusts):
-        return 0
-    from driver.checks.explain_images import measure_vision
-
-    return measure_vision(path, trust_remote_code=trusts).tower
+def count_frozen(cfg: RunConfig, alg: Algorithm) -> int:
+    """Count the parameters frozen by trainer.freeze, or as text never reaches them."""
+    model = meta_model(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    path = None if alg.model_kind == "reward" else cfg.model.path
+    frozen = find_frozen(model, cfg.trainer.freeze, images=cfg.model.images, path=path)
+    return sum(p.numel() for name, p in model.named_parameters() if name in frozen)
 
 
 def count_adapter(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> int:

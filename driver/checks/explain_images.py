@@ -7,6 +7,7 @@ from typing import Any
 
 from configs.schema import RunConfig
 from driver.checks.memory_estimate import GIB, BytesEach
+from modeling.freeze import find_frozen
 from modeling.hf_config import meta_model
 from modeling.images.vision import VISION_FAMILIES
 
@@ -19,8 +20,9 @@ class VisionPart:
 
     parameters: int
     """Parameters of tower and connector."""
-    tower: int
-    """Parameters of the tower only."""
+    frozen: int
+    """Parameters of these that trainer.freeze freezes."""
+    trains_tower: bool
     layers: int
     """Layers of the tower."""
     width: int
@@ -31,19 +33,21 @@ class VisionPart:
     """Input values per patch."""
 
 
-def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart:
-    """Return the sizes of a model's vision part without allocating it."""
-    model = meta_model(path, trust_remote_code=trust_remote_code)
+def measure_vision(cfg: RunConfig) -> VisionPart:
+    """Return the sizes of the model's vision part without allocating it."""
+    model = meta_model(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     config: Any = model.config
     parts = VISION_FAMILIES[config.model_type]
     vision = config.vision_config
     has_tiles = hasattr(config, "scale_factor")
     side = config.scale_factor if has_tiles else vision.spatial_merge_size
     frames = 1 if has_tiles else vision.temporal_patch_size
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    sizes = {name: p.numel() for name, p in model.named_parameters() if parts.in_vision(name)}
+    frozen = find_frozen(model, cfg.trainer.freeze, images=cfg.model.images)
     return VisionPart(
-        parameters=sum(n for name, n in sizes.items() if parts.in_vision(name)),
-        tower=sum(n for name, n in sizes.items() if parts.in_tower(name)),
+        parameters=sum(sizes.values()),
+        frozen=sum(n for name, n in sizes.items() if name in frozen),
+        trains_tower=any(parts.in_tower(name) and name not in frozen for name in sizes),
         layers=vision.num_hidden_layers if has_tiles else vision.depth,
         width=getattr(vision, "embed_dim", vision.hidden_size),  # of Qwen2-VL hidden_size is the language part's
         patches=side**2,
@@ -59,20 +63,19 @@ def describe_vision(
 
     models: number of trained models, value model included. per_rank: GiB of a trainer rank before the first batch.
     """
-    part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    lora, frozen = cfg.model.lora, cfg.trainer.vision == "frozen"
+    part, lora = measure_vision(cfg), cfg.model.lora
     if lora is not None:
         how = "with adapters" if lora.vision else "frozen"
     else:
-        how = f"its tower of {part.tower:,} frozen" if frozen else "trained"
+        how = f"{part.frozen:,} of them frozen" if part.frozen else "trained"
     tokens = cfg.trainer.micro_batch_tokens
     held = 2 if cfg.model.dtype == "bfloat16" else 4
     # The worst case: every token of the micro-batch belongs to an image.
     patches = tokens * part.patches
     pixels = patches * part.numbers * held / MIB
-    learns = not frozen if lora is None else lora.vision
+    learns = part.trains_tower if lora is None else lora.vision
     kept = patches * part.width * part.layers * held / MIB if learns else 0.0
-    trained = (models if lora is None else models - 1) * (part.parameters - (part.tower if frozen else 0))
+    trained = (models if lora is None else models - 1) * (part.parameters - part.frozen)
     idle = (models * part.parameters - trained) * each.idle
     vision = (idle + trained * (each.weights + each.gradients + each.optimizer)) / GIB
     return [

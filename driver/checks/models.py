@@ -13,8 +13,10 @@ from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.attention import refuse_sequence_parallel
+from modeling.freeze import find_frozen
 from modeling.hf_config import check_model_folder, max_positions, meta_model, read_config
 from modeling.load import check_weights
+from modeling.lora import check_lora
 from modeling.pretrained import runs_own_code
 from rollouts.registry import load_engine_class, resolve_engine
 from trainers.optimizer_probe import check_optimizer
@@ -37,7 +39,9 @@ def check_room(cfg: RLConfig | EvalConfig) -> None:
 
 
 def check_trainer(cfg: RunConfig, alg: Algorithm) -> None:
-    """Raise UserError if trainer ranks cannot train these models, or run this optimizer."""
+    """Raise UserError for an adapter, frozen parts, ranks or an optimizer with which the models cannot be trained."""
+    check_lora(cfg.model, cfg.trainer)
+    check_freeze(cfg, alg)
     check_sequence_parallel(cfg, alg)
     check_optimizer(cfg.trainer, is_sharded=cfg.backend == "ray")
 
@@ -51,6 +55,13 @@ def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
         config = read_config(path, key=key, trust_remote_code=trusts)
         if why := refuse_sequence_parallel(config, size):
             raise UserError(f"trainer.sequence_parallel={size}, and {key}={path}: {why}")
+
+
+def check_freeze(cfg: RunConfig, alg: Algorithm) -> None:
+    """Raise UserError if trainer.freeze names unknown parameters, or all. A reward model is checked at loading."""
+    if cfg.trainer.freeze and alg.model_kind != "reward":
+        model = meta_model(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        find_frozen(model, cfg.trainer.freeze, images=cfg.model.images, path=cfg.model.path)
 
 
 def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:

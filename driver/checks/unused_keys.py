@@ -85,7 +85,7 @@ RULES = (
         why="trainer.layout is padded, and only packed rows share",
     ),
     Rule(
-        keys=("data.max_image_pixels", "trainer.vision", "model.lora.vision"),
+        keys=("data.max_image_pixels", "model.lora.vision"),
         is_unused=lambda cfg: cfg.model.images == "off" or _is_text_model(cfg),
         why="model.path is a text model, or used as one",
     ),
@@ -183,10 +183,10 @@ def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
             "data.train_on is set and would not be read: this algorithm trains on the last reply of each row, whatever "
             "data.train_on is: leave it out"
         )
-    if cfg.model.lora is not None and alg.value_lr is None and is_given("trainer.vision", given):
+    if cfg.model.lora is not None and alg.value_lr is None and is_given("trainer.freeze", given):
         raise UserError(
-            "trainer.vision is set and would not be read, because with model.lora the vision part is frozen anyway, "
-            "but for adapters of model.lora.vision: leave it out"
+            "trainer.freeze is set and would not be read, because with model.lora all weights are frozen anyway, and "
+            "model.lora.targets and model.lora.vision choose the layers with an adapter: leave it out"
         )
     _check_sources(cfg)
 

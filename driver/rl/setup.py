@@ -65,7 +65,6 @@ from driver.start.rollouts import (
 from driver.start.trainers import TrainerPlan, plan_trainer, plan_trainer_role, start_trainers
 from driver.start.weight_sync import make_probe, make_weight_sync
 from modeling.hf_config import check_model_folder
-from modeling.lora import check_lora
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.scheduling.elastic_engines import Bounds, ElasticAvailability
@@ -107,9 +106,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_output_folders(cfg, alg)
     check_hub_upload(cfg)
     check_trackers(cfg.trackers, cfg.tracking)
-    trusts = cfg.model.trust_remote_code
-    check_model_folder(cfg.model.path, trust_remote_code=trusts)
-    check_lora(cfg.model, sends_merged=cfg.weight_sync.lora == "merged")
+    check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     check_trainer(cfg, alg)
     check_room(cfg)
     if cfg.placement == "colocate":

@@ -40,7 +40,6 @@ from driver.start.devices import check_devices
 from driver.start.observers import observe_sources
 from driver.start.trainers import plan_trainer, plan_trainer_role, start_trainers
 from modeling.hf_config import check_model_folder
-from modeling.lora import check_lora
 from trainers.trainer import Trainer
 
 
@@ -72,7 +71,6 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     check_rows(cfg, alg)
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
-    check_lora(cfg.model)
     check_trainer(cfg, alg)
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)

@@ -7,7 +7,7 @@ Each part has its own attention. The tower's is not causal, so it never uses the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from modeling.images.families import Patches, Tiles
 
@@ -50,6 +50,7 @@ VISION_FAMILIES = {
     "idefics3": _IDEFICS,
     "qwen2_5_vl": _QWEN,
     "qwen2_vl": _QWEN,
+    "qwen3_5": replace(_QWEN, connectors=("model.visual.merger",)),
     "qwen3_vl": _QWEN,
     "smolvlm": _IDEFICS,
 }

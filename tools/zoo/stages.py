@@ -194,7 +194,7 @@ def check_lora_of(subject: Subject) -> Numbers:
     linear = name_lora_targets(LORA, subject.path).targets
     lora = LORA.model_copy(update={"targets": [name for name in linear if name in ATTENTION]})
     trainer = subject.make_trainer(lora=lora)
-    check_lora(subject.make_settings(lora=lora)[0], sends_merged=True)
+    check_lora(*subject.make_settings(lora=lora)[:2])
     trainer.step(subject.make_batches(trainer))
     engine = make_hf(subject.engine_config())
     gap = asyncio.run(publish(subject, trainer, engine, 1))

@@ -156,10 +156,11 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "driver/test_rl_step.py": ("model.attention", "trainer.share_prefixes"),
     "modeling/test_lora.py": (
         *("model.lora.r", "model.lora.targets", "model.lora.rslora", "model.lora.dora"),
-        *("model.lora.merge_on_save",),
+        *("model.lora.merge_on_save", "model.lora.experts"),
     ),
-    "trainers/test_vision_training.py": ("trainer.vision", "model.lora.vision"),
+    "trainers/test_vision_training.py": ("model.lora.vision",),
     "modeling/test_text_use.py": ("model.images",),
+    "modeling/test_freeze.py": ("trainer.freeze",),
     "data_feeds/test_template_args.py": ("data.template_args",),
     "driver/test_run_inputs.py": ("data.template_date",),
     "data_feeds/test_template_rules.py": ("data.end_of_turn", "data.continue_final_message"),

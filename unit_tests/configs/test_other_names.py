@@ -42,6 +42,8 @@ WORDS = {
     # Ours, at another place.
     "lr=1e-5": "did you mean trainer.lr?",
     "trainer.steps=5": "did you mean steps or ",
+    # Of an earlier version.
+    "trainer.vision=frozen": "it is now trainer.freeze, a list: trainer.freeze=[vision]",
     # A misspelling of ours stays one, whatever others call things.
     "rollout.temprature=1": "did you mean 'temperature'?",
 }

@@ -27,7 +27,6 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.optimizer_settings": ({"momentum_decay": 0.1}, {"trainer.optimizer": "torch.optim.NAdam"}),
     "trainer.share_prefixes": ("auto", {}),
     "data.max_image_pixels": (10_000, {"model.path": "models/made_later"}),
-    "trainer.vision": ("frozen", {"model.path": "models/made_later"}),
     "model.images": ("off", {"model.path": "models/made_later"}),
     "model.lora.vision": (True, {"model.path": "models/made_later"}),
     "trainer.zero_stage": (2, {}),

@@ -35,9 +35,9 @@ def make_seeing(folder: Path, *, max_length: int = 256) -> str:
     return str(folder)
 
 
-def load_plain(path: str) -> PreTrainedModel:
+def load_plain(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the model as transformers alone loads it."""
-    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 
 def draw(seed: int, width: int = 56, height: int = 56) -> EncodedImage:
@@ -63,11 +63,12 @@ def plain_logp(
     if images:
         opened = [place.image.open() for place in images]
         grouped = opened if model.config.model_type.startswith("qwen") else [opened]
-        media = dict(AutoImageProcessor.from_pretrained(path)(images=grouped, return_tensors="pt"))
+        made = AutoImageProcessor.from_pretrained(path)(images=grouped, return_tensors="pt")
+        media = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in made.items()}
     tokens = torch.tensor([[*ids]])
     if "image_grid_thw" in media:  # transformers makes the positions of such families of it
         media["mm_token_type_ids"] = (tokens == model.config.image_token_id).int()
-    logits = model(input_ids=tokens, **media).logits[0] / temperature
+    logits = model(input_ids=tokens, **media).logits[0].float() / temperature
     logits[:, list(banned)] = -torch.inf
     scores = logits.log_softmax(-1)
     return scores[:-1].gather(-1, tokens[0, 1:, None])[:, 0]

@@ -31,7 +31,11 @@ from unit_tests.helpers.image_models import to_bytes
 FAMILIES = sorted(VISION_FAMILIES)
 FAST = ("idefics3", "qwen2_5_vl")
 """One family of each kind, for the fast tests."""
-MARKED = [pytest.param(f, marks=[] if f in FAST else pytest.mark.slow) for f in FAMILIES]
+OLDER = ("qwen2_vl",)
+"""Families that differ from a newer one in little."""
+MARKED = [
+    pytest.param(f, marks=[] if f in FAST else pytest.mark.verify if f in OLDER else pytest.mark.slow) for f in FAMILIES
+]
 """All families, for parametrize."""
 WITH_GRIDS = [family for family in FAMILIES if family.startswith("qwen")]
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789"
@@ -64,8 +68,11 @@ def make_config(family: str) -> Any:
             **{"scale_factor": 2, "image_token_id": IMAGE[False], "pad_token_id": 0},
         )
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
-    if family != "qwen3_vl":
+    if family in ("qwen2_vl", "qwen2_5_vl"):
         del text["head_dim"]
+    if family == "qwen3_5":  # heads of 128 are the only ones of vLLM's kernel for CPUs
+        text |= {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 128}
+        text |= {"linear_value_head_dim": 128, "layer_types": ["linear_attention", "full_attention"]}
     shape = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     own = {
         "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
@@ -73,6 +80,7 @@ def make_config(family: str) -> Any:
         | {"fullatt_block_indexes": [1]},
         "qwen3_vl": {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 64}
         | {"deepstack_visual_indexes": [0]},
+        "qwen3_5": {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 64},
     }[family]
     marks = {"image_token_id": IMAGE[True], "video_token_id": SPECIALS.index("<|video_pad|>")}
     marks |= {"vision_start_token_id": START, "vision_end_token_id": END}

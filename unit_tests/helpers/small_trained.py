@@ -20,11 +20,13 @@ from unit_tests.helpers.examples import some_groups
 IDS = torch.arange(2, 40)[None]
 
 
-def trainer_of(path: str, lora: LoraConfig | None, *, seed: int = 0, dtype="float32", alg=None, **cfg) -> LocalTrainer:
+def trainer_of(
+    path: str, lora: LoraConfig | None, *, seed: int = 0, dtype="float32", alg=None, attention="sdpa", **cfg
+) -> LocalTrainer:
     torch.manual_seed(seed)
     alg = alg or {"name": "grpo"}
     return LocalTrainer(
-        ModelConfig(path=path, dtype=dtype, attention="sdpa", lora=lora),
+        ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora),
         TrainerConfig(**{"lr": 1e-2, **cfg}),
         find_algorithm(alg)[1](**alg),
         temperature=1.0,

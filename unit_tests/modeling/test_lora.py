@@ -9,18 +9,21 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from configs.trainer_schema import LoraConfig, ModelConfig
+from configs.schema import RLConfig
+from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import UserError
 from core.types.samples import Batch
-from modeling.hf_config import check_model_folder
+from driver.load_recipe import load_recipe
+from modeling.hf_config import check_model_folder, meta_model
 from modeling.load import load_model
-from modeling.lora import check_lora, merged_weight
+from modeling.lora import check_lora, merged_experts, merged_weight, name_lora_targets, with_adapter
 from modeling.saved_model import check_saved
 from trainers.local import LocalTrainer
 from trainers.weight_sync.fingerprint import fingerprint
 from unit_tests.helpers.examples import columns_of, fill_batch
+from unit_tests.helpers.models import random_model
 from unit_tests.helpers.small_trained import batches, logits, trained, trainer_of
 
 KINDS = {
@@ -193,44 +196,99 @@ def test_a_value_model_has_no_adapter(tiny_path):
     assert not Path(tiny_path, "adapter_config.json").exists()
 
 
-@pytest.fixture(scope="module")
-def moe_path(tmp_path_factory) -> str:
-    """A random mixture of experts, whose experts and routers are no linear layers."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("moe")
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", True), ("gpt_oss", True), ("qwen2_moe", False)])
+def test_an_adapter_of_a_mixture_is_saved_merged_and_loads_again(tmp_path, family, experts):
+    """gpt_oss has its experts transposed, and qwen2_moe an expert that all tokens share."""
+    sizes = {"num_local_experts": 4} if family == "gpt_oss" else {"num_experts": 4, "moe_intermediate_size": 48}
+    sizes |= {"shared_expert_intermediate_size": 40} if family == "qwen2_moe" else {}
+    base = random_model(family, "eager", num_experts_per_tok=2, **sizes)
+    base.save_pretrained(path := str(tmp_path / "base"))
+    lora = LoraConfig(r=3, experts=experts, merge_on_save=True)
+    trainer = trained(path, lora, attention="auto")
+    start = logits(base)
+    sent = whole(trainer)
+    assert {n: t.shape for n, t in sent.items()} == {n: p.shape for n, p in base.named_parameters()}
+    moved = {n for n, p in base.named_parameters() if not torch.equal(p, sent[n])}
+    assert any(".experts." in n for n in moved) == experts and any(".self_attn." in n for n in moved)
+    assert not any(".gate." in n or ".router." in n or "shared_expert_gate" in n or "bias" in n for n in moved)
 
-
-def test_an_adapter_of_experts_is_not_merged_and_refused_at_load(moe_path):
-    fix = r"experts.* set model\.lora\.targets=\[k_proj, o_proj, q_proj, v_proj\]"
-    with pytest.raises(UserError, match=r"model\.lora\.merge_on_save merges .*" + fix):
-        load_model(moe_path, dtype="float32", attention="sdpa", lora=LoraConfig(r=4, merge_on_save=True))
-    for lora, sends_merged, key in (
-        (LoraConfig(r=4, merge_on_save=True), False, r"model\.lora\.merge_on_save"),
-        (LoraConfig(r=4), True, r"weight_sync\.lora=merged"),
-    ):
-        with pytest.raises(UserError, match=key + " merges .*" + fix):
-            check_lora(ModelConfig(path=moe_path, lora=lora), sends_merged=sends_merged)
-    check_lora(ModelConfig(path=moe_path, lora=LoraConfig(r=4)))
-    with pytest.raises(UserError, match=r"makes no adapter for model\.path"):
-        check_lora(ModelConfig(path=moe_path, lora=LoraConfig(r=4, dora=True)))
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
-def test_an_adapter_of_a_mixture_is_saved_and_loads_again(moe_path, targets, tmp_path):
-    merges = targets != "all-linear"
-    trainer = trained(moe_path, LoraConfig(r=4, targets=targets, merge_on_save=merges))
     trainer.save_model(tmp_path / "out")
     check_saved(tmp_path / "out", dtype="float32")
-    base = AutoModelForCausalLM.from_pretrained(moe_path, dtype=torch.float32)
-    assert (logits(base) - logits(trainer.model)).abs().max() > 1e-3, "it was trained"
-    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / ("adapter" if merges else "."))
-    torch.testing.assert_close(logits(adapted), logits(trainer.model), atol=1e-5, rtol=0)
-    if merges:
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-        torch.testing.assert_close(logits(again), logits(trainer.model), atol=1e-4, rtol=0)
+    want = logits(trainer.model)
+    assert (start - want).abs().max() > 1e-2, "it was trained"
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+    torch.testing.assert_close(logits(adapted), want, atol=1e-4, rtol=0)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    torch.testing.assert_close(logits(again), want, atol=1e-4, rtol=0)
+
+
+def test_the_merge_of_experts_by_hand():
+    """Two experts of rank 2. PEFT has A of the experts one below the other, and B of the experts in turns."""
+    weight, a = torch.zeros(2, 1, 2), torch.eye(2).repeat(2, 1)
+    b = torch.tensor([[1.0, 20.0, 3.0, 40.0]])
+    want = torch.tensor([[[2.0, 6.0]], [[40.0, 80.0]]])  # 2 B_e A_e, with B_0 = [1, 3] and B_1 = [20, 40]
+    got = merged_experts(weight, a, b, scaling=2.0, transposed=False)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(merged_experts(weight.mT, a, b, scaling=2.0, transposed=True), want.mT)
+
+
+MIXTURES = {
+    # PEFT takes gate, up and down of these for the experts, and would adapt those
+    "glm4_moe": ({"n_routed_experts": 4, "first_k_dense_replace": 0}, ["k_proj", "o_proj", "q_proj", "v_proj"]),
+    # the router is a linear layer, and so is the gate of qwen2_moe's shared expert
+    "llama4_text": (
+        {"num_local_experts": 4, "interleave_moe_layer_step": 1},
+        ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
+    ),
+    # Mamba's kernel reads the weight of out_proj
+    "granitemoehybrid": (
+        {"layer_types": ["mamba", "attention"], "num_local_experts": 4}
+        | {"hidden_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32},
+        ["in_proj", "input_linear", "k_proj", "o_proj", "output_linear", "q_proj", "v_proj"],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_all_linear_means_linear_layers_for_trainer_and_engine_alike(tmp_path, family):
+    from peft.tuners.lora import Linear, LoraLayer
+
+    sizes, names = MIXTURES[family]
+    config = AutoConfig.for_model(family, vocab_size=64, num_hidden_layers=2, **sizes)
+    config.save_pretrained(path := str(tmp_path))
+    assert name_lora_targets(LoraConfig(), path).targets == names
+    wrapped = with_adapter(meta_model(path), LoraConfig(r=2), path=path)
+    layers = {name.rpartition(".")[2]: type(m) for name, m in wrapped.named_modules() if isinstance(m, LoraLayer)}
+    assert layers == dict.fromkeys(names, Linear)
+
+
+REFUSED = {
+    "a dense model": ("llama", {"experts": True}, r"model\.lora\.experts is true, and model\.path=.* has no experts"),
+    "a rank": ("qwen3_moe", {"experts": True, "r": 40}, r"model\.lora\.r=40 is above 32"),
+    "sharded experts": ("qwen3_moe", {"experts": True}, r"with trainer\.zero_stage=3 PEFT finds the experts sharded"),
+    "names of experts": (
+        "qwen3_moe",
+        {"targets": ["q_proj", "up_proj"]},
+        r"names 'up_proj', which PEFT takes for the experts of .* and set model\.lora\.experts to adapt those",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_adapted_is_refused_before_the_start(tmp_path, case):
+    family, settings, said = REFUSED[case]
+    stage = 3 if case == "sharded experts" else 2
+    AutoConfig.for_model(family, hidden_size=32, num_hidden_layers=1, head_dim=32).save_pretrained(
+        path := str(tmp_path)
+    )
+    with pytest.raises(UserError, match=said):
+        check_lora(ModelConfig(path=path, lora=LoraConfig(**{"r": 2} | settings)), TrainerConfig(zero_stage=stage))
+
+
+def test_adapters_of_experts_have_no_dora_and_are_sent_merged(recipe):
+    for changes, said in (
+        ({"model.lora.dora": True}, r"^model\.lora: experts and dora are set, and PEFT has no DoRA for experts"),
+        ({"weight_sync.lora": "adapter"}, r"gate and up of an expert's adapter in another order: .* to merged$"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load_recipe(RLConfig, recipe({"model.lora.experts": True, **changes}), [])

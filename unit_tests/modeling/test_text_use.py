@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from modeling.layout_probe import find_probe
 from modeling.load import check_weights, load_model
 from modeling.text_use import leave_out, list_unused
 from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm_support.architectures import can_import
 from rollouts.engines.vllm_support.settings import engine_args, find_use
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.local_trainers import trainer_of
@@ -37,6 +37,12 @@ VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "n
 SMALL_IMAGES = {"image_size": 28, "patch_size": 14}
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 DELTA |= {"layer_types": ["linear_attention", "full_attention"]}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": TEXT, "vision_config": VISION | SMALL_IMAGES, "mm_tokens_per_image": 4},
@@ -48,11 +54,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": TEXT | {"hidden_size_per_layer_input": 0},
         "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 16},
     },
-    "qwen3_5": {"text_config": TEXT | DELTA, "vision_config": QWEN | {"num_position_embeddings": 16}},
+    "qwen3_5_moe": {
+        "text_config": TEXT | DELTA | EXPERTS,
+        "vision_config": QWEN | {"num_position_embeddings": 16},
+    },
 }
 WHOLE = ["gemma3", "mistral3", "gemma4"]
 """Families that transformers loads whole."""
-FAST = ["gemma3", "qwen3_5"]
+FAST = ["gemma3", "qwen3_5_moe"]
 MARKED = [pytest.param(family, marks=[] if family in FAST else pytest.mark.slow) for family in FAMILIES]
 
 
@@ -123,7 +132,7 @@ def test_a_known_family_may_be_used_for_text(tmp_path):
 def test_vllm_without_torchvision_is_refused_before_the_start(tmp_path, recipe):
     changes = {"model.path": save(tmp_path, "gemma3"), "rollout.engine": "vllm"}
     cfg = load_recipe(RLConfig, recipe(changes), []).cfg
-    if find_spec("torchvision") is None:
+    if not can_import("torchvision"):
         with pytest.raises(UserError, match=r"is a gemma3 model, which vLLM loads only with torchvision"):
             check_images(cfg)
     else:

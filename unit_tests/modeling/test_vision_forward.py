@@ -49,6 +49,15 @@ class Seeing:
     groups: list[Group]
 
     @property
+    def is_recurrent(self) -> bool:
+        return self.family == "qwen3_5"
+
+    @property
+    def tolerance(self) -> float:
+        """In double precision; transformers computes recurrent layers in float32 whatever the model's dtype."""
+        return 2e-5 if self.is_recurrent else 1e-7
+
+    @property
     def processor(self) -> ImageProcessor:
         return self.images.processor
 
@@ -81,7 +90,7 @@ def test_shared_packed_and_padded_rows_give_what_each_sample_has_alone(seeing):
     [batch] = laid_out(seeing.groups, "shared")
     n_images = sum(len(s.images) for g in seeing.groups for s in g)
     assert len(batch.images) < n_images and len({p.hash for p in batch.images}) > 3
-    check_alike(model, seeing.groups, score=seeing.score)
+    check_alike(model, seeing.groups, score=seeing.score, tolerance=seeing.tolerance)
 
 
 def test_a_cut_changes_nothing(seeing):
@@ -89,7 +98,9 @@ def test_a_cut_changes_nothing(seeing):
     max_tokens = max(len(s.token_ids) for g in seeing.groups for s in g)
     assert len(laid_out(seeing.groups, "shared", max_tokens=max_tokens)) > 2
     assert any(not b.images for b in laid_out(seeing.groups, "alone"))
-    check_alike(seeing.in_double(), seeing.groups, score=seeing.score, max_tokens=max_tokens)
+    check_alike(
+        seeing.in_double(), seeing.groups, score=seeing.score, max_tokens=max_tokens, tolerance=seeing.tolerance
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,13 +109,15 @@ def test_a_cut_changes_nothing(seeing):
 )
 def test_log_probabilities_and_gradients_are_those_of_transformers(seeing, attention, layout):
     """Transformers runs each sample by itself with its own eager attention, and finds positions and features itself."""
+    if seeing.is_recurrent and layout == "packed" and attention != BY_SEQUENCE:
+        pytest.skip("a mask does not separate sequences in recurrent layers, so the probe chooses padded rows")
     plain, model = seeing.in_double("eager"), seeing.in_double(attention)
     samples = [s for g in seeing.groups for s in g]
     want = torch.cat([plain_logp(plain, seeing.processor, s, 0.7) for s in samples])
     got = seeing.score(model, pack(samples, [1.0] * len(samples)), layout)
-    assert (got - want).norm() <= 1e-6 * want.norm()
+    assert (got - want).norm() <= 10 * seeing.tolerance * want.norm()
     expected = gradient(plain, want)
-    assert (gradient(model, got) - expected).norm() <= 1e-6 * expected.norm()
+    assert (gradient(model, got) - expected).norm() <= 10 * seeing.tolerance * expected.norm()
     assert expected.norm() > 0.1
 
 
@@ -169,7 +182,7 @@ def test_the_head_in_chunks_sees_the_same(seeing, monkeypatch):
 def test_layers_that_are_computed_again_give_the_same_gradient(seeing):
     model = seeing.in_double().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    check_alike(model, seeing.groups[:1], score=seeing.score)
+    check_alike(model, seeing.groups[:1], score=seeing.score, tolerance=seeing.tolerance)
 
 
 def value_of(seeing: Seeing, model: nn.Module, batch: Batch, layout: Any) -> torch.Tensor:
@@ -187,13 +200,13 @@ def test_values_are_read_from_the_body_and_saved_reward_models_load_again(seeing
     assert can_share_prefixes(again)
     for one, other in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
         assert one[0] == other[0] and torch.equal(one[1], other[1])
-    check_alike(model.double(), seeing.groups, score=partial(value_of, seeing))
+    check_alike(model.double(), seeing.groups, score=partial(value_of, seeing), tolerance=seeing.tolerance)
     sample = seeing.groups[0][2]
     plain = make_model(seeing.family, "eager").double()
     hidden = plain.model(**plain_inputs(plain, seeing.processor, sample)).last_hidden_state[0]
     want = [model.score(hidden)[t - 1, 0] for t, yes in enumerate(sample.loss_mask) if yes]
     got = value_of(seeing, model, pack([sample], [1.0]), "packed")
-    torch.testing.assert_close(got.double(), torch.stack(want), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.double(), torch.stack(want), atol=1e-5, rtol=1e-3 if seeing.is_recurrent else 1e-5)
 
 
 def test_a_blank_image_beside_text_changes_nothing_but_reaches_all_weights(seeing):

@@ -118,7 +118,7 @@ KINDS: dict[str, Case] = {
     "images with grids": Case(model="qwen2_5_vl", max_tokens=200),
     "text for a model that sees": Case(alg="sft", model="qwen2_5_vl", text_only=True),
     "images, padded": Case(model="qwen2_5_vl", layout="padded", max_tokens=200),
-    "images, frozen tower": Case(model="idefics3", max_tokens=200, trainer={"vision": "frozen"}),
+    "images, frozen tower": Case(model="idefics3", max_tokens=200, trainer={"freeze": ["vision"]}),
 }
 """Kinds of step besides the three layouts, which every algorithm takes."""
 

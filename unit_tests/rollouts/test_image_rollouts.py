@@ -147,7 +147,7 @@ def test_each_group_computes_its_own_image_once_even_with_the_same_tokens(path, 
     assert seen == [2]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm"])
 def test_other_families_too_with_their_positions_and_tiles(family, tmp_path):
     path = seeing.save_model(tmp_path, family)
     model, processor = load_plain(path), ImageProcessor(path)
@@ -341,14 +341,21 @@ def test_an_engine_without_images_is_refused_before_the_start(path, tiny_path, r
 
 def test_a_family_is_refused_where_vllm_lacks_a_package_for_it(path, recipe, monkeypatch):
     cfg = load_recipe(RLConfig, recipe({"model.path": path, "rollout.engine": "vllm"}), []).cfg
-    monkeypatch.setattr(architectures, "find_spec", lambda name: None)
+    monkeypatch.setattr(architectures, "can_import", lambda name: False)
     check_images(cfg)  # an Idefics3, which needs none
-    with pytest.raises(UserError, match=r"qwen3_vl model, which vLLM loads only with torchvision: .*engine=hf"):
+    with pytest.raises(UserError, match=r"qwen3_vl model, which .* only with torchvision: .* whl/cpu.*engine=hf"):
         architectures.check_family("qwen3_vl", path=path)
     with pytest.raises(UserError, match="only with torchvision and num2words"):
         architectures.check_family("smolvlm", path=path)
-    monkeypatch.setattr(architectures, "find_spec", lambda name: name)
+    monkeypatch.setattr(architectures, "can_import", lambda name: True)
     architectures.check_family("smolvlm", path=path)
+
+
+def test_a_package_that_is_built_for_another_torch_counts_as_missing(tmp_path, monkeypatch):
+    (tmp_path / "built_for_cuda.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not architectures.can_import("built_for_cuda") and not architectures.can_import("not_there_at_all")
+    assert architectures.can_import("json")
 
 
 def test_a_prompt_is_collapsed_to_one_token_per_image_and_expanded_again(tokenizer):

@@ -104,11 +104,28 @@ def test_fsdp2_makes_one_gradient_of_every_cut(three, tiny_path, name, n, max_to
     check_update(three, tiny_path, with_values(some_groups()), max_tokens=max_tokens, same={"alg": alg_of(name)}, **how)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=LATER), FSDP2])
-def test_a_mixture_of_experts_is_sharded_like_any_other_model(ranks, tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "freeze", "dtype"),
+    [
+        *((FSDP2, [], "float32"), (FSDP2, ["router", "model.layers.0"], "bfloat16")),
+        pytest.param(2, [], "float32", marks=LATER),
+        *(pytest.param(stage, ["router", "model.layers.0"], "float32", marks=LATER) for stage in (0, 2, 3, FSDP2)),
+    ],
+)
+def test_a_mixture_of_experts_is_sharded_like_any_other_model(ranks, tmp_path, stage, freeze, dtype):
+    """Frozen in part, too: a block then holds weights of the model's dtype beside float32."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     random_model("qwen3_moe", **sizes).save_pretrained(path := str(tmp_path))
-    check_update(ranks, path, some_groups(), max_tokens=60, same={}, **sharded(stage), ranks=2)
+    same = {"freeze": freeze, "dtype": dtype}
+    exact = 1e-5 if dtype == "float32" else 0.05
+    got, _ = check_update(
+        ranks, path, some_groups(), max_tokens=60, same=same, tolerance=exact, **sharded(stage), ranks=2
+    )
+    start = build_trainer(None, plan_of(path, **SGD | same)).model
+    sizes = [p.numel() for p in start.parameters()]
+    moved = (got - torch.cat([p.detach().flatten() for p in start.parameters()])).split(sizes)
+    fixed = [not by.any() for p, by in zip(start.parameters(), moved, strict=True) if not p.requires_grad]
+    assert all(fixed) and bool(fixed) == bool(freeze)
 
 
 @pytest.mark.parametrize("stage", [3, FSDP2])
@@ -252,6 +269,17 @@ def test_an_adapter_trains_and_is_saved_alike_everywhere(ranks, tiny_path, tmp_p
     saved = load_file(tmp_path / "Remote" / "model.safetensors")
     assert sum(t.numel() for t in saved.values()) == len(start), "the whole model, gathered"
     check_saved(tmp_path / "Remote", dtype=dtype)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("stage", [0, 1, 2, FSDP2])
+def test_an_adapter_of_experts_is_trained_alike_everywhere(ranks, tmp_path, stage):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    random_model("qwen3_moe", **sizes).save_pretrained(path := str(tmp_path))
+    lora = LoraConfig(r=4, experts=True, merge_on_save=True)
+    check_update(
+        ranks, path, some_groups(), max_tokens=60, same={"lora": lora}, tolerance=1e-4, **sharded(stage), ranks=2
+    )
 
 
 INFINITE = """

@@ -21,7 +21,7 @@ from unit_tests.helpers.seeing import make_model
 FSDP = {"backend": "ray", "trainer.strategy": "fsdp2", "trainer.ranks": 4}
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_every_layer_of_both_parts_is_a_block(family):
     model = make_model(family)
     blocks = find_blocks(model)

@@ -39,15 +39,16 @@ def two():
 
 
 @pytest.mark.parametrize(
-    ("family", "stage", "vision"),
+    ("family", "stage", "freeze"),
     [
-        *(("idefics3", 0, "train"), ("idefics3", 3, "train"), ("qwen3_vl", 3, "frozen")),
-        pytest.param("qwen2_5_vl", 2, "train", marks=pytest.mark.usual),
-        ("qwen3_vl", FSDP2, "frozen"),
-        *(pytest.param(f, FSDP2, "train", marks=LATER) for f in ("idefics3", "qwen2_5_vl", "qwen3_vl")),
+        *(("idefics3", 0, []), ("idefics3", 3, []), ("qwen3_vl", 3, ["vision"])),
+        pytest.param("qwen2_5_vl", 2, [], marks=pytest.mark.usual),
+        ("qwen3_vl", FSDP2, ["vision"]),
+        *(pytest.param(f, FSDP2, [], marks=LATER) for f in ("idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")),
+        pytest.param("qwen3_5", 3, [], marks=LATER),
     ],
 )
-def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, vision):
+def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, freeze):
     """Somewhere one rank has images where the other has text alone, and gathers the tower's weights all the same."""
     path = save_model(tmp_path / "model", family)
     processor = ImageProcessor(path)
@@ -55,7 +56,7 @@ def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, 
     most, rng = max(len(s.token_ids) for g in groups for s in g), random.Random(0)
     long = [some_text(rng, 4), Reply(some_text(rng, most - 6))]  # no room for an image beside it
     groups.append([join_parts(processor, long, group=3)])
-    how = {"attention": "auto", "layout": "packed", "vision": vision}
+    how = {"attention": "auto", "layout": "packed", "freeze": freeze}
     rows = zip(*micro_batches(groups, "token", most, ranks=2, padded=False, share_prefixes=True), strict=True)
     assert any(bool(one.images) != bool(other.images) for one, other in rows), "or nothing is seen here"
     here = sharded(stage) | {"gradient_checkpointing": stage in (3, FSDP2), "deepspeed": SMALL if stage == 3 else {}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib import import_module
 
 from torch import nn
 
@@ -36,12 +36,22 @@ def check_user_code(model: nn.Module, *, path: str) -> None:
 
 
 def check_family(family: str, *, path: str) -> None:
-    """Raise UserError if vLLM lacks a package for this family of vision models."""
-    if lacking := [name for name in PACKAGES.get(family, ()) if find_spec(name) is None]:
+    """Raise UserError if vLLM lacks a package for this family of vision models, or a build that loads here."""
+    if lacking := [name for name in PACKAGES.get(family, ()) if not can_import(name)]:
+        build = " (on a CPU the build of PyTorch's index whl/cpu, as PyPI's is for CUDA)"
         raise UserError(
             f"model.path={path} is a {family} model, which vLLM loads only with {' and '.join(lacking)}: install "
-            "what is missing (the torchvision that was built for this torch), or set rollout.engine=hf"
+            f"what is missing{build if 'torchvision' in lacking else ''}, or set rollout.engine=hf"
         )
+
+
+def can_import(name: str) -> bool:
+    """Tell whether a package is installed and loads: torchvision must be built for this torch."""
+    try:
+        import_module(name)
+    except (ImportError, OSError, RuntimeError):  # RuntimeError: torchvision misses an operator of CUDA's torch
+        return False
+    return True
 
 
 def has_architecture(name: str) -> bool:

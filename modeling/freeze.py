@@ -1,0 +1,84 @@
+"""Frozen parameters of a trained model, as `trainer.freeze` names them. They are exported and saved like the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from core.errors import UserError
+from modeling.experts import is_router
+from modeling.hf_config import ImageUse, is_text_use, vision_family
+from modeling.text_use import list_unused
+
+ROUTER, VISION = "router", "vision"
+"""Words of `trainer.freeze` that are no patterns."""
+
+
+def find_frozen(
+    model: nn.Module, patterns: Sequence[str], *, images: ImageUse = "auto", path: str | None = None
+) -> set[str]:
+    """Return the names of frozen parameters: those that `patterns` match, and those that text never reaches.
+
+    A tied parameter has two names here, and is frozen by either. path: model.path, for errors: raises UserError for a
+    pattern without a match, and if no parameter is left to train. None: such patterns are ignored, as in a value model,
+    which has no language-model head.
+    """
+    both = list(model.named_parameters(remove_duplicate=False))
+    frozen = {*list_unused(model, images)}
+    for pattern in patterns:
+        matched = {name for name, _ in both if _is_match(model, name, pattern, images)}
+        if not matched and path is not None:
+            raise UserError(_describe_mismatch(pattern, [name for name, _ in both], path))
+        frozen |= matched
+    tensors = {id(p) for name, p in both if name in frozen}
+    frozen = {name for name, p in both if id(p) in tensors}
+    if path is not None and patterns and len(frozen) == len(both):
+        raise UserError(
+            f"trainer.freeze={list(patterns)} freezes every parameter of model.path={path}, and nothing would be "
+            "trained: name fewer"
+        )
+    return frozen
+
+
+def freeze(model: nn.Module, names: set[str]) -> None:
+    """Freeze the parameters of these names."""
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
+
+
+def _is_match(model: nn.Module, name: str, pattern: str, images: ImageUse) -> bool:
+    """Tell whether a pattern matches a parameter's name, or that of a module it belongs to."""
+    modules = [*accumulate(name.split("."), "{}.{}".format)]
+    if pattern == ROUTER:
+        return any(is_router(model, module) for module in modules[:-1])
+    if pattern == VISION:
+        config: Any = model.config
+        family = None if is_text_use(config, images) else vision_family(config)
+        return family is not None and family.in_tower(name)
+    return any(fnmatchcase(part, pattern) for part in modules)
+
+
+def _describe_mismatch(pattern: str, names: list[str], path: str) -> str:
+    what = {
+        ROUTER: "has no router of experts",
+        VISION: "has no vision tower, or is used for text only, where the tower is frozen anyway",
+    }
+    if pattern in what:
+        return f"trainer.freeze names {pattern}, and model.path={path} {what[pattern]}: leave it out"
+
+    def count_shared(name: str) -> int:
+        return sum(block.size for block in SequenceMatcher(None, pattern, name, autojunk=False).get_matching_blocks())
+
+    # the layers have the same names but for their number
+    closest = sorted(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names), key=count_shared)[:-4:-1]
+    return (
+        f"trainer.freeze: {pattern!r} matches no parameter of model.path={path}: name a parameter or a module, with * "
+        f"for any characters, such as {', '.join(closest)}"
+    )
