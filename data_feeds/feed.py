@@ -17,7 +17,7 @@ from data_feeds.rows.form_settings import read_checked
 from data_feeds.rows.forms import RowKind
 from data_feeds.rows.hold_out import choose_held_out
 from data_feeds.rows.invalid_rows import InvalidRows
-from data_feeds.rows.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
+from data_feeds.rows.mixture import Curriculum, Mixture, pick_row, pick_row_with_replacement, whole_parts
 from data_feeds.rows.read_source import SourceRows, read_source
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter, RowType
 
@@ -40,10 +40,19 @@ class Source(Generic[Item]):
     notes: list[str] = field(default_factory=list[str])
     """Sentences about the form and the choice of the rows."""
 
+    @property
+    def rows(self) -> int:
+        """Number of valid rows."""
+        return len(self.items)
+
+    def read(self, row: int) -> Item:
+        """Return a row by its number."""
+        return self.items[row]
+
     def draw(self, nth: int) -> Item:
         """Return the nth draw. Each pass contains every row once, or rows are drawn with replacement."""
         pick = pick_row_with_replacement if self.replacement else pick_row
-        return self.items[pick(self.stream, nth, len(self.items))]
+        return self.read(pick(self.stream, nth, self.rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +60,7 @@ class Feed(Generic[Item]):
     """Endless, stateless mapping from tickets to Prompts or Groups. A resumed run needs only the ticket."""
 
     sources: list[Source[Item]]
-    mixture: Mixture
+    mixture: Mixture | Curriculum
 
     def draw(self, ticket: int) -> Item:
         """Return the item of a ticket. It is the same in every process."""
@@ -236,7 +245,18 @@ def _load_feed(
         sources.append(_make_source(converter.source, read, stream))
     if which == "train" and data.system_prompt is not None and most is None:
         _check_system_prompt_is_used(data.system_prompt, [item for source in sources for item in source.items])
-    return Feed(sources=sources, mixture=Mixture(whole_parts([c.ratio for c in configs], where=f"data.{which}")))
+    return Feed(sources=sources, mixture=_make_mixture(data, which, configs))
+
+
+def _make_mixture(data: DataConfig, which: Which, configs: list[SourceConfig]) -> Mixture | Curriculum:
+    last = Mixture(whole_parts([config.ratio for config in configs], where=f"data.{which}"))
+    if which == "eval" or not data.curriculum:
+        return last
+    phases = [
+        (phase.rows, Mixture(whole_parts([phase.ratios[c.log_name] for c in configs], where="data.curriculum")))
+        for phase in data.curriculum
+    ]
+    return Curriculum(tuple(phases), last)
 
 
 def _make_source(config: SourceConfig, read: SourceRows[Any], stream: str) -> Source[Any]:

@@ -25,6 +25,7 @@ from core.cluster.ray_address import parse_address
 from core.errors import UserError
 from core.loading import FileSpec
 from data_feeds.feed import Feed
+from data_feeds.samplers.find import find_sampler
 from driver.checks.engine import check_engine
 from driver.checks.metric_names import check_metric_names
 from driver.checks.unused_keys import check_keys
@@ -86,6 +87,10 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
         # Only here are both known: the algorithm's section does not see `rollout`.
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg)
+        if cfg.data.sampler is not None:
+            # with the defaults of its settings, as the algorithm below
+            settings = find_sampler(cfg.data.sampler)[1].model_dump()
+            cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"sampler": settings})})
     check_terms(alg)
     check_metric_names(cfg, alg, spec)
     # A run's own config.yaml contains every key, used or not; only a recipe's keys are the user's intention.
