@@ -41,6 +41,10 @@ class SourceConfig(StrictModel):
     answer, demonstration, chosen, rejected, label, image, images. Theirs may be a dotted path, such as
     reward_model.ground_truth. With `form: auto`, no form is recognised, and `messages` as plain text is a user turn,
     after the row's images; `completion` is the reply to it."""
+    lazy: Literal["auto"] | bool = "auto"
+    """true: find rows by an index and convert them when they are drawn, so that a run of any size starts at once.
+    false: read, check and convert all rows before the start. auto: true for Parquet, JSONL and save_to_disk above 2
+    GiB."""
     replacement: bool = False
     """true: draw each row at random from all rows. false: draw every row once per epoch."""
 
@@ -165,17 +169,17 @@ class DataConfig(TemplateConfig):
         """Rows of each source of `train` that are held out; 0 if `eval` is another source, or unset."""
         return self.eval.from_train if isinstance(self.eval, HoldOutConfig) else 0
 
-    def with_forms(self, which: Literal["train", "eval"], forms: list[str]) -> Self:
-        """Return the keys with the form of each source of `train` or `eval`, in place of auto.
+    def with_forms(self, which: Literal["train", "eval"], forms: list[str], lazy: list[bool]) -> Self:
+        """Return the keys with the form of each source of `train` or `eval`, and whether it is lazy, in place of auto.
 
-        A path alone, whose rows have our columns, stays a path.
+        A path alone, whose rows have our columns and are read before the start, stays a path.
         """
         given = self.train if which == "train" else self.eval
-        if isinstance(given, HoldOutConfig) or (isinstance(given, str) and forms == [OURS]):
+        if isinstance(given, HoldOutConfig) or (isinstance(given, str) and forms == [OURS] and lazy == [False]):
             return self
         sources = [
-            source.model_copy(update={"form": form})
-            for source, form in zip(self.list_sources(which), forms, strict=True)
+            source.model_copy(update={"form": form, "lazy": is_lazy})
+            for source, form, is_lazy in zip(self.list_sources(which), forms, lazy, strict=True)
         ]
         return self.model_copy(update={which: sources if which == "train" else sources[0]})
 

@@ -112,7 +112,7 @@ def list_bitwise_only(now: Mapping[str, Any]) -> tuple[str, ...]:
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError for the first changed key that affects training."""
-    then = _with_forms(then)
+    then = _complete_sources(then)
     # A schedule that decays depends on the number of steps; a constant learning rate does not.
     steps = ("steps",) if then["trainer.lr_schedule"] == "constant" else ()
     free = NOT_FOR_TRAINING + list_bitwise_only(now) + EVALUATION + steps
@@ -126,14 +126,15 @@ def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def _with_forms(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a checkpoint's settings with the form of each source. Before forms had names, all rows were of ours."""
+def _complete_sources(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a checkpoint's settings with all keys of each source.
+
+    Before forms had names, all rows were of ours; before sources could be lazy, none was.
+    """
     train = settings.get("data.train")
-    return (
-        {**settings, "data.train": [{"form": OURS} | source for source in train]}
-        if isinstance(train, list)
-        else settings
-    )
+    if not isinstance(train, list):
+        return settings
+    return {**settings, "data.train": [{"form": OURS, "lazy": False} | source for source in train]}
 
 
 def changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -196,10 +196,10 @@ class SampledRows:
 
 def _make_pool(source: Source[Any], first: int, count: int) -> Rows:
     """Return the rows of the next draws: to the end of the next pass, or for a large source POOL times `count`."""
-    if source.rows <= WHOLE_POOL:
+    if source.rows <= WHOLE_POOL and not source.is_lazy:
         # the rest of this pass and a whole one: all rows, whatever is left of this one
         return pick_rows(source.stream, first, max(count, 2 * source.rows - first % source.rows), source.rows)
-    return pick_rows(source.stream, first, POOL * count, source.rows)
+    return np.array([source.pick(nth) for nth in range(first, first + POOL * count)])
 
 
 def _add_result(history: History, result: Result, forget: float) -> None:

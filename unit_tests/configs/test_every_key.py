@@ -164,6 +164,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "data_feeds/test_template_rules.py": ("data.end_of_turn", "data.continue_final_message"),
     "data_feeds/test_feeds.py": ("data.train.split", "data.max_invalid_fraction", "data.eval"),
     "data_feeds/test_forms.py": ("data.train.form",),
+    "data_feeds/test_disk_rows.py": ("data.train.lazy",),
     "data_feeds/test_mixture.py": ("data.curriculum.rows", "data.curriculum.ratios"),
     "driver/test_sampled_runs.py": ("data.sampler",),
     "trainers/test_shared_training.py": ("trainer.gradient_checkpointing",),

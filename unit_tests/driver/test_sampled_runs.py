@@ -67,7 +67,10 @@ def test_a_checkpoint_from_before_forms_had_names_is_resumed():
     then = {"trainer.lr_schedule": "constant", "data.train": [{"path": "a.jsonl", "ratio": 1.0}]}  # form: since 0.2.0
 
     def now(form: str) -> dict:
-        return then | {"data.train": [{"path": "a.jsonl", "ratio": 1.0, "form": form}], "data.sampler": None}
+        return then | {
+            "data.train": [{"path": "a.jsonl", "ratio": 1.0, "form": form, "lazy": False}],
+            "data.sampler": None,
+        }
 
     check_settings(then, now("ours"))
     check_settings(then | {"data.train": "a.jsonl"}, then | {"data.train": "a.jsonl", "data.curriculum": None})
