@@ -41,6 +41,10 @@ class SourceConfig(StrictModel):
     answer, demonstration, chosen, rejected, label, image, images. Theirs may be a dotted path, such as
     reward_model.ground_truth. With `form: auto`, no form is recognised, and `messages` as plain text is a user turn,
     after the row's images; `completion` is the reply to it."""
+    lazy: Literal["auto"] | bool = "auto"
+    """true: find rows by an index and convert them when they are drawn, so that a run of any size starts at once.
+    false: read, check and convert all rows before the start. auto: true for Parquet, JSONL and save_to_disk above 2
+    GiB."""
     replacement: bool = False
     """true: draw each row at random from all rows. false: draw every row once per epoch."""
 
@@ -126,6 +130,15 @@ class TemplateConfig(StrictModel):
         return self
 
 
+class CurriculumPhase(StrictModel):
+    """Ratios of the sources for a number of rows."""
+
+    rows: int = Field(ge=1)
+    """Number of rows (in RL: prompts, with those that the algorithm rejects) to draw in this phase."""
+    ratios: dict[str, Annotated[float, Field(ge=0)]]
+    """Rows drawn from each source of `train`, by its name, relative to the others; 0: none."""
+
+
 class DataConfig(TemplateConfig):
     """Keys of `data` shared by RL and supervised runs."""
 
@@ -138,6 +151,9 @@ class DataConfig(TemplateConfig):
     measured before and after training."""
     eval_rows: int = Field(200, ge=1)
     """Maximum number of rows of `eval` to use, if it is a source."""
+    curriculum: list[CurriculumPhase] | None = None
+    """Phases with other ratios of the sources, before those of `train` apply: [{rows: 1000, ratios: {easy: 1, hard:
+    0}}]. Exact, as the ratios of a mixture."""
     max_invalid_fraction: float = Field(0.1, ge=0, le=1)
     """Maximum fraction of invalid rows (missing or empty column, too long, no reply). Invalid rows are counted and
     shown. A larger fraction stops the run at the start."""
@@ -153,17 +169,17 @@ class DataConfig(TemplateConfig):
         """Rows of each source of `train` that are held out; 0 if `eval` is another source, or unset."""
         return self.eval.from_train if isinstance(self.eval, HoldOutConfig) else 0
 
-    def with_forms(self, which: Literal["train", "eval"], forms: list[str]) -> Self:
-        """Return the keys with the form of each source of `train` or `eval`, in place of auto.
+    def with_forms(self, which: Literal["train", "eval"], forms: list[str], lazy: list[bool]) -> Self:
+        """Return the keys with the form of each source of `train` or `eval`, and whether it is lazy, in place of auto.
 
-        A path alone, whose rows have our columns, stays a path.
+        A path alone, whose rows have our columns and are read before the start, stays a path.
         """
         given = self.train if which == "train" else self.eval
-        if isinstance(given, HoldOutConfig) or (isinstance(given, str) and forms == [OURS]):
+        if isinstance(given, HoldOutConfig) or (isinstance(given, str) and forms == [OURS] and lazy == [False]):
             return self
         sources = [
-            source.model_copy(update={"form": form})
-            for source, form in zip(self.list_sources(which), forms, strict=True)
+            source.model_copy(update={"form": form, "lazy": is_lazy})
+            for source, form, is_lazy in zip(self.list_sources(which), forms, lazy, strict=True)
         ]
         return self.model_copy(update={which: sources if which == "train" else sources[0]})
 
@@ -177,15 +193,36 @@ class DataConfig(TemplateConfig):
             raise ValueError(f"two sources of train are called {twice[0]}: give them names of their own (name: ...)")
         return self
 
+    @model_validator(mode="after")
+    def a_curriculum_has_a_mixture(self) -> DataConfig:
+        names = {source.log_name for source in self.list_sources("train")}
+        for phase in self.curriculum or ():
+            if phase.ratios.keys() != names:
+                said = f"names {', '.join(phase.ratios)}, and the sources of train are {', '.join(sorted(names))}"
+                raise ValueError(f"a phase of curriculum {said}: give each a ratio, or 0")
+            if not any(phase.ratios.values()):
+                raise ValueError("a phase of curriculum draws from no source: give one a ratio above 0")
+        return self
+
 
 class PromptDataConfig(DataConfig):
     """Prompts of reinforcement learning."""
 
     max_prompt_tokens: int = Field(1024, ge=1)
     """Maximum tokens of a prompt. Rows with a longer prompt are invalid."""
+    sampler: str | dict[str, Any] | None = None
+    """Rule that chooses the next rows from earlier results: name of a module in data_feeds/samplers/ (thompson, pools,
+    no_positive, priority, uniform), path of a Python file, or settings with a `name` or a `file`: {name: thompson,
+    forget: 0.8}. Unset: every row once per pass."""
     continue_final_message: bool = False
     """true: a row may end with an assistant turn, which the policy continues; its text is part of the prompt. false:
     such a row is invalid."""
+
+    @model_validator(mode="after")
+    def a_sampler_draws_without_replacement(self) -> PromptDataConfig:
+        if self.sampler is not None and (anew := [s.path for s in self.list_sources("train") if s.replacement]):
+            raise ValueError(f"sampler chooses the rows, and {anew[0]} has replacement: leave one of them out")
+        return self
 
 
 class RowDataConfig(DataConfig):

@@ -141,6 +141,20 @@ DATA_ROWS = "data/{}/rows"
 _declare("data/<source>/rows", "rows", "rows drawn from a source of a mixture so far", ALL)
 DATA_EPOCH = "data/{}/epoch"
 _declare("data/<source>/epoch", "", "rows drawn from a source so far, divided by the rows that it has", ALL)
+_SAMPLED = "RL with data.sampler"
+DATA_DRAWN_RATE = _declare(
+    "data/drawn_pass_rate", "", "mean pass rate, before they were drawn, of the rows drawn for the step", _SAMPLED
+)
+DATA_GIVEN_RATE = _declare(
+    "data/given_pass_rate", "", "mean pass rate of all rows with results, which equal draws would have", _SAMPLED
+)
+DATA_NEW = _declare("data/new_rows", "fraction", "rows drawn for the step that had no results yet", _SAMPLED)
+DATA_EFFECTIVE = _declare(
+    "data/effective_rows",
+    "fraction",
+    "rows of data.train that would give draws of the same concentration, all drawn equally often (Kish)",
+    _SAMPLED,
+)
 
 TRAIN = "train/"
 """Prefix of a loss's own metrics."""

@@ -3,47 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal
 
-from configs.data_schema import OURS, DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
+from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
 from core.errors import UserError
 from core.metrics import DATA_EPOCH, DATA_ROWS
 from core.types.messages import ToolSpec
 from core.types.samples import Group, Prompt, Rows
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.turns import TrainOn
+from data_feeds.disk_source import open_lazy
 from data_feeds.rows.form_settings import read_checked
 from data_feeds.rows.forms import RowKind
 from data_feeds.rows.hold_out import choose_held_out
-from data_feeds.rows.invalid_rows import InvalidRows
-from data_feeds.rows.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
+from data_feeds.rows.mixture import Curriculum, Mixture, whole_parts
 from data_feeds.rows.read_source import SourceRows, read_source
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter, RowType
+from data_feeds.source import Item
+from data_feeds.source import Source as Source
 
-Item = TypeVar("Item", Prompt, Group)
 Which = Literal["train", "eval"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source(Generic[Item]):
-    """Valid rows of one data set."""
-
-    name: str
-    items: list[Item]
-    stream: str
-    """Seed string for the order of the rows."""
-    replacement: bool = False
-    invalid: InvalidRows = field(default_factory=InvalidRows)
-    form: str = OURS
-    """Form of the rows: see data_feeds/rows/forms.py."""
-    notes: list[str] = field(default_factory=list[str])
-    """Sentences about the form and the choice of the rows."""
-
-    def draw(self, nth: int) -> Item:
-        """Return the nth draw. Each pass contains every row once, or rows are drawn with replacement."""
-        pick = pick_row_with_replacement if self.replacement else pick_row
-        return self.items[pick(self.stream, nth, len(self.items))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +31,27 @@ class Feed(Generic[Item]):
     """Endless, stateless mapping from tickets to Prompts or Groups. A resumed run needs only the ticket."""
 
     sources: list[Source[Item]]
-    mixture: Mixture
+    mixture: Mixture | Curriculum
 
     def draw(self, ticket: int) -> Item:
         """Return the item of a ticket. It is the same in every process."""
         source, nth = self.mixture.place_ticket(ticket)
         return self.sources[source].draw(nth)
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of all sources."""
+        return sum(source.rows for source in self.sources)
+
+    def prepare(self, tickets: Sequence[int]) -> None:
+        """Convert the rows of these tickets in the background, if they are on disk."""
+        for n, source in enumerate(self.sources):
+            if source.is_lazy:
+                places = map(self.mixture.place_ticket, tickets)
+                source.prepare([nth for which, nth in places if which == n])
+
     def all(self) -> list[Item]:
-        """Return all rows, source by source."""
+        """Return all rows, source by source; of a lazy source the first that are drawn."""
         return [item for source in self.sources for item in source.items]
 
     @property
@@ -74,7 +66,7 @@ class Feed(Generic[Item]):
         numbers: dict[str, float] = {}
         for source, rows in zip(self.sources, self.mixture.count_drawn(tickets), strict=True):
             numbers[DATA_ROWS.format(source.name)] = float(rows)
-            numbers[DATA_EPOCH.format(source.name)] = rows / len(source.items)
+            numbers[DATA_EPOCH.format(source.name)] = rows / source.rows
         return numbers
 
     def summary(self, key: str) -> tuple[list[str], dict[str, Any]]:
@@ -84,14 +76,14 @@ class Feed(Generic[Item]):
             f"{key}: of {source.name}, {len(source.items)} rows are used and {source.invalid.rows} are invalid: "
             f"{source.invalid}"
             for source in self.sources
-            if source.invalid.rows
+            if source.invalid.rows and not source.is_lazy
         ]
         sentences += [
             f"{key}: of {source.name}, {source.invalid.describe_repeats()}"
             for source in self.sources
             if source.invalid.repeated_ids
         ]
-        return sentences, {s.name: {"form": s.form, "used": len(s.items)} | s.invalid.as_facts() for s in self.sources}
+        return sentences, {s.name: {"form": s.form, "used": s.rows} | s.invalid.as_facts() for s in self.sources}
 
 
 def load_prompts(
@@ -219,6 +211,11 @@ def _load_feed(
     held_out = [_hold_out(converter, data.held_out_rows) for converter in converters] if data.held_out_rows else None
     sources: list[Source[Any]] = []
     for i, converter in enumerate(converters):
+        # Seeded by name: sources are shuffled independently, and their places in the recipe do not matter.
+        stream = f"{seed}/{converter.source.log_name}" if mixed else str(seed)
+        if which == "train" and (lazy := open_lazy(data, converter, stream, most=most)) is not None:
+            sources.append(lazy)
+            continue
         if held_out is None:
             limit = data.eval_rows if which == "eval" else most
             read = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=limit)
@@ -230,13 +227,21 @@ def _load_feed(
             only = {*held_out[i].values()}
             read = read_source(converter, max_invalid_fraction=data.max_invalid_fraction, limit=None, only=only)
             read = replace(read, notes=[f"data.eval: {len(only)} rows of {converter.key} are held out of training"])
-        # Seeded by name, not by position. Sources of a mixture are shuffled independently, and reordering them in the
-        # recipe does not change their rows.
-        stream = f"{seed}/{converter.source.log_name}" if mixed else str(seed)
         sources.append(_make_source(converter.source, read, stream))
-    if which == "train" and data.system_prompt is not None and most is None:
+    if which == "train" and data.system_prompt is not None and most is None and not any(s.is_lazy for s in sources):
         _check_system_prompt_is_used(data.system_prompt, [item for source in sources for item in source.items])
-    return Feed(sources=sources, mixture=Mixture(whole_parts([c.ratio for c in configs], where=f"data.{which}")))
+    return Feed(sources=sources, mixture=_make_mixture(data, which, configs))
+
+
+def _make_mixture(data: DataConfig, which: Which, configs: list[SourceConfig]) -> Mixture | Curriculum:
+    last = Mixture(whole_parts([config.ratio for config in configs], where=f"data.{which}"))
+    if which == "eval" or not data.curriculum:
+        return last
+    phases = [
+        (phase.rows, Mixture(whole_parts([phase.ratios[c.log_name] for c in configs], where="data.curriculum")))
+        for phase in data.curriculum
+    ]
+    return Curriculum(tuple(phases), last)
 
 
 def _make_source(config: SourceConfig, read: SourceRows[Any], stream: str) -> Source[Any]:

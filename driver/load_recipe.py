@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from algs import find_algorithm
 from algs.base import Algorithm, PolicyGradient
 from algs.objective import check_terms
+from configs.data_schema import DataConfig
 from configs.load import (
     apply_override,
     find_inherited,
@@ -25,6 +26,7 @@ from core.cluster.ray_address import parse_address
 from core.errors import UserError
 from core.loading import FileSpec
 from data_feeds.feed import Feed
+from data_feeds.samplers.find import find_sampler
 from driver.checks.engine import check_engine
 from driver.checks.metric_names import check_metric_names
 from driver.checks.unused_keys import check_keys
@@ -86,6 +88,10 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
         # Only here are both known: the algorithm's section does not see `rollout`.
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg)
+        if cfg.data.sampler is not None:
+            # with the defaults of its settings, as the algorithm below
+            settings = find_sampler(cfg.data.sampler)[1].model_dump()
+            cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"sampler": settings})})
     check_terms(alg)
     check_metric_names(cfg, alg, spec)
     # A run's own config.yaml contains every key, used or not; only a recipe's keys are the user's intention.
@@ -97,11 +103,15 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
 
 
 def with_forms(loaded: Loaded[C], train: Feed[Any], held_out: Feed[Any] | None) -> Loaded[C]:
-    """Return the recipe with the forms that its rows were found to have."""
-    data = loaded.cfg.data.with_forms("train", [source.form for source in train.sources])
+    """Return the recipe with the forms that its rows were found to have, and the sources that are lazy."""
+    data = _with_forms(loaded.cfg.data, "train", train)
     if held_out is not None:
-        data = data.with_forms("eval", [source.form for source in held_out.sources])
+        data = _with_forms(data, "eval", held_out)
     return replace(loaded, cfg=loaded.cfg.model_copy(update={"data": data}))
+
+
+def _with_forms(data: DataConfig, which: Literal["train", "eval"], feed: Feed[Any]) -> DataConfig:
+    return data.with_forms(which, [source.form for source in feed.sources], [source.is_lazy for source in feed.sources])
 
 
 def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from configs.data_schema import OURS
 from configs.load import add_new_keys, flatten_settings
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
@@ -29,7 +30,7 @@ NOT_FOR_TRAINING = (
     *("reward.max_concurrency", "reward.judge_budget."),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
     *("weight_sync.transport", "capture.", "compare_losses", "placement", "rollout.sleep_mode"),
-    "alg.file",  # its contents are compared, wherever it lies
+    *("alg.file", "data.sampler.file"),  # their contents are compared, wherever they lie
 )
 """Keys that may change without any effect on the numbers. A name that ends in a dot is a whole section."""
 BITWISE_ONLY = (
@@ -111,6 +112,7 @@ def list_bitwise_only(now: Mapping[str, Any]) -> tuple[str, ...]:
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError for the first changed key that affects training."""
+    then = _complete_sources(then)
     # A schedule that decays depends on the number of steps; a constant learning rate does not.
     steps = ("steps",) if then["trainer.lr_schedule"] == "constant" else ()
     free = NOT_FOR_TRAINING + list_bitwise_only(now) + EVALUATION + steps
@@ -122,6 +124,17 @@ def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"{key} is {now.get(key)!r} and was {then.get(key)!r} when the checkpoint was made, and {why} depends on "
             "it: set it back to resume, or leave resume out to start again"
         )
+
+
+def _complete_sources(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a checkpoint's settings with all keys of each source.
+
+    Before forms had names, all rows were of ours; before sources could be lazy, none was.
+    """
+    train = settings.get("data.train")
+    if not isinstance(train, list):
+        return settings
+    return {**settings, "data.train": [{"form": OURS, "lazy": False} | source for source in train]}
 
 
 def changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -71,7 +71,7 @@ def hash_inputs(
     }
     for i, source in enumerate(train.sources):
         key = f"data.train[{i}]" if train.mixed else "data.train"
-        hashes[f"what the rows of {key} hold"] = hash_rows(source.items)
+        hashes[f"what the rows of {key} hold"] = source.digest or hash_rows(source.items)
     for path in list_imported_files([loaded.alg_spec, *filter(None, code.values())]):
         hashes[f"the file {path.name} beside your code"] = hash_file(path)
     for key, value in flatten_settings(loaded.cfg.model_dump(mode="json")).items():

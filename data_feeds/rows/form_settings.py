@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from core.errors import UserError
 from data_feeds.chat.turns import TrainOn
 from data_feeds.rows.find_form import PROBED
 from data_feeds.rows.row_types import RowConverter
-from data_feeds.rows.sources import COMPLETION, Records, read_records
+from data_feeds.rows.sources import COMPLETION, RecordPlan, Records, plan_records, read_records
 from data_feeds.rows.values import parse_list
 
 
@@ -14,9 +16,23 @@ def read_checked(converter: RowConverter) -> Records:
     """Read the records of a source. Raises UserError if the recipe lacks the settings that their form needs."""
     key, row_type = converter.key, converter.row_type
     read = read_records(converter.source, key=key, kind=row_type.kind, needed=row_type.needed, known=row_type.known)
-    if row_type.kind == "conversations":
-        check_form_settings(read, key=key, template=converter.tokenizer.template, train_on=converter.train_on)
+    _check_settings(read, converter)
     return read
+
+
+def plan_checked(converter: RowConverter, rows: list[dict[str, Any]]) -> tuple[Records, RecordPlan]:
+    """Return the records of the first rows of a source, and the conversion of the others. As `read_checked`."""
+    row_type = converter.row_type
+    needed, known = row_type.needed, row_type.known
+    read, plan = plan_records(converter.source, rows, key=converter.key, kind=row_type.kind, needed=needed, known=known)
+    _check_settings(read, converter)
+    return read, plan
+
+
+def _check_settings(read: Records, converter: RowConverter) -> None:
+    if converter.row_type.kind == "conversations":
+        template, train_on = converter.tokenizer.template, converter.train_on
+        check_form_settings(read, key=converter.key, template=template, train_on=train_on)
 
 
 def check_form_settings(read: Records, *, key: str, template: str, train_on: TrainOn) -> None:

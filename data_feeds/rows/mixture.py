@@ -13,6 +13,9 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import gcd, lcm
 
+import numpy as np
+from numpy.typing import NDArray
+
 from core.errors import UserError
 
 MOST_SLOTS = 100_000
@@ -27,7 +30,7 @@ class Mixture:
     """
 
     parts: tuple[int, ...]
-    """Integer weights w_d without a common divisor; [sources]."""
+    """Integer weights w_d without a common divisor; [sources]. A source of weight 0 is never drawn."""
 
     @cached_property
     def pattern(self) -> tuple[list[int], list[int]]:
@@ -52,6 +55,35 @@ class Mixture:
         block, slot = divmod(tickets, sum(self.parts))
         begun = self.pattern[0][:slot]
         return [block * part + begun.count(d) for d, part in enumerate(self.parts)]
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Mixtures one after the other, each for a number of tickets; the last has no end."""
+
+    phases: tuple[tuple[int, Mixture], ...]
+    last: Mixture
+
+    def place_ticket(self, ticket: int) -> tuple[int, int]:
+        """Return the source of a ticket, and the number of the draw within that source."""
+        earlier, rest, mixture = self._find_phase(ticket)
+        source, nth = mixture.place_ticket(rest)
+        return source, earlier[source] + nth
+
+    def count_drawn(self, tickets: int) -> list[int]:
+        """Count the first `tickets` tickets by source; [sources]."""
+        earlier, rest, mixture = self._find_phase(tickets)
+        return [a + b for a, b in zip(earlier, mixture.count_drawn(rest), strict=True)]
+
+    def _find_phase(self, ticket: int) -> tuple[list[int], int, Mixture]:
+        """Return the draws of each source before a ticket's phase, the number of the ticket in it, and its mixture."""
+        earlier = [0] * len(self.last.parts)
+        for tickets, mixture in self.phases:
+            if ticket < tickets:
+                return earlier, ticket, mixture
+            earlier = [a + b for a, b in zip(earlier, mixture.count_drawn(tickets), strict=True)]
+            ticket -= tickets
+        return earlier, ticket, self.last
 
 
 def whole_parts(ratios: list[float], *, where: str) -> tuple[int, ...]:
@@ -88,7 +120,7 @@ def interleave_sources(parts: tuple[int, ...]) -> list[int]:
     given = [0] * len(parts)
     pattern: list[int] = []
     for slot in range(slots):
-        may = [d for d, part in enumerate(parts) if given[d] * slots // part <= slot]
+        may = [d for d, part in enumerate(parts) if part and given[d] * slots // part <= slot]
         first = min(may, key=lambda d: -(-(given[d] + 1) * slots // parts[d]))  # -(-a // b) is ceil(a / b)
         given[first] += 1
         pattern.append(first)
@@ -98,6 +130,13 @@ def interleave_sources(parts: tuple[int, ...]) -> list[int]:
 def pick_row(stream: str, draw: int, rows: int) -> int:
     """Return the row of a draw, 0..rows-1. Every pass contains each row once, in a new order."""
     return _shuffle_rows(stream, draw // rows, rows)[draw % rows]
+
+
+def pick_rows(stream: str, first: int, count: int, rows: int) -> NDArray[np.int64]:
+    """Return the rows of `count` draws from `first` on; [count]. As `pick_row` for each."""
+    passes = range(first // rows, (first + count - 1) // rows + 1)
+    whole = np.concatenate([np.frombuffer(_shuffle_rows(stream, nth, rows), dtype=np.uint32) for nth in passes])
+    return whole[first % rows :][:count].astype(np.int64)
 
 
 def pick_row_with_replacement(stream: str, draw: int, rows: int) -> int:

@@ -19,10 +19,10 @@ HUB = "hub:"
 def read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:
     """Return the rows of a source, as they are. Raises UserError, beginning with `key`, if they cannot be read."""
     if source.path.startswith(HUB):
-        return _read_hub(source, key)
+        return load_hub(source, key).to_list()
     file = Path(source.path)
     if os.path.isdir(file):  # unlike file.is_dir, False for a name that is too long
-        return _read_saved(file, source.split, key)
+        return load_saved(file, source.split, key).to_list()
     if not os.path.isfile(file):
         raise UserError(f"{key}: there is no such file; the scripts in data_prep/ make one")
     is_packed = file.suffix == ".gz"
@@ -121,8 +121,8 @@ def _read_arrow(file: Path, key: str) -> list[dict[str, Any]]:
         raise UserError(f"{key} cannot be read as Arrow: {first_line(error)}") from error
 
 
-def _read_saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
-    """Load a folder with one split, or the split `split` of several."""
+def load_saved(folder: Path, split: str, key: str) -> Any:
+    """Load a folder with one split, or the split `split` of several, as a datasets.Dataset."""
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -135,19 +135,20 @@ def _read_saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
         # split defaults to train, and a folder's only split may have another name
         if split != "train" and str(saved.split) != split:
             raise UserError(f"{key} holds one split ({saved.split}), and split is {split!r}: leave split out")
-        return saved.to_list()
+        return saved
     if split not in saved:
         raise UserError(f"{key} has no split {split!r}; it has {', '.join(map(str, saved))}: set split to one of them")
-    return saved[split].to_list()
+    return saved[split]
 
 
-def _read_hub(source: SourceConfig, key: str) -> list[dict[str, Any]]:
+def load_hub(source: SourceConfig, key: str) -> Any:
+    """Download a data set of the hub, once, as a datasets.Dataset."""
     prepare_hub(key)
     from datasets import load_dataset
 
     parts = source.path.removeprefix(HUB).split("/", 2)  # NAME is OWNER/NAME but for a few old sets
     try:
-        return load_dataset("/".join(parts[:2]), *parts[2:], split=source.split).to_list()
+        return load_dataset("/".join(parts[:2]), *parts[2:], split=source.split)
     except Exception as error:  # a border: a name or a file of the hub that datasets cannot read raises anything
         raise UserError(
             f"{key} (split {source.split}) cannot be loaded from the hub: {first_line(error)}; {describe_hub()}"

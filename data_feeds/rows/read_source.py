@@ -77,7 +77,7 @@ def _convert_rows(records: list[Record], converter: RowConverter, limit: int | N
     at_once = min(limit or ROWS_AT_ONCE, ROWS_AT_ONCE)
     for first in range(0, len(records), at_once):
         batch = records[first : first + at_once]
-        for record, outcome in zip(batch, _convert_batch(batch, converter), strict=True):
+        for record, outcome in zip(batch, convert_batch(batch, converter), strict=True):
             invalid.looked_at += 1
             if isinstance(outcome, InvalidRow):
                 invalid.add(record.id, outcome)
@@ -92,7 +92,7 @@ def _convert_rows(records: list[Record], converter: RowConverter, limit: int | N
     return items, invalid
 
 
-def _convert_batch(records: list[Record], converter: RowConverter) -> list[Any]:
+def convert_batch(records: list[Record], converter: RowConverter) -> list[Any]:
     """Convert records side by side, so that the tokenizer encodes the texts of all of them over all cores.
 
     Returns for each its Prompt or Group, or the InvalidRow or UserError that it raised. The caller raises them in the

@@ -91,6 +91,21 @@ class Records:
     """Sentences about the form and its columns, for the start of a run."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordPlan:
+    """Conversion of a source's rows to records."""
+
+    key: str
+    names: dict[str, str]
+    """Columns of the source by our names."""
+    fills_gaps: bool
+    fit: FormFit
+
+    def make(self, row: dict[str, Any], i: int) -> Record:
+        """Return the record of row number `i`."""
+        return _make_record(row, i, self.names, f"{self.key}, row {i}", self.fills_gaps, self.fit)
+
+
 def read_records(
     source: SourceConfig, *, key: str, kind: RowKind, needed: Iterable[str], known: Iterable[str]
 ) -> Records:
@@ -98,11 +113,24 @@ def read_records(
 
     needed: columns that at least one row must have. known: all columns read under our names.
     """
+    read, _ = plan_records(source, read_rows(source, key), key=key, kind=kind, needed=needed, known=known)
+    return replace(read, items=_number_repeated_ids(read.items))
+
+
+def plan_records(
+    source: SourceConfig,
+    rows: list[dict[str, Any]],
+    *,
+    key: str,
+    kind: RowKind,
+    needed: Iterable[str],
+    known: Iterable[str],
+) -> tuple[Records, RecordPlan]:
+    """Return the records of rows, and the conversion of further rows of the source. As `read_records`."""
     known = list(known)
     # a renamed column that nothing reads is a misspelling
     if ignored := [ours for ours in source.columns if ours not in known]:
         raise UserError(f"{key}: columns names {ignored[0]}, and only {', '.join(known)} are read here: leave it out")
-    rows = read_rows(source, key)
     if not rows:
         raise UserError(f"{key} has no rows")
     names = {ours: source.columns.get(ours, ours) for ours in known if ours != COMPLETION or ours in source.columns}
@@ -122,11 +150,12 @@ def read_records(
             )
     # only JSON and CSV distinguish a missing key from null
     fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".json", ".csv"))
-    records = [_make_record(row, i, names, f"{key}, row {i}", fills_gaps, fit) for i, row in enumerate(rows)]
+    plan = RecordPlan(key=key, names=names, fills_gaps=fills_gaps, fit=fit)
+    records = [plan.make(row, i) for i, row in enumerate(rows)]
     notes = [] if fit.name == OURS else [_describe_form(key, source, fit, there)]
     if kind == "prompts":
         notes += _check_answers(key, records, rows)
-    return Records(items=_number_repeated_ids(records), fit=fit, notes=notes)
+    return Records(items=records, fit=fit, notes=notes), plan
 
 
 def _describe_form(key: str, source: SourceConfig, fit: FormFit, there: set[str]) -> str:

@@ -205,6 +205,8 @@ def _check_sources(cfg: RunConfig) -> None:
                 raise UserError(f"{key}: split is set and would not be read, because {source.path} is one file")
             if "ratio" in own and len(sources) == 1:
                 raise UserError(f"{key}: ratio is set and would not be read, because there is no other source")
+            if "lazy" in own and key == "data.eval":
+                raise UserError(f"{key}: lazy is set and would not be read, because every row is measured")
             if "replacement" in own and key == "data.eval":
                 raise UserError(f"{key}: replacement is set and would not be read, because every row is measured once")
 

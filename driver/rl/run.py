@@ -99,7 +99,11 @@ class Run:
                     f"{self.cfg.groups_per_step} that a step needs: the reward may be the same for every completion"
                 )
             staleness = measure_staleness(groups, step=step, max_staleness=self.cfg.max_staleness)
-            return groups, staleness | measure_drawn(drawn) | self.prompts.count_draws(drawn[-1].ticket + 1)
+            measured = staleness | measure_drawn(drawn) | self.prompts.count_draws(drawn[-1].ticket + 1)
+            if self.buffer.sampled is not None:
+                measured |= self.buffer.sampled.measure([d.ticket for d in drawn])
+                self.buffer.sampled.forget(self.buffer.lowest_ticket)
+            return groups, measured
 
     def accept_group(self, group: Group) -> bool:
         """Tell whether to train on a group that is complete.

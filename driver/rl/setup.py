@@ -50,6 +50,7 @@ from driver.resume import collect_settings, find_checkpoint_to_resume, pin_templ
 from driver.rl.colocation import make_colocation, offload_after_start, share_devices
 from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import ObserverPlan, RunObservers, StartedRun
+from driver.rl.row_order import check_sampler, describe_sampler, make_buffer, make_sampled
 from driver.rl.run import Run
 from driver.rl.teachers import check_teacher_sources
 from driver.run_inputs import hash_inputs
@@ -66,7 +67,7 @@ from driver.start.trainers import TrainerPlan, plan_trainer, plan_trainer_role, 
 from driver.start.weight_sync import make_probe, make_weight_sync
 from modeling.hf_config import check_model_folder
 from rollouts.scheduling.availability import EngineAvailability
-from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
+from rollouts.scheduling.buffer import FinishedGroup
 from rollouts.scheduling.elastic_engines import Bounds, ElasticAvailability
 from rollouts.scheduling.generation import Generation
 from rollouts.worker import RolloutWorker
@@ -136,7 +137,8 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     loaded = with_forms(loaded, prompts, held_out)
     has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
-    settings = collect_settings(loaded, rollouts.files, hash_inputs(loaded, rollouts.files, tokenizer, prompts))
+    files = rollouts.files | {"data.sampler": check_sampler(cfg, prompts)}
+    settings = collect_settings(loaded, files, hash_inputs(loaded, files, tokenizer, prompts))
     return Prepared(
         loaded=loaded,
         alg=alg,
@@ -184,7 +186,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
     alg = await restore_algorithm(prepared.alg, trainers, prepared.checkpoint)
     availability = watch_engines(cfg, engines, context)
-    generation = make_generation(prepared, context, engines, availability, first_step)
+    generation = make_generation(prepared, context, engines, availability)
     if prepared.checkpoint is not None:
         generation.judges.restore(prepared.checkpoint.state.metrics)
     evaluation = None
@@ -218,11 +220,14 @@ def make_generation(
     context: RunContext,
     engines: Workers[RolloutWorker],
     availability: EngineAvailability,
-    first_step: int,
 ) -> Generation:
     """Return the background generation of groups. It also reports progress to the terminal."""
     cfg = prepared.loaded.cfg
-    buffer = make_buffer(prepared, first_step)
+    sampled = make_sampled(cfg, prepared.prompts)
+    draw_prompt = prepared.prompts.draw if sampled is None else sampled.draw
+    if sampled is not None:
+        context.console.say(describe_sampler(sampled.sampler))
+    buffer = make_buffer(cfg, prepared.checkpoint, draw_prompt, sampled)
 
     def show_progress(finished: FinishedGroup) -> None:
         tokens = sum(sample.n_sampled for sample in finished.group)
@@ -231,7 +236,7 @@ def make_generation(
     return Generation(
         engines,
         # A ticket always draws the same prompt, so a resumed run can draw its groups again.
-        draw_prompt=prepared.prompts.draw,
+        draw_prompt=draw_prompt,
         accept_group=partial(accepts_group, prepared.alg),
         buffer=buffer,
         group_size=cfg.group_size,
@@ -310,23 +315,3 @@ def watch_engines(
             len(engines), restart=restart, budget=rollout.restarts, say=context.console.say
         )
     return context.availability
-
-
-def make_buffer(prepared: Prepared, first_step: int) -> ReplayBuffer:
-    """Return an empty buffer, or the buffer of the resumed checkpoint."""
-    schedule = make_schedule(prepared.loaded.cfg)
-    if prepared.checkpoint is None:
-        return ReplayBuffer(schedule)
-    position = prepared.checkpoint.state.position
-    return ReplayBuffer.from_state(position, schedule, prepared.prompts.draw, step=first_step)
-
-
-def make_schedule(cfg: RLConfig) -> Schedule:
-    return Schedule(
-        steps=cfg.steps,
-        per_step=cfg.groups_per_step,
-        max_staleness=cfg.max_staleness,
-        sync_every=cfg.weight_sync.every,
-        max_kl=cfg.weight_sync.max_kl,
-        sample_reuse=cfg.sample_reuse,
-    )

@@ -80,13 +80,15 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
     rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
+    if cfg.precompute_ref_logp and (lazy := [source.name for source in rows.sources if source.is_lazy]):
+        raise UserError(f"precompute_ref_logp computes all rows before the start, and {lazy[0]} is lazy: leave it out")
     check_teacher_sources(alg.teachers, {group[0].prompt.source for group in rows.all()})
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
     loaded = with_forms(loaded, rows, held_out)
     # Only after loading is the number of valid rows known, and so the steps of `epochs`.
-    loaded = replace(loaded, cfg=loaded.cfg.with_steps(len(rows.all())))
+    loaded = replace(loaded, cfg=loaded.cfg.with_steps(rows.rows))
     settings = collect_settings(loaded, {}, hash_inputs(loaded, {}, tokenizer, rows))
     return Prepared(
         loaded=loaded,
@@ -187,7 +189,10 @@ class Run:
         """Return the rows of a step."""
         n = self.cfg.rows_per_step
         # Rows depend on the step alone, so a resumed run needs no data position.
-        return [self.rows.draw(ticket) for ticket in range(step * n, (step + 1) * n)]
+        groups = [self.rows.draw(ticket) for ticket in range(step * n, (step + 1) * n)]
+        if step + 1 < self.cfg.n_steps:
+            self.rows.prepare(range((step + 1) * n, (step + 2) * n))  # while the trainers work on these
+        return groups
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's metrics."""

@@ -26,6 +26,7 @@ from core.types.kept_sets import KeptSets
 from core.types.messages import describe_messages
 from core.types.sample_json import collect_images, describe_places, restore_messages, restore_places
 from core.types.samples import Group, Prompt, Sample, make_sample
+from rollouts.scheduling.sampled_rows import SampledRows
 
 # Without a bound, a task in which no group has a signal would sample for ever.
 MAX_REJECTED = 20
@@ -110,8 +111,9 @@ class ReplayBuffer:
     Not thread-safe: it belongs to one event loop.
     """
 
-    def __init__(self, schedule: Schedule, *, step: int = 0, ticket: int = 0):
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, *, step: int = 0, ticket: int = 0, sampled: SampledRows | None = None):
+        """Create an empty buffer. sampled: rows of the tickets as a sampler chooses them; None without a sampler."""
+        self.schedule, self.sampled = schedule, sampled
         self.version = step
         """Version of the engines' weights."""
         self.ticket = ticket
@@ -142,6 +144,11 @@ class ReplayBuffer:
         return self._n_accepted + self._n_accepted_waiting
 
     @property
+    def lowest_ticket(self) -> int:
+        """Lowest ticket of a group that has not left the buffer, or that of the next."""
+        return self.ready[0].ticket if self.ready else self.next_ready
+
+    @property
     def _next_position(self) -> int:
         """Position of the next ticket if all started groups are accepted. It may decrease, never increase."""
         # in rounds, a rejected group keeps its position until the round has finished
@@ -161,16 +168,23 @@ class ReplayBuffer:
         if self.restarts:
             # the stopped run started these tickets within the bound on staleness
             return self.restarts.popleft()
-        await self._wait_until(lambda: self.schedule.may_start(self._next_position, version=self.version))
+        await self._wait_until(self._may_start)
         self.started.add(self.ticket)
         self.ticket += 1
         return self.ticket - 1
+
+    def _may_start(self) -> bool:
+        if self.sampled is not None and not self.sampled.is_known(self.ticket):
+            return False
+        return self.schedule.may_start(self._next_position, version=self.version)
 
     def add_group(self, finished: FinishedGroup) -> None:
         """Add a finished group. Raises RuntimeError for a ticket that is not running."""
         if finished.ticket not in self.started:
             raise RuntimeError(f"ticket {finished.ticket} was not started, or finished twice")
         self.started.remove(finished.ticket)
+        if self.sampled is not None:
+            self.sampled.note(finished.ticket, finished.group)
         self._put_waiting(finished)
         self._move_to_ready()
         self._note_change()
@@ -250,7 +264,8 @@ class ReplayBuffer:
         """
         finished = [*self.ready, *self.waiting.values()]
         images = collect_images(s for g in finished for s in g.group)
-        return {
+        sampled = {} if self.sampled is None else {"sampled": self.sampled.get_state()}
+        return sampled | {
             "ticket": self.ticket,
             "started": sorted(self.started),
             "n_reported": self.n_reported,
@@ -262,10 +277,17 @@ class ReplayBuffer:
 
     @staticmethod
     def from_state(
-        state: Mapping[str, Any], schedule: Schedule, draw_prompt: Callable[[int], Prompt], *, step: int
+        state: Mapping[str, Any],
+        schedule: Schedule,
+        draw_prompt: Callable[[int], Prompt],
+        *,
+        step: int,
+        sampled: SampledRows | None = None,
     ) -> ReplayBuffer:
         """Restore the buffer of a stopped run. Finished groups are kept; started groups restart with new weights."""
-        buffer = ReplayBuffer(schedule, step=step, ticket=state["ticket"])
+        buffer = ReplayBuffer(schedule, step=step, ticket=state["ticket"], sampled=sampled)
+        if sampled is not None:
+            sampled.set_state(state["sampled"])
         # the state lists tickets in order, and the trainer waits for the lowest
         buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
         images = {name: read_image(base64.b64decode(text)) for name, text in state["images"].items()}

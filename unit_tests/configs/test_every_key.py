@@ -27,7 +27,7 @@ from data_feeds.packing.batches import plan_update
 from driver.checkpoint import is_due
 from driver.early_stop import EarlyStop
 from driver.load_recipe import Loaded, load_recipe
-from driver.rl.setup import make_schedule
+from driver.rl.row_order import make_schedule
 from driver.start.rollouts import plan_rollouts
 from driver.start.weight_sync import make_probe, make_weight_sync
 from rewards.weights import weigh_parts
@@ -166,6 +166,9 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "data_feeds/test_template_rules.py": ("data.end_of_turn", "data.continue_final_message"),
     "data_feeds/test_feeds.py": ("data.train.split", "data.max_invalid_fraction", "data.eval"),
     "data_feeds/test_forms.py": ("data.train.form",),
+    "data_feeds/test_disk_rows.py": ("data.train.lazy",),
+    "data_feeds/test_mixture.py": ("data.curriculum.rows", "data.curriculum.ratios"),
+    "driver/test_sampled_runs.py": ("data.sampler",),
     "trainers/test_shared_training.py": ("trainer.gradient_checkpointing",),
     "data_feeds/test_image_rows.py": ("data.max_image_pixels",),
     "modeling/test_head.py": ("trainer.logits_mib",),
@@ -187,7 +190,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
 SECTIONS = {
     *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
-    *("capture", "profile", "tracking", "rollout.agent"),
+    *("capture", "profile", "tracking", "rollout.agent", "data.curriculum"),
     *("capture", "tracking", "rollout.agent", "reward.judge_budget"),
 }
 

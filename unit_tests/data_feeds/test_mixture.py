@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from core.errors import UserError
 from data_feeds.feed import Feed, Source
-from data_feeds.rows.mixture import MOST_SLOTS, Mixture, interleave_sources, whole_parts
+from data_feeds.rows.mixture import MOST_SLOTS, Curriculum, Mixture, interleave_sources, whole_parts
 
 calmly = settings(deadline=None, max_examples=50)  # a busy machine's pauses are no failures
 RATIOS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
@@ -127,3 +127,47 @@ def test_ratios_are_taken_as_written_and_refused_where_no_pattern_is_exact():
     assert whole_parts([1e-3, 1], where="") == (1, 1000)
     with pytest.raises(UserError, match=rf"data.train: the ratios 0.333333, 1.0 .*at most {MOST_SLOTS}: round them"):
         whole_parts([0.333333, 1.0], where="data.train")
+
+
+@calmly
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3), st.integers(0, 3)), max_size=3), st.integers(0, 100))
+def test_phases_of_a_curriculum_are_exact_and_leave_no_gap_in_the_draws(phases, tickets):
+    parts = [(rows, whole_parts([float(a), float(b)], where="")) for rows, a, b in phases if a + b]
+    curriculum = Curriculum(tuple((rows, Mixture(p)) for rows, p in parts), Mixture((1, 2)))
+    numbers: dict[int, list[int]] = {0: [], 1: []}
+    for t in range(tickets):
+        source, nth = curriculum.place_ticket(t)
+        numbers[source].append(nth)
+    assert all(seen == list(range(len(seen))) for seen in numbers.values())
+    assert curriculum.count_drawn(tickets) == [len(seen) for seen in numbers.values()]
+    begin = 0
+    for rows, own in [*parts, (99, (1, 2))]:
+        drawn = Counter(curriculum.place_ticket(t)[0] for t in range(begin, begin + rows))
+        assert all(abs(drawn[d] - Fraction(own[d] * rows, sum(own))) < 1 for d in (0, 1))
+        begin += rows
+
+
+def test_a_curriculum_is_read_from_the_recipe_and_wrong_phases_are_refused(recipe, sums):
+    from configs.schema import RLConfig
+    from data_feeds.chat.template_args import make_tokenizer
+    from data_feeds.feed import load_prompts
+    from driver.load_recipe import load_recipe
+
+    paths = {"easy": "train.parquet", "hard": "eval.parquet"}
+    sources = [{"path": str(sums / file), "name": name} for name, file in paths.items()]
+
+    def load(*phases: dict) -> RLConfig:
+        return load_recipe(RLConfig, recipe({"data.train": sources, "data.curriculum": [*phases]}), []).cfg
+
+    cfg = load({"rows": 3, "ratios": {"easy": 1, "hard": 0}}, {"rows": 4, "ratios": {"hard": 3, "easy": 1}})
+    feed = load_prompts(cfg.data, "train", make_tokenizer(cfg.model, cfg.data), seed=0)
+    drawn = [feed.draw(ticket).source for ticket in range(17)]
+    assert drawn[:3] == ["easy"] * 3 and Counter(drawn[3:7]) == {"hard": 3, "easy": 1}
+    assert Counter(drawn[7:]) == {"easy": 5, "hard": 5}
+    assert feed.count_draws(17)["data/hard/rows"] == 8
+    for ratios, says in (
+        ({"easy": 1}, "a phase of curriculum names easy, and the sources of train are easy, hard: give each a ratio"),
+        ({"easy": 0, "hard": 0}, "a phase of curriculum draws from no source"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load({"rows": 3, "ratios": ratios})

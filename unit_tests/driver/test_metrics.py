@@ -36,6 +36,7 @@ from rollouts.scheduling.judge_spend import JudgeSpend
 from tools.benchmarks import rl_ceiling, rl_vs_trl, rl_work
 from unit_tests.helpers.examples import run_here, some_groups
 from unit_tests.helpers.runs import folder_of
+from unit_tests.helpers.sampled_play import SYNC, play
 from unit_tests.helpers.variants import NEEDED
 
 DIGITS = "def score(prompt, messages):\n    return {'digits': sum(map(str.isdigit, messages[-1]['content'])) / 8}\n"
@@ -144,6 +145,7 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     spend = JudgeSpend()
     spend.count([judged])
     everything |= {*measure_judges([judged]), *spend.measure()}
+    everything |= {*play(SYNC, "thompson", seed=0)[1][-1]}
     assert {metric.name for metric in METRICS if not any(map(metric.matches, everything))} == set()
 
 

@@ -1,0 +1,42 @@
+"""Write a Parquet file again with smaller row groups, so that a lazy source can read it.
+
+python -m data_prep.regroup BIG.parquet --out NEW.parquet
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from core.errors import UserError, first_line
+from data_prep.script import run_script, whole
+
+
+def regroup(source: Path, out: Path, rows: int) -> int:
+    """Write the rows of a Parquet file in groups of `rows`; return their number. Raises UserError otherwise."""
+    try:
+        with pyarrow.parquet.ParquetFile(source) as file:
+            with pyarrow.parquet.ParquetWriter(out, file.schema_arrow) as writer:
+                for batch in file.iter_batches(batch_size=rows):
+                    writer.write_batch(batch, row_group_size=rows)
+            return file.metadata.num_rows
+    except (pyarrow.ArrowException, FileNotFoundError) as error:
+        raise UserError(f"{source} cannot be read as Parquet: {first_line(error)}") from error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.regroup", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=whole(1), default=1000, help="rows of a group (1000)")
+    args = parser.parse_args()
+    if args.out.resolve() == args.source.resolve():
+        raise UserError("--out is the file that is read: name another")
+    print(f"{args.out}: {regroup(args.source, args.out, args.rows):,} rows in groups of {args.rows}")
+
+
+if __name__ == "__main__":
+    run_script(main)

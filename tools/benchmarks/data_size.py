@@ -1,0 +1,158 @@
+"""What do many rows cost a run? python -m tools.benchmarks.data_size [--rows N] [--bytes N] [--keep FOLDER]
+
+Makes N rows of about --bytes each, as JSONL and as Parquet, and reads them as a lazy source of an RL run in a process
+of its own: seconds until the first prompt (cold: the file is dropped from the page cache first), peak memory, beside
+those of a thousand rows, and draws per second, without and with conversion. Then it reads conversations of 900 tokens
+as a supervised run does, a step ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BATCH = 100_000
+DRAWS, CONVERTED = 50_000, 5_000
+CONVERSATIONS, TOKENS, PER_STEP = 4_000, 900, 200
+
+
+def make_rows(n: int, size: int, *, reply: bool = False) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows of about `size` bytes of JSON, in batches."""
+    for first in range(0, n, BATCH):
+        batch: list[dict[str, Any]] = []
+        for i in range(first, min(first + BATCH, n)):
+            text = f"What is {i} + {i * 7919 % 1000}? " + "a" * max(0, size - 110)
+            messages = [{"role": "user", "content": "Sum." if reply else text}]
+            messages += [{"role": "assistant", "content": text}] if reply else []
+            batch.append({"id": f"row/{i}", "messages": messages, "answer": str(i)})
+        yield batch
+
+
+def write_rows(path: Path, batches: Iterator[list[dict[str, Any]]]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    if path.suffix == ".jsonl":
+        with path.open("w", encoding="utf-8") as file:
+            for batch in batches:
+                file.writelines(json.dumps(row) + "\n" for row in batch)
+        return
+    writer = None
+    for batch in batches:
+        table = pyarrow.Table.from_pylist(batch)
+        writer = writer or pyarrow.parquet.ParquetWriter(path, table.schema)
+        writer.write_table(table, row_group_size=1000)
+    assert writer is not None
+    writer.close()
+
+
+def drop_cache(path: Path) -> None:
+    """Drop a file from the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(path: Path, model: Path, *, reply: bool) -> dict[str, float]:
+    """Return the numbers of a lazy source, read in this process."""
+    from configs.data_schema import PromptDataConfig, RowDataConfig, SourceConfig
+    from configs.trainer_schema import ModelConfig
+    from data_feeds.chat.template_args import make_tokenizer
+    from data_feeds.disk_source import DiskSource
+    from data_feeds.feed import load_groups, load_prompts
+
+    sources = [SourceConfig.model_validate({"path": str(path), "lazy": True})]
+    prompts = PromptDataConfig.model_validate({"train": sources, "max_prompt_tokens": 4096})
+    rows = RowDataConfig.model_validate({"train": sources, "max_tokens": 4096})
+    tokenizer = make_tokenizer(ModelConfig.model_validate({"path": str(model)}), prompts)
+    begin = time.perf_counter()
+    if reply:
+        feed: Any = load_groups(rows, "train", tokenizer, rows="conversations", seed=0)
+    else:
+        feed = load_prompts(prompts, "train", tokenizer, seed=0)
+    feed.draw(0)
+    found = {"first draw, s": time.perf_counter() - begin}
+    [source] = feed.sources
+    assert isinstance(source, DiskSource)
+    if reply:
+        begin = time.perf_counter()
+        for step in range(CONVERSATIONS // PER_STEP):
+            for ticket in range(step * PER_STEP, (step + 1) * PER_STEP):
+                feed.draw(ticket)
+            feed.prepare(range((step + 1) * PER_STEP, (step + 2) * PER_STEP))
+        return found | {"tokenised rows/s": CONVERSATIONS / (time.perf_counter() - begin)}
+    begin = time.perf_counter()
+    for nth in range(DRAWS):
+        source.disk.read(source.disk.pick("0", nth))
+    found["draws/s"] = DRAWS / (time.perf_counter() - begin)
+    begin = time.perf_counter()
+    for ticket in range(CONVERTED):
+        feed.draw(ticket)
+    found["prompts/s"] = CONVERTED / (time.perf_counter() - begin)
+    # in KiB on Linux; pages of a mapped file count, too, and the system takes them back when it needs them
+    return found | {"peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "anonymous MiB": anonymous()}
+
+
+def anonymous() -> float:
+    """Return the MiB of this process that are no pages of files."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) / 1024
+
+
+def measure_apart(path: Path, model: Path, *, reply: bool = False) -> dict[str, float]:
+    command = [sys.executable, "-m", "tools.benchmarks.data_size", "--measure", str(path), "--model", str(model)]
+    done = subprocess.run([*command, *(["--reply"] if reply else [])], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.data_size", description=(__doc__ or "")[:30])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--bytes", type=int, default=200, help="bytes of JSON of a row")
+    parser.add_argument("--keep", type=Path, help="folder for the files; by default they are deleted")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--reply", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure is not None:
+        print(json.dumps(measure(args.measure, args.model, reply=args.reply)))
+        return
+    from data_prep import tiny_model
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        tiny_model.make(folder / "model")
+        for suffix in ("jsonl", "parquet"):
+            for rows in (1000, args.rows):
+                path = folder / f"{rows}-{args.bytes}.{suffix}"
+                if not path.is_file():
+                    begin = time.perf_counter()
+                    write_rows(path, make_rows(rows, args.bytes))
+                    print(f"{path.name}: {path.stat().st_size / 2**20:.0f} MiB in {time.perf_counter() - begin:.0f} s")
+                for cache in ("cold", "warm") if rows > 1000 else ("warm",):
+                    if cache == "cold":
+                        drop_cache(path)
+                    show(f"{path.name}, {cache}", measure_apart(path, folder / "model"))
+        path = folder / "conversations.jsonl"
+        write_rows(path, make_rows(20_000, TOKENS + 110, reply=True))
+        show(f"{TOKENS} tokens a row", measure_apart(path, folder / "model", reply=True))
+
+
+def show(name: str, numbers: dict[str, float]) -> None:
+    print(f"{name:<28}" + "  ".join(f"{key} {value:,.2f}" for key, value in numbers.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Runs whose prompts a sampler chooses: what they log, and the rows of a run that was stopped."""
+
+import json
+
+import pytest
+
+import main_rl
+from core.errors import UserError
+from driver.resume import check_settings
+from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import LUCK, file_of, folder_of, metrics_of
+
+TARGET = """
+import numpy as np
+from data_feeds.samplers.base import Sampler, take_best
+
+
+class Target(Sampler):
+    target: float = 0.5
+
+    def choose(self, pool, history, *, count, rng):
+        rate = history.passed[pool] / np.maximum(1, history.samples[pool])
+        return take_best(pool, -abs(rate - self.target) - 0.01 * history.drawn[pool], count)
+"""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_the_rows_of_one_that_never_stopped(recipe, tmp_path, one_thread, capsys):
+    sampler = {"file": file_of(tmp_path / "target.py", TARGET), "target": 0.4}
+    luck = {"reward.function": file_of(tmp_path / "luck.py", LUCK)}
+    keys = {
+        "data.sampler": sampler,
+        "steps": 4,
+        "groups_per_step": 2,
+        "checkpoint.every": 1,
+        "checkpoint.keep": 9,
+        "rollout.max_new_tokens": 2,
+    }
+    path = recipe(keys | luck)
+    assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
+    assert "target.py: rows are drawn with unequal probabilities" in capsys.readouterr().out
+    whole = folder_of(tmp_path, "whole")
+    from_2 = f"resume={whole / 'checkpoints/step_00002'}"
+    assert run_here(main_rl, "--config", path, "name=resumed", from_2) == (0, "")
+    numbers = [
+        [{k: v for k, v in line.items() if k.startswith("data/")} for line in metrics_of(folder)]
+        for folder in (whole, folder_of(tmp_path, "resumed"))
+    ]
+    assert numbers[0][2:] == numbers[1] and {*numbers[0][3]} == {
+        *("data/drawn_pass_rate", "data/given_pass_rate", "data/new_rows", "data/effective_rows")
+    }
+    states = [
+        json.loads((folder / "checkpoints/step_00004/progress.json").read_text())["position"]["sampled"]
+        for folder in (whole, folder_of(tmp_path, "resumed"))
+    ]
+    assert states[0] == states[1] and sum(states[0]["histories"][0]["columns"]["drawn"]) == 8
+    # the settings of a sampler, and its file, are part of the training
+    code, err = run_here(main_rl, "--config", path, from_2, "data.sampler.target=0.5")
+    assert code == 2 and "data.sampler.target is 0.5 and was 0.4 when the checkpoint was made" in err
+    (tmp_path / "target.py").write_text(TARGET.replace("0.01", "0.02"))
+    code, err = run_here(main_rl, "--config", path, from_2)
+    assert code == 2 and "the file of data.sampler changed since the checkpoint was made" in err
+
+
+def test_a_checkpoint_from_before_forms_had_names_is_resumed():
+    """Its rows had our columns, whichever `columns` named them; only the form of other rows is a change."""
+    then = {"trainer.lr_schedule": "constant", "data.train": [{"path": "a.jsonl", "ratio": 1.0}]}  # form: since 0.2.0
+
+    def now(form: str) -> dict:
+        return then | {
+            "data.train": [{"path": "a.jsonl", "ratio": 1.0, "form": form, "lazy": False}],
+            "data.sampler": None,
+        }
+
+    check_settings(then, now("ours"))
+    check_settings(then | {"data.train": "a.jsonl"}, then | {"data.train": "a.jsonl", "data.curriculum": None})
+    check_settings(now("verl"), now("verl"))
+    for earlier in (then, now("ours")):
+        with pytest.raises(
+            UserError, match=r"data.train is .*'form': 'alpaca'.* and was .* when the checkpoint was made"
+        ):
+            check_settings(earlier, now("alpaca"))
