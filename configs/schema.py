@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
+from configs.judge_schema import JudgeConfig
 from configs.profile_schema import ProfileConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
 from configs.tracking_schema import TrackingConfig
@@ -181,6 +182,8 @@ class RLConfig(RunConfig):
     show_samples: int = Field(0, ge=0)
     """Steps between two samples printed with their reward. 0: none."""
     reward: RewardConfig
+    judge: JudgeConfig | None = None
+    """Judge that the run serves. Unset: rewards ask none, or the address in their settings."""
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     capture: CaptureConfig = CaptureConfig()

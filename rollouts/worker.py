@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rollouts.agents.episode import AgentRunner
     from rollouts.agents.processes import AgentProcesses
     from rollouts.agents.session import AgentTokenizer
+    from rollouts.judges.endpoint import JudgeEndpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +66,14 @@ class RolloutWorker:
         parser: ReplyParser | None = None,
         max_prompt_tokens: int | None = None,
         agents: AgentProcesses | None = None,
+        judge: JudgeEndpoint | None = None,
     ):
         """agents: processes of `rollout.agent`, in place of an environment. They need `stops` and
-        `max_prompt_tokens`."""
+        `max_prompt_tokens`. judge: endpoint of this engine for rewards, if the policy judges."""
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
-        self.timer = ActivityTimer(*ENGINE_ACTIVITIES)
+        self.timer, self.judge = ActivityTimer(*ENGINE_ACTIVITIES), judge
         self.agents = None if agents is None else self._make_runner(agents)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
@@ -82,6 +84,8 @@ class RolloutWorker:
         An episode yields one sample, one per player, or one per branch of an agent's conversations. The prompt's
         demonstration comes last.
         """
+        if self.judge is not None:
+            await self.judge.start()
         task = start_task(self._make_group(ticket, prompt, size))
         self.groups.append(task)
         try:
@@ -264,4 +268,6 @@ class RolloutWorker:
             # before the engine, to which agents send requests
             await self.agents.close()
         self.rewards.close()
+        if self.judge is not None:
+            await self.judge.close()
         await self.engine.close()

@@ -24,6 +24,7 @@ from data_feeds.chat.template_args import make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import locate_parser, make_parser
 from driver.start.devices import list_cores, share_machine, shares_devices, uses_gpus
+from driver.start.judges import check_judge, serve_policy
 from modeling.lora import name_lora_targets
 from rewards.rewarder import Rewarder
 from rewards.several import RewardPlan
@@ -126,7 +127,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         model_path=model.path,
         temperature=cfg.rollout.temperature,
         truncation=cfg.rollout.truncation,
-        max_model_len=cfg.longest_sample,
+        max_model_len=find_longest(cfg),
         stop_token_ids=(),
         dtype=model.dtype,
         images=model.images,
@@ -146,7 +147,9 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         data=carry_template(cfg.data),
         rollout=cfg.rollout.model_copy(update=moved),
         reward=cfg.reward,
-        reward_functions=plan_rewards(cfg.reward, engines=cfg.rollout.most_engines),
+        reward_functions=plan_rewards(
+            cfg.reward, engines=cfg.rollout.most_engines, judge=cfg.judge if isinstance(cfg, RLConfig) else None
+        ),
         env_spec=resolve_env(cfg.rollout.env),
         agent=None if cfg.rollout.agent is None else resolve_agent(cfg.rollout.agent),
         engine_spec=engine_spec,
@@ -155,6 +158,12 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         max_prompt_tokens=cfg.data.max_prompt_tokens,
         seed=cfg.seed,
     )
+
+
+def find_longest(cfg: RLConfig | EvalConfig) -> int:
+    """Return the maximum tokens of a sequence of the engines: a sample, or a request if the policy judges."""
+    judge = cfg.judge if isinstance(cfg, RLConfig) else None
+    return max(cfg.longest_sample, judge.max_model_len) if judge is not None and judge.is_policy else cfg.longest_sample
 
 
 def carry_template(data: TemplateConfig) -> TemplateConfig:
@@ -168,6 +177,8 @@ def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
     """Raise UserError for invalid reward settings, or a reward or environment that this machine cannot run."""
     plan.reward_functions.load()
     check_siblings(cfg, plan.reward_functions)
+    if isinstance(cfg, RLConfig):
+        check_judge(cfg, plan.reward_functions)
     if cfg.ray_address is None:  # else it is the engines' machines that need it
         plan.reward_functions.check(cfg.reward.timeout_s)
         load_env_class(plan.env_spec).check()
@@ -212,11 +223,12 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         agents = AgentProcesses(plan.agent)
     # The cores follow from the rank, which only this process knows.
     engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
+    judge, rewards = serve_policy(engine, tokenizer, plan.engine.max_model_len, plan.reward_functions)
     return RolloutWorker(
         engine,
         tokenizer,
         load_env_class(plan.env_spec),
-        make_rewarder(plan.reward, plan.reward_functions),
+        make_rewarder(plan.reward, rewards),
         reward=plan.reward,
         rollout=plan.rollout,
         seed=plan.seed,
@@ -224,6 +236,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         parser=make_parser(plan.rollout.tool_parser, tokenizer),
         max_prompt_tokens=plan.max_prompt_tokens,
         agents=agents,
+        judge=judge,
     )
 
 

@@ -173,6 +173,10 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "rewards/test_rewards.py": ("reward.workers", "reward.timeout_s"),
     "rewards/test_async_rewards.py": ("reward.max_concurrency",),
     "rewards/test_judge_runs.py": ("reward.judge_budget.calls", "reward.judge_budget.tokens"),
+    "rewards/test_served_judge.py": (
+        *("judge.model", "judge.engine", "judge.num_engines", "judge.tensor_parallel_size", "judge.temperature"),
+        *("judge.max_model_len", "judge.allowed_tokens", "judge.template_args"),
+    ),
     "driver/test_metrics.py": ("reward.max_failed_fraction",),
     "rollouts/test_vllm_adapter.py": ("model.lora.alpha",),
     "rollouts/test_episode.py": ("rollout.max_turns",),
@@ -186,7 +190,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 SECTIONS = {
     *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
     *("capture", "profile", "tracking", "rollout.agent"),
-    *("capture", "tracking", "rollout.agent", "reward.judge_budget"),
+    *("capture", "tracking", "rollout.agent", "reward.judge_budget", "judge"),
 }
 
 

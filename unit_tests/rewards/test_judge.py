@@ -260,7 +260,7 @@ REFUSED = {
 def test_settings_without_sense_are_one_sentence(name, reward):
     settings, said = REFUSED[name]
     with pytest.raises(UserError) as refused:
-        reward.check(240.0, **{"base_url": "http://h/v1", "model": "j", **settings})
+        reward.check(240.0, run=RewardRun(), **{"base_url": "http://h/v1", "model": "j", **settings})
     assert said in str(refused.value) and SECRET not in str(refused.value)
 
 
@@ -275,7 +275,7 @@ def test_a_prompt_of_one_s_own_is_filled_in_one_pass(tmp_path):
     assert content.startswith(f"Write sevens. | 77 | {reply} | End")
     file.write_text("{reply}")
     with pytest.raises(UserError, match=r"mine.txt has no \{verdict\}"):
-        judge.check(240.0, base_url="http://h/v1", model="j", prompt_file=str(file))
+        judge.check(240.0, run=RewardRun(), base_url="http://h/v1", model="j", prompt_file=str(file))
 
 
 def test_the_judge_sees_what_view_and_show_reasoning_say():

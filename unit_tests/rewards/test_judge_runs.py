@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from analysis.report.step_data import make_whole_step
 from core.metrics import find_metric
 from tools.benchmarks.judge_server import JudgeServer
 from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import evaluations_of, metrics_of
+from unit_tests.helpers.runs import evaluations_of, metrics_of, samples_of
 
 SECRET = "sk-do-not-tell-0123456789"
 
@@ -23,10 +21,6 @@ SECRET = "sk-do-not-tell-0123456789"
 def judged(url: str, **more: Any) -> dict[str, Any]:
     settings = {"base_url": url, "model": "j", "api_key_env": "MY_JUDGE_KEY", "outage_s": 5, "timeout_s": 5, **more}
     return {"function": "judge", "weights": {"score": 1.0}, "timeout_s": 30, "settings": settings}
-
-
-def rows_of(folder: Path, step: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"samples/step_{step:05d}.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
@@ -37,7 +31,7 @@ def test_a_run_writes_verdicts_and_costs_and_no_key(trained, monkeypatch, backen
         reward = judged(url, parse_retries=0)
         folder = trained({"reward": reward, "backend": backend, "reward.max_failed_fraction": 1.0, "steps": 1})
     [line] = metrics_of(folder)
-    rows = rows_of(folder)
+    rows = samples_of(folder)
     failed = [row for row in rows if row["failure"]]
     assert server.answered == line["judge/calls"] == line["judge/spent_calls"]
     assert failed and all(row["reward"] is None and row["notes"][0]["reading"] is None for row in failed)
@@ -98,7 +92,7 @@ def test_siblings_are_compared_in_training_and_evaluation(trained, refused, tmp_
     changes = {"reward": {"function": str(file), "weights": {"longest": 1.0}}, "data.eval": str(sums / "eval.parquet")}
     refused(changes, "eval_samples=1: score_group()", "set eval_samples to 2 or more")
     folder = trained(changes | {"eval_samples": 2, "data.eval_rows": 2, "steps": 1, "backend": backend})
-    assert {row["reward_parts"]["shown"] for row in rows_of(folder)} == {4.0}
+    assert {row["reward_parts"]["shown"] for row in samples_of(folder)} == {4.0}
     [before, *_] = evaluations_of(folder).values()
     assert before["eval/reward/shown"] == 2.0
 
