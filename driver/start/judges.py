@@ -79,6 +79,7 @@ def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
         stop_token_ids=(),
         dtype=cfg.model.dtype,
         images="off",
+        trust_remote_code=False,
         seed=cfg.seed,
         tensor_parallel_size=judge.tensor_parallel_size,
         kv_cache_gib=None if uses_gpus(cfg) else cfg.rollout.kv_cache_gib,

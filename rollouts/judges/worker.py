@@ -29,7 +29,9 @@ class JudgePlan:
 
     def make_tokenizer(self) -> ChatTokenizer:
         """Load the tokenizer. Raises UserError that names judge.model."""
-        return ChatTokenizer(self.engine.model_path, "chat", key="judge.model", template_args=self.template_args)
+        trusts = self.engine.trust_remote_code
+        path, args = self.engine.model_path, self.template_args
+        return ChatTokenizer(path, "chat", key="judge.model", template_args=args, trust_remote_code=trusts)
 
 
 class JudgeWorker:
