@@ -280,9 +280,9 @@ async def start_workers(
     async def start_engines(rollouts: RolloutPlan) -> tuple[Workers[RolloutWorker], Judges | None]:
         # the judge first, because the engines' reward processes need its address
         judges = await start_judges(context.cluster, cfg, context.console.say, key)
-        rewards = address_judge(rollouts.reward_functions, key, () if judges is None else judges.urls)
+        plan = rollouts.with_rewards(partial(address_judge, key=key, urls=() if judges is None else judges.urls))
         # Stored at once, so that `close` reaches the engines even if the trainers fail to start.
-        context.engines = await start_rollouts(context.cluster, cfg, replace(rollouts, reward_functions=rewards))
+        context.engines = await start_rollouts(context.cluster, cfg, plan)
         return context.engines, judges
 
     if plan.shares_device:

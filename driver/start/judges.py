@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from core.timing.deadlines import MEMBERSHIP_POLL_S
 from data_feeds.chat.template_args import list_arguments
 from driver.start.devices import list_cores, share_machine, uses_gpus
 from modeling.hf_config import check_model_folder
+from rewards import RunJudge
 from rewards.several import RewardPlan
 from rollouts.engines.base import EngineConfig
 from rollouts.registry import load_engine_class, resolve_engine
@@ -33,12 +34,12 @@ JUDGE_GROUP = "judge"
 LOOPBACK = ("127.0.0.1", 0)
 
 
-def check_judge(cfg: RLConfig, rewards: RewardPlan) -> None:
+def check_judge(cfg: RLConfig, rewards: Sequence[RewardPlan]) -> None:
     """Raise UserError for a judge that no reward asks, or that this recipe cannot serve."""
     judge = cfg.judge
     if judge is None:
         return
-    if not rewards.may_ask_judge:
+    if not any(plan.may_ask_judge for plan in rewards):
         raise UserError(
             "judge is set, and no reward asks it: set reward.function to judge or rubric without base_url in its "
             "settings, or leave judge out"
@@ -219,14 +220,11 @@ def address_judge(rewards: RewardPlan, key: str, urls: tuple[str, ...] = ()) -> 
 
 
 def serve_policy(
-    engine: Engine, tokenizer: JudgeTokenizer, max_model_len: int, rewards: RewardPlan
-) -> tuple[JudgeEndpoint | None, RewardPlan]:
-    """Return an endpoint of the policy's engine, and the rewards that ask it; None unless the policy judges."""
-    judge = rewards.run.judge
+    engine: Engine, tokenizer: JudgeTokenizer, max_model_len: int, judge: RunJudge | None
+) -> JudgeEndpoint | None:
+    """Return an endpoint of the policy's engine for rewards; None unless the policy judges."""
     if judge is None or judge.is_frozen:
-        return None, rewards
+        return None
     from rollouts.judges.endpoint import JudgeEndpoint, Served
 
-    served = Served(model=judge.model, max_model_len=max_model_len, key=judge.key)
-    endpoint = JudgeEndpoint(engine, tokenizer, served)
-    return endpoint, address_judge(rewards, judge.key, (endpoint.url,))
+    return JudgeEndpoint(engine, tokenizer, Served(model=judge.model, max_model_len=max_model_len, key=judge.key))

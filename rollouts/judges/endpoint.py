@@ -61,6 +61,7 @@ class JudgeEndpoint:
     ) -> None:
         """address, port: where to listen; port 0 takes a free one."""
         self._engine, self._tokenizer, self._served = engine, tokenizer, served
+        self.key = served.key
         self._socket = listen_at(address, port)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{f'[{address}]' if ':' in address else address}:{self.port}/v1"
