@@ -11,7 +11,7 @@ import main_eval
 import main_rl
 from analysis.report.step_data import make_whole_step
 from core.metrics import find_metric
-from tools.benchmarks.judge_server import JudgeServer
+from tools.benchmarks.judge_server import Asked, JudgeServer, count_sevens
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import evaluations_of, metrics_of, samples_of
 
@@ -42,6 +42,26 @@ def test_a_run_writes_verdicts_and_costs_and_no_key(trained, monkeypatch, backen
     assert [name for name in line if name.startswith("judge/") and find_metric(name) is None] == []
     texts = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     assert texts and not any(SECRET.encode() in text for text in texts)
+
+
+def test_an_outage_costs_no_reward_and_no_wrong_sample(trained):
+    """The server takes none of 60 requests in the middle of a step: it breaks them off, then refuses them."""
+    server = JudgeServer()
+
+    def judge_until_the_outage(asked: Asked) -> str:
+        if server.answered == 5:
+            server.statuses.extend([0] * 4 + [503, 429, 503, 502] * 14)
+        return count_sevens(asked)
+
+    server.judge = judge_until_the_outage
+    with server.running() as url:
+        reward = judged(url, api_key_env=None, outage_s=60, cache=False, max_concurrency=2)
+        reward |= {"timeout_s": 70, "max_failed_fraction": 0}
+        folder = trained({"reward": reward, "steps": 1})
+    [line], rows = metrics_of(folder), samples_of(folder)
+    assert server.refused == line["judge/retries"] == 60 and line["rollout/failed"] == 0
+    for row in rows:
+        assert row["reward"] == pytest.approx(1 + 9 * row["completion"].strip()[:8].count("7") / 8, abs=1e-3)
 
 
 def test_a_run_ends_after_the_step_that_used_up_judge_budget_and_can_go_on(recipe, tmp_path, monkeypatch):
