@@ -28,6 +28,11 @@ JUDGE_SECONDS_P95 = _declare("judge/seconds_p95", "seconds", "the same, 95th per
 JUDGE_AGREEMENT = _declare(
     "judge/agreement", "fraction", "votes equal to the most frequent vote on their reply; with votes above 1"
 )
+JUDGE_ANCHOR_ERROR = _declare(
+    "judge/anchor_error",
+    "fraction",
+    "distance of the verdicts on anchors from their known scores, over the width of the scale; when anchors are graded",
+)
 JUDGE_SPENT_CALLS = _declare(
     "judge/spent_calls", "calls", "answered requests so far, those of evaluations and of resumed runs included"
 )

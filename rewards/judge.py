@@ -12,6 +12,7 @@ rewards/judging/settings.py has the settings.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,9 @@ async def score(prompt: Prompt, messages: list[Message], *, run: RewardRun, **se
     if not reply:
         return Scored({"score": judge.settings.bounds[0]})
     verdict = await judge.ask(prompt, reply)
-    return Scored({"score": verdict.value}, notes=verdict.notes, counts=verdict.counts)
+    counts = Counter(verdict.counts)
+    counts.update(await judge.anchors.measure(judge))
+    return Scored({"score": verdict.value}, notes=verdict.notes, counts=dict(counts))
 
 
 def check(deadline_s: float, *, run: RewardRun, **settings: Any) -> None:

@@ -82,6 +82,8 @@ def prepare(*, run: RewardRun, **settings: Any) -> None:
 def make_judge(settings: str, run: RewardRun) -> Judge:
     """Return the judge of these settings, given as JSON."""
     given = read_settings(RubricSettings, json.loads(settings))
+    if given.anchors is not None:
+        raise UserError("reward.settings.anchors are of the reward judge, and this is rubric: leave it out")
     low, high = given.bounds
     if low < 0 or high > 1:
         raise UserError("reward.settings: a criterion is met or not: scale and labels must be from 0 to 1")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from core import metrics as names
-from core.judge_metrics import SECOND_CORR, SECOND_MEAN
+from core.judge_metrics import JUDGE_ANCHOR_ERROR, SECOND_CORR, SECOND_MEAN
 from core.types.run_summary import Warned
 
 WINDOW = 5
@@ -194,6 +194,19 @@ def find_changed_judge(history: History, settings: Settings) -> str | None:
     )
 
 
+def find_drifting_judge(history: History, settings: Settings) -> str | None:
+    """Report a judge whose error on anchors has doubled, and grown by a tenth of the scale."""
+    first = [line[JUDGE_ANCHOR_ERROR] for line in history.first if JUDGE_ANCHOR_ERROR in line]
+    last = [line[JUDGE_ANCHOR_ERROR] for line in history.last if JUDGE_ANCHOR_ERROR in line][-2:]
+    # two in a row, because a verdict is drawn
+    if not first or history.n <= WINDOW or len(last) < 2 or min(last) < max(2 * first[0], first[0] + 0.1):
+        return None
+    return (
+        f"the judge's error on the anchors grew from {first[0]:.2f} to {last[-1]:.2f} of the scale: the judge has "
+        "changed, and so has the reward; pin the version of the model, or start again with the new judge"
+    )
+
+
 def find_endless_warmup(history: History, settings: Settings) -> str | None:
     """Report a learning rate that still rises at the last step."""
     rates = [line[names.TRAIN_LR] for line in history.last if names.TRAIN_LR in line]
@@ -216,7 +229,8 @@ DURING: dict[str, Rule] = {
     "large_sets": find_large_sets,
     "reward_of_length": find_reward_of_length,
     "judge_blind_spot": find_blind_spot,
-    "judge_drifts": find_changed_judge,
+    "judges_disagree": find_changed_judge,
+    "judge_drifts": find_drifting_judge,
 }
 """Rules applied after every step."""
 AT_END: dict[str, Rule] = {"warmup_at_end": find_endless_warmup}

@@ -36,6 +36,8 @@ def measure_judges(samples: Sequence[Sample]) -> dict[str, float]:
         measured[names.JUDGE_CACHED] = cached / (calls + cached)
     if calls:
         measured[names.JUDGE_UNREADABLE] = totals.get("unreadable", 0.0) / calls
+    if anchors := totals.get("anchors", 0.0):
+        measured[names.JUDGE_ANCHOR_ERROR] = totals["anchor_errors"] / anchors
     if votes := totals.get("votes", 0.0):
         measured[names.JUDGE_AGREEMENT] = totals["agreed"] / votes
     seconds = [note["seconds"] for s in samples for note in s.notes if "seconds" in note and not note.get("cached")]

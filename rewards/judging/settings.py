@@ -62,6 +62,11 @@ class JudgeSettings(StrictModel):
     """Deadline of one request in seconds."""
     outage_s: Seconds = 120.0
     """Seconds for which requests that a server cannot take are repeated, before the sample fails."""
+    anchors: str | None = None
+    """File with replies of known value, as JSON lines {prompt, reply, score}, that the judge grades again during the
+    run: judge/anchor_error. Only for the reward judge."""
+    anchors_every: int = Field(512, ge=1)
+    """Verdicts of a reward process from which the anchors are graded once."""
     cache: bool = True
     """Keep verdicts in the run folder. An equal request, also of a resumed run, then costs no call."""
 
@@ -78,6 +83,8 @@ class JudgeSettings(StrictModel):
             raise ValueError("model is missing: set the name under which the server of base_url knows it")
         elif not re.match(r"https?://[^/]", self.base_url):
             raise ValueError(f"base_url must be an address like http://host:8000/v1, found {quote(self.base_url)}")
+        if "anchors_every" in self.model_fields_set and self.anchors is None:
+            raise ValueError("anchors_every is set, and anchors is not: set it, or leave anchors_every out")
         if not self.scale[0] < self.scale[1]:
             raise ValueError("scale must be [lowest, highest]")
         if len(self.labels) < 2 or len({label.lower() for label in self.labels}) < len(self.labels):

@@ -48,7 +48,9 @@ COUNTS = dict.fromkeys(
     1.0,
 )
 """What environments, tools and agents count; their own tests have runs that do."""
-JUDGED = {f"judge/{name}": 1.0 for name in ("calls", "cached", "unreadable", "tokens_in", "votes", "agreed")}
+JUDGED = {
+    f"judge/{name}": 1.0 for name in ("calls", "cached", "unreadable", "votes", "agreed", "anchors", "anchor_errors")
+}
 """What a judge counts."""
 UNPAIRED = [{"messages": f"{i} plus 1", "label": i % 2 == 0} for i in range(6)]
 
