@@ -25,7 +25,7 @@ def score(prompt, messages):
 """
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.verify)])
 def test_an_evaluation_has_a_second_reward_that_trains_nothing(trained, sums, tmp_path, backend):
     """It is the opposite of the reward, weighted, and of held-out samples alone."""
     second = {"function": file_of(tmp_path / "short.py", SHORT), "weights": {"brief": 2.0}}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
+import string
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from driver.load_recipe import load_recipe
 from driver.start.devices import count_judge_ranks
 from driver.start.judges import plan_judge, plan_judge_roles
 from rewards import RewardRun, RunJudge, Scored
+from rewards.judging.prompts import ask_for_verdict, enclose, fill_template, hash_text
+from rewards.judging.settings import JudgeSettings
 from rollouts.engines.base import Completion
 from rollouts.judges.endpoint import JudgeEndpoint, Served
-from tools.benchmarks.judge_server import JudgeServer
+from tools.benchmarks.judge_server import Asked, JudgeServer, count_sevens
 from unit_tests.helpers.judged import score_at
-from unit_tests.helpers.runs import metrics_of, samples_of
+from unit_tests.helpers.runs import evaluations_of, metrics_of, samples_of
 
 KEY = "sk-of-this-run-0123456789"
 ASKED = {"model": "j", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
@@ -126,8 +130,8 @@ async def score(prompt, messages, *, run, **settings):
 """
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_the_policy_judges_and_its_verdicts_are_not_kept(trained, tmp_path, backend):
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.verify)])
+def test_the_policy_judges(trained, tmp_path, backend):
     """A random policy states no verdict; the reward of this test goes on without."""
     (file := tmp_path / "spares.py").write_text(SPARES)
     changes = served("policy", max_tokens=4) | {"judge": {"model": "policy", "max_model_len": 900}}
@@ -137,7 +141,6 @@ def test_the_policy_judges_and_its_verdicts_are_not_kept(trained, tmp_path, back
     rows = [row for row in samples_of(folder) if row["completion"]]
     assert line["judge/calls"] == len(rows) and line["judge/unreadable_fraction"] == 1
     assert all(row["notes"][0]["by"] == "policy" and row["notes"][0]["reading"] is None for row in rows)
-    assert not (folder / "judge_cache").exists()
 
 
 OWN = {"reward.function": "judge", "reward.weights": {"score": 1.0}, "reward.timeout_s": 240}
@@ -175,6 +178,29 @@ def test_a_judge_has_engines_of_its_own(recipe, tiny_path):
     assert (plan.engine.temperature, plan.engine.max_model_len, plan.engine.tensor_parallel_size) == (0.7, 4096, 2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "replies", "calls"),
+    [
+        ({}, ("7", "7"), 1),
+        ({"is_frozen": False}, ("7", "7"), 2),
+        ({}, ("unreadable",), 3),
+        ({"is_greedy": True}, ("unreadable",), 1),
+    ],
+)
+def test_a_judge_is_asked_again_where_that_may_change_the_verdict(tmp_path, kind, replies, calls):
+    """A policy of other weights may say something else, and a greedy judge does not. All requests carry the key."""
+
+    def judge(asked: Asked) -> str:
+        return "I like it." if asked.reply == "unreadable" else count_sevens(asked)
+
+    server = JudgeServer(judge=judge, key=KEY)
+    with server.running() as url:
+        run = RewardRun(folder=str(tmp_path), judge=RunJudge(model="j", urls=(url,), key=KEY, **kind))
+        score_at("", *replies, run=run, base_url=None, model=None)
+    assert server.answered == calls and server.refused == 0
+    assert all(body["model"] == "j" and "temperature" not in body for body in server.bodies)
+
+
 def test_requests_go_to_the_least_busy_engine():
     """Two engines share the requests, and the other takes those of one that is gone."""
     first, second = JudgeServer(seconds=0.05), JudgeServer(seconds=0.05)
@@ -201,7 +227,8 @@ async def score(prompt, messages, *, run, **settings):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.verify
+@pytest.mark.timeout(600)
 def test_a_killed_judge_engine_comes_back(trained, tiny_path, tmp_path, capfd):
     """It dies while rewards ask it. No sample fails: each has the verdict of the engine that came back."""
     flag, pid, engine = tmp_path / "killed", tmp_path / "pid", tmp_path / "engine.py"
@@ -211,11 +238,58 @@ def test_a_killed_judge_engine_comes_back(trained, tiny_path, tmp_path, capfd):
         f"        Path({str(pid)!r}).write_text(str(os.getpid()))\n"
     )
     (mine := tmp_path / "mine.py").write_text(KILLS.format(flag=str(flag), pid=str(pid)))
-    changes = served(tiny_path, verdict="probability") | {"backend": "ray"}
+    # a busy machine may take minutes to start an engine
+    changes = served(tiny_path, verdict="probability", outage_s=400) | {"backend": "ray"}
     changes["judge"] |= YES_NO | {"engine": str(engine)}
-    changes["reward"] |= {"function": str(mine), "max_failed_fraction": 0}
+    changes["reward"] |= {"function": str(mine), "max_failed_fraction": 0, "timeout_s": 500}
     folder = trained(changes)
     [line] = metrics_of(folder)
     assert flag.exists() and line["rollout/failed"] == 0 and line["judge/retries"] > 0
-    said = capfd.readouterr().err
+    said = capfd.readouterr().out
     assert "restarting it (1 of rollout.restarts=3)" in said and "judge 0 is back" in said
+
+
+RULE = "{reply}\n{verdict}\n"
+"""Prompt of the judge that is trained below."""
+
+
+def write_verdicts(path: Path, n: int) -> str:
+    """Write n requests to a judge that knows a rule: y if the reply has more sevens than twos."""
+    rng = random.Random(0)
+    settings = JudgeSettings(base_url="http://h/v1", model="j", verdict="probability", words=("y", "n"))
+    rows = []
+    for i in range(n):
+        reply = "".join(rng.choice("72" * rng.randrange(3) + string.digits) for _ in range(rng.randint(1, 8)))
+        key = hash_text(reply)
+        text = fill_template(RULE, {"reply": enclose(reply, key), "verdict": ask_for_verdict(settings, key)})
+        verdict = "y" if reply.count("7") > reply.count("2") else "n"
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": verdict}]
+        rows.append(json.dumps({"id": str(i), "messages": turns}))
+    path.write_text("\n".join(rows) + "\n")
+    return str(path)
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_a_model_learns_from_a_judge_that_the_run_serves(trained, tmp_path, sums, backend, capsys):
+    """The judge has learnt a rule from examples, and the policy learns it from the judge's probabilities alone."""
+    rows = write_verdicts(tmp_path / "verdicts.jsonl", 4000)
+    sl = {"name": "judge", "data": {"train": rows, "max_tokens": 128}, "steps": 300, "rows_per_step": 32}
+    judge = trained(sl | {"trainer.lr": 3e-3, "trainer.warmup_updates": 20}, kind="sl", name="judge") / "model"
+    (tmp_path / "rule.txt").write_text(RULE)
+    changes = served(str(judge), verdict="probability", prompt_file=str(tmp_path / "rule.txt"))
+    changes["judge"] |= YES_NO
+    (tmp_path / "exact.py").write_text(
+        "def score(prompt, messages):\n    text = messages[-1]['content']\n"
+        "    return {'correct': float(text.count('7') > text.count('2'))}\n"
+    )
+    held_out = {"data.eval": str(sums / "eval.parquet"), "eval_reward": {"function": str(tmp_path / "exact.py")}}
+    more = {"steps": 40, "groups_per_step": 4, "group_size": 16, "trainer.lr": 1e-2, "eval_samples": 4}
+    folder = trained(changes | held_out | more | {"backend": backend}, name="test")
+    before, after = evaluations_of(folder)[0], evaluations_of(folder)[40]
+    with capsys.disabled():
+        for line in (before, after):
+            print({name: round(line[f"eval/{name}"], 3) for name in ("reward/mean", "second_reward/mean")})
+    assert before["eval/second_reward/mean"] < 0.5
+    assert after["eval/reward/mean"] > 0.9 and after["eval/second_reward/mean"] > 0.9
