@@ -330,3 +330,13 @@ class WeightSyncConfig(StrictModel):
         """Return probe_tolerance, or the default of a model's dtype, in nats."""
         # `or` means unset here, because the key must be above 0.
         return self.probe_tolerance or PROBE_TOLERANCE[dtype]
+
+
+def min_staleness(*, sync_every: int, sample_reuse: int) -> int:
+    """Return the smallest `max_staleness` a run can satisfy; samples reach this staleness whatever the timing.
+
+    >>> min_staleness(sync_every=1, sample_reuse=1)
+    0
+    """
+    # The last step before a sync trains on samples sync_every - 1 versions old. Each further use adds a step.
+    return sync_every + sample_reuse - 2

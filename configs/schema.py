@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 
 from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
+from configs.judge_schema import JudgeConfig
 from configs.profile_schema import ProfileConfig
-from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
+from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig, min_staleness
 from configs.tracking_schema import TrackingConfig
 from configs.trainer_schema import (
     CheckpointConfig,
@@ -140,16 +141,6 @@ class RunConfig(StrictModel):
         return self
 
 
-def min_staleness(*, sync_every: int, sample_reuse: int) -> int:
-    """Return the smallest `max_staleness` a run can satisfy; samples reach this staleness whatever the timing.
-
-    >>> min_staleness(sync_every=1, sample_reuse=1)
-    0
-    """
-    # The last step before a sync trains on samples sync_every - 1 versions old. Each further use adds a step.
-    return sync_every + sample_reuse - 2
-
-
 class RLConfig(RunConfig):
     """Configuration of main_rl.py."""
 
@@ -178,9 +169,14 @@ class RLConfig(RunConfig):
     """Number of samples per prompt of data.eval. Above 1, pass@k is logged for powers of two up to this number."""
     eval_pass_reward: float = 1.0
     """Minimum reward of a sample of data.eval that counts as solved in pass@k."""
+    eval_reward: RewardConfig | None = None
+    """Second reward of the samples of data.eval, such as another judge or an exact answer. It is logged beside theirs,
+    as eval/second_reward/<part>, and not trained on. Unset: none."""
     show_samples: int = Field(0, ge=0)
     """Steps between two samples printed with their reward. 0: none."""
     reward: RewardConfig
+    judge: JudgeConfig | None = None
+    """Judge that the run serves. Unset: rewards ask none, or the address in their settings."""
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     capture: CaptureConfig = CaptureConfig()
@@ -219,7 +215,7 @@ class RLConfig(RunConfig):
                 "backend: local is one process: set rollout.num_engines and rollout.tensor_parallel_size to 1"
             )
         # all of these are logged as reward/<name>, sources of a mixture too: two of a name would overwrite each other
-        taken = {"mean", "std", "mean_drawn", *self.reward.weights}
+        taken = {"mean", "std", "mean_drawn", "length_corr", *self.reward.weights}
         names = {source.log_name for source in self.data.list_sources("train")}
         if len(names) > 1 and (clash := taken & names):
             said = f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"

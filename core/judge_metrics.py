@@ -7,8 +7,8 @@ from core.metric import Metric, Unit
 JUDGE_METRICS: list[Metric] = []
 
 
-def _declare(name: str, unit: Unit, meaning: str) -> str:
-    JUDGE_METRICS.append(Metric(name=name, unit=unit, meaning=meaning, logged_by="RL with a judge"))
+def _declare(name: str, unit: Unit, meaning: str, logged_by: str = "RL with a judge") -> str:
+    JUDGE_METRICS.append(Metric(name=name, unit=unit, meaning=meaning, logged_by=logged_by))
     return name
 
 
@@ -28,7 +28,27 @@ JUDGE_SECONDS_P95 = _declare("judge/seconds_p95", "seconds", "the same, 95th per
 JUDGE_AGREEMENT = _declare(
     "judge/agreement", "fraction", "votes equal to the most frequent vote on their reply; with votes above 1"
 )
+JUDGE_ANCHOR_ERROR = _declare(
+    "judge/anchor_error",
+    "fraction",
+    "distance of the verdicts on anchors from their known scores, over the width of the scale; when anchors are graded",
+)
 JUDGE_SPENT_CALLS = _declare(
     "judge/spent_calls", "calls", "answered requests so far, those of evaluations and of resumed runs included"
 )
 JUDGE_SPENT_TOKENS = _declare("judge/spent_tokens", "tokens", "tokens of these requests and answers")
+
+SECOND = "second_reward/{}"
+"""Metrics of eval_reward, without the prefix eval/."""
+_SECOND = "RL with eval_reward"
+_declare("eval/second_reward/<part>", "", "mean of a part of eval_reward, or mean: of its weighted sum", _SECOND)
+SECOND_MEAN = SECOND.format("mean")
+SECOND_CORR = SECOND.format("corr")
+_declare(
+    "eval/second_reward/corr",
+    "",
+    "correlation of reward and eval_reward over samples; absent without a spread",
+    _SECOND,
+)
+SECOND_FAILED = SECOND.format("failed")
+_declare("eval/second_reward/failed", "samples", "samples of data.eval that eval_reward failed", _SECOND)

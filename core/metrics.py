@@ -44,6 +44,9 @@ TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second o
 
 REWARD_MEAN = _declare("reward/mean", "", "mean reward over the episodes that have one", RL)
 REWARD_STD = _declare("reward/std", "", "standard deviation of the rewards of the step", RL)
+REWARD_LENGTH_CORR = _declare(
+    "reward/length_corr", "", "correlation of reward and sampled tokens within groups; absent without a spread", RL
+)
 REWARD_MEAN_DRAWN = _declare(
     "reward/mean_drawn", "", "mean reward over all groups drawn for the step, rejected ones included", RL
 )

@@ -104,6 +104,7 @@ class RunContext:
         """
         if steps_done not in self.evaluated:
             self.evaluated.add(steps_done)
+            self.adviser.evaluated.append(metrics)
             with self.clock.phase(Phase.LOG):
                 self.trackers.metrics(steps_done, {names.STEP_NUMBER: float(steps_done), **metrics})
 

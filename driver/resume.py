@@ -38,10 +38,20 @@ BITWISE_ONLY = (
     *("trainer.sequence_parallel", "trainer.offload"),
     *("rollout.num_engines", "rollout.num_engines.", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
+    *("judge.num_engines", "judge.tensor_parallel_size"),
 )
 """Keys that may change so that a run can continue after running out of memory. The gradient is equal in exact
 arithmetic, but not to the last bit; the log says so."""
-EVALUATION = ("eval_every", "eval_samples", "eval_pass_reward", "data.eval", "data.eval.", "data.eval_rows")
+EVALUATION = (
+    "eval_every",
+    "eval_samples",
+    "eval_pass_reward",
+    "eval_reward",
+    "eval_reward.",
+    "data.eval",
+    "data.eval.",
+    "data.eval_rows",
+)
 """Keys that may change. In RL they affect the last bits, because an engine batches held-out prompts with others."""
 
 

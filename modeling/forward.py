@@ -110,6 +110,18 @@ def compute_values(
 
     sequence_group: as in `forward`.
     """
+    return compute_labels(module, batch, layout=layout, model=model, sequence_group=sequence_group)[:, 0]
+
+
+def compute_labels(
+    module: nn.Module,
+    batch: Batch,
+    *,
+    layout: Layout,
+    model: nn.Module,
+    sequence_group: SequenceGroup | None = None,
+) -> Tensor:
+    """Compute all outputs of a sequence classifier where `compute_values` reads the first, [M, L] float32."""
     part = _lay_out_part(model, batch, layout, sequence_group)
     seen: list[Tensor] = []
     hook = model.score.register_forward_hook(lambda _, args, out: seen.append(out))  # every position's, before pooling
@@ -117,9 +129,9 @@ def compute_values(
         module(**part.inputs, use_cache=False)
     finally:
         hook.remove()
-    [values] = seen  # [rows, columns, 1]
+    [values] = seen  # [rows, columns, L]
     row, column = part.at
-    own = values[row, column, 0].float()
+    own = values[row, column].float()  # [m, L]
     return own if sequence_group is None else sequence_group.gather(own, part.mine)
 
 

@@ -63,8 +63,9 @@ def load_scalar_model(
     key: str = "model.path",
     trust_remote_code: bool = False,
     place: Place | None = None,
+    n_labels: int = 1,
 ) -> nn.Module:
-    """Load a value or reward model: the transformer of `path` with a sequence classifier's head of one label.
+    """Load a value or reward model: the transformer of `path` with a sequence classifier's head of `n_labels` labels.
 
     A saved reward model's head is kept; a new head starts at zero. Raises UserError as `load_model` does. place: as
     there; not used for a vision-language model with a new head.
@@ -82,7 +83,7 @@ def load_scalar_model(
         model: Any = with_scalar_head(whole).train()
     else:
         _register_scalar_class(read_config(path, **kind))
-        settings: dict[str, Any] = {"new_head": is_new, "num_labels": 1, "place": place}
+        settings: dict[str, Any] = {"new_head": is_new, "num_labels": n_labels, "place": place}
         model = _load_pretrained(
             AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, **kind, **settings
         )
@@ -98,6 +99,13 @@ def load_scalar_model(
     config = model.config.get_text_config()
     config.pad_token_id = config.pad_token_id or 0
     return model
+
+
+def count_labels(path: str, *, trust_remote_code: bool = False) -> int:
+    """Return the number of labels of a saved sequence classifier; 0 for another model."""
+    if not _is_scalar(path, trust_remote_code=trust_remote_code):
+        return 0
+    return read_config(path, trust_remote_code=trust_remote_code).num_labels
 
 
 def check_weights(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -41,6 +41,22 @@ RewardFn = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunJudge:
+    """Judge that the run serves: `judge` of the recipe."""
+
+    model: str
+    is_frozen: bool = True
+    """False for the policy, whose verdicts change with the weights."""
+    is_greedy: bool = False
+    """True if equal requests have equal verdicts, whatever the seed."""
+    words: tuple[str, ...] = ()
+    """The two words between which it chooses, with log-probabilities; empty if it may write any text."""
+    urls: tuple[str, ...] = ()
+    """Address of each engine, with the /v1. Empty before the engines have started."""
+    key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRun:
     """Facts of the run, for rewards with a keyword argument `run`."""
 
@@ -50,6 +66,7 @@ class RewardRun:
     """Run folder, or None outside of a run."""
     earlier_folder: str | None = None
     """Run folder of the checkpoint that the run resumes."""
+    judge: RunJudge | None = None
 
 
 def resolve_reward(name_or_path: str, *, key: str = "reward") -> FileSpec:
@@ -116,8 +133,15 @@ def prepare_reward(spec: FileSpec, settings: dict[str, Any], run: RewardRun | No
         prepare(**add_run(inspect.signature(prepare), settings, run))
 
 
-def check_reward(spec: FileSpec, settings: dict[str, Any], deadline_s: float) -> None:
+def check_reward(spec: FileSpec, settings: dict[str, Any], deadline_s: float, run: RewardRun | None = None) -> None:
     """Call the reward's `check`, if it exists. deadline_s: reward.timeout_s."""
     check = getattr(load_module(spec), "check", None)
     if check is not None:
-        check(deadline_s, **settings)
+        check(deadline_s, **add_run(inspect.signature(check), settings, run))
+
+
+def takes_run(spec: FileSpec) -> bool:
+    """Tell whether a reward gets the facts of the run."""
+    module = load_module(spec)
+    functions = [function for name in NAMES if (function := getattr(module, name, None)) is not None]
+    return any("run" in inspect.signature(function).parameters for function in functions)

@@ -25,7 +25,7 @@ from rewards import Failed, RewardRun, Scored
 from rewards.judge import check_settings
 from rewards.judging.judge import Judge, Verdict
 from rewards.judging.prompts import FOLDER, show_reply
-from rewards.judging.settings import NO, YES, JudgeSettings, VerdictFormat, read_settings, read_template
+from rewards.judging.settings import JudgeSettings, VerdictFormat, read_settings, read_template
 from rewards.rubric_rows import add_up, read_rubric
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RubricSettings(JudgeSettings):
 
     verdict: VerdictFormat = "letter"
     scale: tuple[float, float] = (0.0, 1.0)
-    labels: dict[str, float] = Field({YES: 1.0, NO: 0.0})
+    labels: dict[str, float] = Field({"yes": 1.0, "no": 0.0})
 
 
 async def score(prompt: Prompt, messages: list[Message], *, run: RewardRun, **settings: Any) -> Scored:
@@ -67,10 +67,10 @@ async def score(prompt: Prompt, messages: list[Message], *, run: RewardRun, **se
     return Scored({"score": add_up(items, met)}, notes=notes, counts=dict(counts))
 
 
-def check(deadline_s: float, **settings: Any) -> None:
+def check(deadline_s: float, *, run: RewardRun, **settings: Any) -> None:
     """Raise UserError for an invalid setting, prompt or key. deadline_s: reward.timeout_s."""
-    check_settings(read_settings(RubricSettings, settings), deadline_s)
-    prepare(run=RewardRun(), **settings)
+    check_settings(read_settings(RubricSettings, settings), deadline_s, run.judge)
+    prepare(run=run, **settings)
 
 
 def prepare(*, run: RewardRun, **settings: Any) -> None:
@@ -82,6 +82,8 @@ def prepare(*, run: RewardRun, **settings: Any) -> None:
 def make_judge(settings: str, run: RewardRun) -> Judge:
     """Return the judge of these settings, given as JSON."""
     given = read_settings(RubricSettings, json.loads(settings))
+    if given.anchors is not None:
+        raise UserError("reward.settings.anchors are of the reward judge, and this is rubric: leave it out")
     low, high = given.bounds
     if low < 0 or high > 1:
         raise UserError("reward.settings: a criterion is met or not: scale and labels must be from 0 to 1")

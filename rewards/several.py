@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core.loading import FileSpec
-from rewards import RewardFn, RewardRun, check_reward, load_reward, prepare_reward
+from rewards import RewardFn, RewardRun, check_reward, load_reward, prepare_reward, takes_run
 from rewards.kinds import Kind
 
 
@@ -50,6 +50,11 @@ class RewardPlan:
         """Kinds of the functions, without repetition."""
         return sorted({f.kind for f in self.functions})
 
+    @property
+    def may_ask_judge(self) -> bool:
+        """True if a function may ask the judge of the run: it gets the run, and has no address of its own."""
+        return any(takes_run(f.spec) and "base_url" not in f.settings for f in self.functions)
+
     def list_names(self, source: str) -> tuple[str, ...]:
         """Return the names of the functions for a source's rows."""
         return self.by_source.get(source, self.otherwise)
@@ -72,7 +77,7 @@ class RewardPlan:
     def check(self, deadline_s: float) -> None:
         """Call every function's `check`. Raises UserError. deadline_s: reward.timeout_s."""
         for function in self.functions:
-            check_reward(function.spec, function.settings, deadline_s)
+            check_reward(function.spec, function.settings, deadline_s, self.run)
 
     def prepare(self) -> None:
         """Call every function's `prepare`."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from configs.judge_schema import JudgeConfig
 from configs.rollout_schema import RewardConfig, RewardWeights, name_function
 from core.errors import UserError
-from rewards import RewardRun, resolve_reward
+from rewards import RewardRun, RunJudge, resolve_reward
 from rewards.kinds import find_kind
 from rewards.scored import MAIN_PART
 from rewards.several import NamedReward, RewardPlan
 
 
-def plan_rewards(reward: RewardConfig, *, engines: int = 1) -> RewardPlan:
+def plan_rewards(reward: RewardConfig, *, engines: int = 1, judge: JudgeConfig | None = None) -> RewardPlan:
     """Resolve the functions of a recipe. Raises UserError for an unknown function. engines: the most of the run."""
     groups = {source: tuple(name_function(n) for n in weights) for source, weights in reward.by_source.items()}
     if reward.function is not None:
@@ -24,8 +25,18 @@ def plan_rewards(reward: RewardConfig, *, engines: int = 1) -> RewardPlan:
         key = "reward.functions" if given in reward.functions else "reward.by_source"
         name = name_function(given)
         functions.append(name_reward(name, given, reward.settings_of(name), key=key))
-    run = RewardRun(engines=engines)
+    run = RewardRun(engines=engines, judge=None if judge is None else describe_judge(judge))
     return RewardPlan(functions=tuple(functions), by_source=groups, otherwise=otherwise, run=run)
+
+
+def describe_judge(judge: JudgeConfig) -> RunJudge:
+    """Return the judge of the run for rewards, still without an address."""
+    return RunJudge(
+        model=judge.model,
+        is_frozen=not judge.is_policy,
+        is_greedy=not judge.is_policy and not judge.temperature,
+        words=tuple(judge.allowed_tokens),
+    )
 
 
 def name_reward(name: str, name_or_path: str, settings: dict[str, Any], *, key: str = "reward") -> NamedReward:

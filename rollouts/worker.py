@@ -26,6 +26,7 @@ from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Played, make_seed, run_episode
+from rollouts.second_reward import SecondReward
 from rollouts.stops import Stops
 from rollouts.token_parts import add_token_rewards, join_turns
 from rollouts.transcript import SharedPrompt, Tokenizer
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rollouts.agents.episode import AgentRunner
     from rollouts.agents.processes import AgentProcesses
     from rollouts.agents.session import AgentTokenizer
+    from rollouts.judges.endpoint import JudgeEndpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +67,17 @@ class RolloutWorker:
         parser: ReplyParser | None = None,
         max_prompt_tokens: int | None = None,
         agents: AgentProcesses | None = None,
+        judge: JudgeEndpoint | None = None,
+        second: SecondReward | None = None,
     ):
         """agents: processes of `rollout.agent`, in place of an environment. They need `stops` and
-        `max_prompt_tokens`."""
+        `max_prompt_tokens`. judge: endpoint of this engine for rewards, if the policy judges. second:
+        reward of `eval_reward`."""
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
-        self.timer = ActivityTimer(*ENGINE_ACTIVITIES)
+        self.timer, self.judge = ActivityTimer(*ENGINE_ACTIVITIES), judge
+        self.second = second
         self.agents = None if agents is None else self._make_runner(agents)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
@@ -82,6 +88,8 @@ class RolloutWorker:
         An episode yields one sample, one per player, or one per branch of an agent's conversations. The prompt's
         demonstration comes last.
         """
+        if self.judge is not None:
+            await self.judge.start()
         task = start_task(self._make_group(ticket, prompt, size))
         self.groups.append(task)
         try:
@@ -100,7 +108,11 @@ class RolloutWorker:
         if self.rewards.scores_groups(prompt.source):
             with self.timer.measure(Activity.REWARD):
                 episodes = await self._reward_siblings(prompt, episodes)
-        return [sample for episode in episodes for sample in self._make_samples(episode)]
+        made = [pair for episode in episodes for pair in zip(episode.played, self._make_samples(episode), strict=True)]
+        if self.second is None or ticket >= 0:  # those of an evaluation are negative
+            return [sample for _, sample in made]
+        with self.timer.measure(Activity.REWARD):
+            return await asyncio.gather(*(self.second.add(played.messages, sample) for played, sample in made))
 
     async def _reward_demonstration(self, episodes: Sequence[Episode]) -> Episode | None:
         """Return the demonstration of the group's prompt, rewarded; None without one."""
@@ -264,4 +276,8 @@ class RolloutWorker:
             # before the engine, to which agents send requests
             await self.agents.close()
         self.rewards.close()
+        if self.second is not None:
+            self.second.rewards.close()
+        if self.judge is not None:
+            await self.judge.close()
         await self.engine.close()

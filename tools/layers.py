@@ -38,7 +38,7 @@ OPTIONAL = {
     "images": ("data_feeds/images/", "modeling/images/", "driver/checks/explain_images.py"),
     "trackers": ("driver/records/trackers/",),
     "sandbox": ("rewards/sandbox/",),
-    "judges": ("rewards/judging/",),
+    "judges": ("rewards/judging/", "rollouts/judges/"),
     "launchers": ("tools/launch/",),
     "suites": ("driver/evaluation/suites/",),
 }

@@ -157,6 +157,9 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
         actors = f"{count_engines(rollout)} Ray actors ({rollout.engine})"
         rows.append(("engines", f"{actors}, {rollout.tensor_parallel_size} {kind} each{turns}"))
         rows.append(("rewards", f"{cfg.reward.workers} processes beside each engine"))
+        if cfg.judge is not None and not cfg.judge.is_policy:
+            judge = f"{cfg.judge.num_engines} Ray actors ({cfg.judge.engine})"
+            rows.append(("judge", f"{judge}, {cfg.judge.tensor_parallel_size} {kind} each"))
     rows.append(("this machine", f"{count_gpus()} GPUs, {os.cpu_count()} CPU cores"))
     return [*rows, *describe_gpus(), *describe_processes(cfg)]
 

@@ -9,6 +9,7 @@ from configs.schema import RLConfig, RunConfig
 from core.gpus import find_gpus
 from core.timing.deadlines import GPU_CHECK_TIMEOUT_S
 from driver.start.devices import count_gpus, shares_devices, uses_gpus
+from driver.start.judges import JUDGE_GROUP
 from rollouts.scheduling.availability import ENGINE_GROUP
 
 USUAL_GPUS = 8
@@ -63,6 +64,9 @@ def place_processes(cfg: RunConfig | EvalConfig, *, gpus: int) -> Iterator[tuple
     roles = [("trainer", trainers, 1)]
     if not shares_devices(cfg):
         roles.append((ENGINE_GROUP, engines, each))
+    judge = cfg.judge if isinstance(cfg, RLConfig) else None
+    if judge is not None and not judge.is_policy:
+        roles.append((JUDGE_GROUP, judge.num_engines, judge.tensor_parallel_size))
     roles.sort(key=lambda role: -role[2])
     asked = [(f"{name} {i}", size) for name, n, size in roles for i in range(n)]
     found = _pack([size for _, size in asked], gpus, several=cfg.ray_address is not None)

@@ -15,6 +15,7 @@ from configs.schema import RLConfig
 from core import metrics as names
 from core.tasks import gather_fail_fast, start_task
 from core.types.samples import Group, Prompt
+from driver.records.judge_metrics import measure_second
 from driver.records.rollout_metrics import check_failures, measure_groups, measure_passes
 from rollouts.scheduling.generation import Generation
 
@@ -108,4 +109,5 @@ class Evaluator:
         measured = measure_groups(groups)
         shown = {k: v for k, v in measured.items() if k.startswith("reward/") or k == names.ROLLOUT_FAILED}
         passes = measure_passes(groups, pass_reward=self.cfg.eval_pass_reward)
+        shown |= measure_second(groups)
         return EvalResult(when=when, metrics=shown | passes | {names.VERSION: float(version)})

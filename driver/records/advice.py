@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from core import metrics as names
+from core.judge_metrics import JUDGE_ANCHOR_ERROR, SECOND_CORR, SECOND_MEAN
 from core.types.run_summary import Warned
 
 WINDOW = 5
@@ -45,6 +46,8 @@ class History:
     """At most LONG, newest last."""
     n: int
     """Number of steps logged by this process."""
+    evaluated: Sequence[Line] = ()
+    """Evaluations logged by this process, newest last."""
 
     def mean_at_start(self, name: str) -> float | None:
         """Return the mean over the first WINDOW steps; None if the metric is missing in any."""
@@ -150,6 +153,60 @@ def find_large_sets(history: History, settings: Settings) -> str | None:
     )
 
 
+def find_reward_of_length(history: History, settings: Settings) -> str | None:
+    """Report a reward that follows the length of replies, which have grown by a fifth."""
+    corr = history.mean_now(names.REWARD_LENGTH_CORR)
+    then, now = history.mean_at_start(names.ROLLOUT_TOKENS_MEAN), history.mean_now(names.ROLLOUT_TOKENS_MEAN)
+    if history.n < FEWEST or corr is None or then is None or now is None or corr < 0.5 or now < 1.2 * then:
+        return None
+    return (
+        f"the reward follows the length of the replies (correlation {corr:.2f} within groups), which grew from "
+        f"{then:.0f} to {now:.0f} tokens: if longer is not better (samples/ shows them), tell the judge so in "
+        "prompt_file, or make long samples cost something (alg.overlong)"
+    )
+
+
+def find_blind_spot(history: History, settings: Settings) -> str | None:
+    """Report that the policy gains by its own reward and loses by eval_reward, in two evaluations in a row."""
+    own, other = names.EVAL.format(names.REWARD_MEAN), names.EVAL.format(SECOND_MEAN)
+    lines = [line for line in history.evaluated if own in line and other in line]
+    if len(lines) < 3:
+        return None
+    first, *later = lines[0], *lines[-2:]
+    if not all(line[own] > first[own] and line[other] < first[other] for line in later):
+        return None
+    return (
+        f"on data.eval the reward rose from {first[own]:.3g} to {later[-1][own]:.3g}, and eval_reward fell from "
+        f"{first[other]:.3g} to {later[-1][other]:.3g}: the policy has found what the judge of training likes wrongly; "
+        "read the samples that it scores highest, correct its prompt, or train on another judge"
+    )
+
+
+def find_changed_judge(history: History, settings: Settings) -> str | None:
+    """Report a judge whose two rewards of the held-out samples no longer agree."""
+    name = names.EVAL.format(SECOND_CORR)
+    values = [line[name] for line in history.evaluated if name in line]
+    if len(values) < 3 or values[0] < 0.3 or max(values[-2:]) > values[0] / 2:
+        return None
+    return (
+        f"the correlation of reward and eval_reward on data.eval fell from {values[0]:.2f} to {values[-1]:.2f}: they "
+        "no longer judge alike what the policy writes by now; read samples on which they differ"
+    )
+
+
+def find_drifting_judge(history: History, settings: Settings) -> str | None:
+    """Report a judge whose error on anchors has doubled, and grown by a tenth of the scale."""
+    first = [line[JUDGE_ANCHOR_ERROR] for line in history.first if JUDGE_ANCHOR_ERROR in line]
+    last = [line[JUDGE_ANCHOR_ERROR] for line in history.last if JUDGE_ANCHOR_ERROR in line][-2:]
+    # two in a row, because a verdict is drawn
+    if not first or history.n <= WINDOW or len(last) < 2 or min(last) < max(2 * first[0], first[0] + 0.1):
+        return None
+    return (
+        f"the judge's error on the anchors grew from {first[0]:.2f} to {last[-1]:.2f} of the scale: the judge has "
+        "changed, and so has the reward; pin the version of the model, or start again with the new judge"
+    )
+
+
 def find_endless_warmup(history: History, settings: Settings) -> str | None:
     """Report a learning rate that still rises at the last step."""
     rates = [line[names.TRAIN_LR] for line in history.last if names.TRAIN_LR in line]
@@ -170,6 +227,10 @@ DURING: dict[str, Rule] = {
     "mismatch_grows": find_growing_mismatch,
     "length_budget": find_full_budget,
     "large_sets": find_large_sets,
+    "reward_of_length": find_reward_of_length,
+    "judge_blind_spot": find_blind_spot,
+    "judges_disagree": find_changed_judge,
+    "judge_drifts": find_drifting_judge,
 }
 """Rules applied after every step."""
 AT_END: dict[str, Rule] = {"warmup_at_end": find_endless_warmup}
@@ -186,6 +247,8 @@ class Adviser:
     first: list[Line] = field(default_factory=list)
     last: deque[Line] = field(default_factory=lambda: deque(maxlen=LONG))
     n: int = 0
+    evaluated: list[Line] = field(default_factory=list)
+    """Lines of all evaluations, of which a run has few."""
     given: dict[str, Warned] = field(default_factory=dict[str, Warned])
     """Warning of each rule that has reported."""
 
@@ -195,7 +258,7 @@ class Adviser:
             self.first.append(line)
         self.last.append(line)
         self.n += 1
-        history = History(first=self.first, last=tuple(self.last), n=self.n)
+        history = History(first=self.first, last=tuple(self.last), n=self.n, evaluated=self.evaluated)
         is_last = line.get(names.STEP_NUMBER) == self.steps - 1
         rules = DURING | AT_END if is_last else DURING
         new: list[tuple[str, str]] = []

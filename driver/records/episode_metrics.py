@@ -21,7 +21,7 @@ FRACTIONS = {
     names.ROLLOUT_KEPT: ("tokens/kept", ("tokens/sampled",)),
 }
 """Metrics defined as a count, summed over episodes, divided by other counts."""
-WITHOUT_MEAN = (ERRORS, "assistant", "tokens", "judge")
+WITHOUT_MEAN = (ERRORS, "assistant", "tokens", "judge", "second")
 """Prefixes of counts used only in other metrics."""
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from core import judge_metrics as names
+from core.types.arrays import Floats
 from core.types.samples import Sample
+from rollouts.second_reward import FAILED, MEAN, PREFIX
 
 SUMS = {
     "calls": names.JUDGE_CALLS,
@@ -34,6 +36,8 @@ def measure_judges(samples: Sequence[Sample]) -> dict[str, float]:
         measured[names.JUDGE_CACHED] = cached / (calls + cached)
     if calls:
         measured[names.JUDGE_UNREADABLE] = totals.get("unreadable", 0.0) / calls
+    if anchors := totals.get("anchors", 0.0):
+        measured[names.JUDGE_ANCHOR_ERROR] = totals["anchor_errors"] / anchors
     if votes := totals.get("votes", 0.0):
         measured[names.JUDGE_AGREEMENT] = totals["agreed"] / votes
     seconds = [note["seconds"] for s in samples for note in s.notes if "seconds" in note and not note.get("cached")]
@@ -41,3 +45,29 @@ def measure_judges(samples: Sequence[Sample]) -> dict[str, float]:
         median, late = np.quantile(seconds, [0.5, 0.95])
         measured |= {names.JUDGE_SECONDS_P50: float(median), names.JUDGE_SECONDS_P95: float(late)}
     return measured
+
+
+def measure_second(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Measure the second reward of held-out samples, and how far it agrees with the first; empty without one."""
+    samples = [sample for group in groups for sample in group if PREFIX + FAILED in sample.counts]
+    if not samples:
+        return {}
+    measured = {names.SECOND_FAILED: sum(sample.counts[PREFIX + FAILED] for sample in samples)}
+    scored = [sample for sample in samples if PREFIX + MEAN in sample.counts]
+    for name in sorted({name for sample in scored for name in sample.counts if name.startswith(PREFIX)}):
+        if name != PREFIX + FAILED:
+            values = [sample.counts[name] for sample in scored if name in sample.counts]
+            measured[names.SECOND.format(name.removeprefix(PREFIX))] = sum(values) / len(values)
+    pairs = np.array([(s.reward, s.counts[PREFIX + MEAN]) for s in scored if s.reward is not None]).reshape(-1, 2)
+    if len(pairs) > 1 and (corr := correlate(pairs - pairs.mean(axis=0))) is not None:
+        measured[names.SECOND_CORR] = corr
+    return measured
+
+
+def correlate(pairs: Floats) -> float | None:
+    """Return Pearson's correlation of two centred columns, [n, 2]; None without a spread."""
+    spread = np.sqrt((pairs**2).sum(axis=0))
+    # a spread of rounding alone would make a correlation of noise
+    if not (spread > 1e-9).all():
+        return None
+    return float((pairs[:, 0] * pairs[:, 1]).sum() / spread.prod())

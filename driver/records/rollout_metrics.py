@@ -13,7 +13,7 @@ from core.types.episodes import list_episodes, split_players
 from core.types.samples import Group, Sample
 from driver.evaluation.estimators import choose_ks, pass_at_k
 from driver.records.episode_metrics import measure_counts
-from driver.records.judge_metrics import measure_judges
+from driver.records.judge_metrics import correlate, measure_judges
 from rollouts.scheduling.buffer import FinishedGroup
 
 
@@ -84,6 +84,8 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
     if rewards:
         measured[names.REWARD_MEAN] = mean = sum(rewards) / len(rewards)
         measured[names.REWARD_STD] = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
+        if (corr := correlate_with_length([part for g in episodes for part in g])) is not None:
+            measured[names.REWARD_LENGTH_CORR] = corr
         for part in sorted({name for s in rewarded for name in s.reward_parts}):
             values = [s.reward_parts[part] for s in rewarded if part in s.reward_parts]
             measured[names.REWARD_PART.format(part)] = sum(values) / len(values)
@@ -93,6 +95,13 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
         if own := [s.reward for s in rewarded if s.reward is not None and s.prompt.source == source]:
             measured[name] = sum(own) / len(own)
     return measured
+
+
+def correlate_with_length(groups: Sequence[Group]) -> float | None:
+    """Return the correlation of reward and sampled tokens within groups; None if either is the same everywhere."""
+    pairs = [[(e.reward, e.n_sampled) for e in group if e.reward is not None] for group in groups]
+    # within groups, because a hard prompt has long replies and low rewards
+    return correlate(np.concatenate([np.array(own) - np.mean(own, axis=0) for own in pairs if own]))
 
 
 def _measure_kept_sets(samples: Sequence[Sample]) -> dict[str, float]:

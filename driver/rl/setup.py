@@ -55,6 +55,7 @@ from driver.rl.run import Run
 from driver.rl.teachers import check_teacher_sources
 from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices, shares_devices
+from driver.start.judges import Judges, address_judge, make_key, name_judge_model, plan_judge_roles, start_judges
 from driver.start.observers import plan_observers
 from driver.start.rollouts import (
     RolloutPlan,
@@ -164,7 +165,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         allowed_tokens=prepared.allowed_tokens,
     )
     with context.clock.phase(Phase.START):
-        trainers, engines = await start_workers(prepared, context, plan)
+        trainers, engines, judges = await start_workers(prepared, context, plan)
     weights = make_weight_sync(
         cfg,
         trainers,
@@ -185,7 +186,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     # Colocated trainers were reloaded above: a checkpoint is loaded into their tensors.
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
     alg = await restore_algorithm(prepared.alg, trainers, prepared.checkpoint)
-    availability = watch_engines(cfg, engines, context)
+    availability = watch_engines(cfg, engines, context, judges)
     generation = make_generation(prepared, context, engines, availability)
     if prepared.checkpoint is not None:
         generation.judges.restore(prepared.checkpoint.state.metrics)
@@ -265,19 +266,26 @@ def start_observers(
 
 async def start_workers(
     prepared: Prepared, context: RunContext, plan: TrainerPlan
-) -> tuple[Workers[Trainer], Workers[RolloutWorker]]:
-    """Start trainers and engines together; with colocation, start the engines after the trainers are offloaded."""
+) -> tuple[Workers[Trainer], Workers[RolloutWorker], Judges | None]:
+    """Start trainers and engines together; with colocation, start the engines after the trainers are offloaded.
+
+    The engines of a judge start before those of the policy.
+    """
     cfg, earlier = prepared.loaded.cfg, prepared.checkpoint
     # a checkpoint is <run folder>/checkpoints/<step>
     resumed = None if earlier is None else earlier.folder.parents[1]
     rollouts = prepared.rollouts.in_folder(context.folder.path, resumed)
-    roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, context.folder.path)]
-    await claim_machines(context, roles, {"model.path": cfg.model.path})
+    run_folder, key = context.folder.path, make_key()
+    roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, run_folder), *plan_judge_roles(cfg, run_folder)]
+    await claim_machines(context, roles, {"model.path": cfg.model.path} | name_judge_model(cfg))
 
-    async def start_engines() -> Workers[RolloutWorker]:
+    async def start_engines(rollouts: RolloutPlan) -> tuple[Workers[RolloutWorker], Judges | None]:
+        # the judge first, because the engines' reward processes need its address
+        judges = await start_judges(context.cluster, cfg, context.console.say, key)
+        plan = rollouts.with_rewards(partial(address_judge, key=key, urls=() if judges is None else judges.urls))
         # Stored at once, so that `close` reaches the engines even if the trainers fail to start.
-        context.engines = await start_rollouts(context.cluster, cfg, rollouts)
-        return context.engines
+        context.engines = await start_rollouts(context.cluster, cfg, plan)
+        return context.engines, judges
 
     if plan.shares_device:
         trainers = await start_trainers(context.cluster, cfg, plan)
@@ -285,17 +293,20 @@ async def start_workers(
         gpus = await offload_after_start(trainers)
         per_engine = cfg.rollout.tensor_parallel_size
         rollouts = replace(rollouts, devices=share_devices(gpus, per_engine=per_engine))
-        return trainers, await start_engines()
-    calls: list[Coroutine[Any, Any, Any]] = [start_trainers(context.cluster, cfg, plan), start_engines()]
+        return trainers, *await start_engines(rollouts)
+    calls: list[Coroutine[Any, Any, Any]] = [start_trainers(context.cluster, cfg, plan), start_engines(rollouts)]
     # Side by side, because both load the model, and neither needs the other.
-    trainers, engines = await gather_fail_fast(calls)
-    return trainers, engines
+    trainers, (engines, judges) = await gather_fail_fast(calls)
+    return trainers, engines, judges
 
 
 def watch_engines(
-    cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], context: RunContext
+    cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], context: RunContext, judges: Judges | None = None
 ) -> EngineAvailability:
-    """Return the engine availability: elastic, restarting, or fixed for colocated and in-process engines."""
+    """Return the engine availability: elastic, restarting, or fixed for colocated and in-process engines.
+
+    The judge's engines are restarted beside it.
+    """
     rollout = cfg.rollout
     if isinstance(engines, ElasticWorkers):
         bounds = Bounds(
@@ -314,4 +325,6 @@ def watch_engines(
         context.availability = EngineAvailability(
             len(engines), restart=restart, budget=rollout.restarts, say=context.console.say
         )
+    if judges is not None:
+        context.availability.run_beside(judges.watch)
     return context.availability

@@ -73,13 +73,19 @@ def count_engine_ranks(cfg: RunConfig | EvalConfig) -> int:
     return rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
 
 
+def count_judge_ranks(cfg: RunConfig | EvalConfig) -> int:
+    """Return the number of ranks of the judge's own engines."""
+    judge = cfg.judge if isinstance(cfg, RLConfig) else None
+    return 0 if judge is None or judge.is_policy else judge.num_engines * judge.tensor_parallel_size
+
+
 def count_ranks(cfg: RunConfig | EvalConfig) -> int:
     """Return the number of ranks with a device of their own: those of trainers, and of engines that share none."""
     engines = count_engine_ranks(cfg)
     if isinstance(cfg, EvalConfig):
         return engines
     # Colocated engines use the trainers' devices.
-    return cfg.trainer.ranks + (0 if shares_devices(cfg) else engines)
+    return cfg.trainer.ranks + (0 if shares_devices(cfg) else engines) + count_judge_ranks(cfg)
 
 
 def advise_fewer_gpus(cfg: RunConfig | EvalConfig, gpus: int) -> str:
@@ -89,7 +95,8 @@ def advise_fewer_gpus(cfg: RunConfig | EvalConfig, gpus: int) -> str:
     if isinstance(cfg, RLConfig | EvalConfig):
         engines, parallel = cfg.rollout.least_engines, cfg.rollout.tensor_parallel_size
         ranks |= {"rollout.num_engines": engines, "rollout.tensor_parallel_size": parallel}
-        if isinstance(cfg, RLConfig) and max(cfg.trainer.ranks, engines * parallel) <= gpus:
+        ranks |= {"judge's engines (judge.num_engines)": count_judge_ranks(cfg)}
+        if isinstance(cfg, RLConfig) and max(cfg.trainer.ranks, engines * parallel) + count_judge_ranks(cfg) <= gpus:
             ways.append("set placement=colocate")
     if lower := [key for key, value in ranks.items() if value > 1]:
         ways.append(f"lower {' or '.join([', '.join(lower[:-1]), lower[-1]][len(lower) == 1 :])}")
@@ -114,9 +121,10 @@ def check_devices(cfg: RunConfig) -> str | None:
         )
     if uses_gpus(cfg) and wanted > gpus:
         both = "share" if shares_devices(cfg) else "want"
+        judge = f" and {n} judge ranks" if (n := count_judge_ranks(cfg)) else ""
         return (
-            f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks {both} {wanted} GPUs, and this machine has "
-            f"{gpus}: {advise_fewer_gpus(cfg, gpus)}"
+            f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks{judge} {both} {wanted} GPUs, and this "
+            f"machine has {gpus}: {advise_fewer_gpus(cfg, gpus)}"
         )
     # Trainers and engines share a CPU's cores, so the larger number counts.
     if not uses_gpus(cfg) and max(cfg.trainer.ranks, engines) > cores:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from data_feeds.chat.template_args import make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import locate_parser, make_parser
 from driver.start.devices import list_cores, share_machine, shares_devices, uses_gpus
+from driver.start.judges import address_judge, check_judge, serve_policy
 from modeling.lora import name_lora_targets
 from rewards.rewarder import Rewarder
 from rewards.several import RewardPlan
@@ -39,6 +42,7 @@ from rollouts.registry import (
     resolve_env,
 )
 from rollouts.scheduling.availability import ENGINE_GROUP
+from rollouts.second_reward import SecondReward
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from trainers.weight_sync.base import TransportName
@@ -57,6 +61,9 @@ class RolloutPlan:
     rollout: RolloutConfig
     reward: RewardConfig
     reward_functions: RewardPlan
+    eval_reward: RewardConfig | None
+    eval_functions: RewardPlan | None
+    """Second reward of an RL run's evaluations."""
     env_spec: FileSpec
     agent: AgentPlan | None
     engine_spec: FileSpec
@@ -83,10 +90,13 @@ class RolloutPlan:
 
     def in_folder(self, folder: Path, earlier: Path | None) -> RolloutPlan:
         """Return the plan with the run folder for rewards, and that of the run that is resumed."""
-        run = replace(
-            self.reward_functions.run, folder=str(folder), earlier_folder=None if earlier is None else str(earlier)
-        )
-        return replace(self, reward_functions=replace(self.reward_functions, run=run))
+        places = {"folder": str(folder), "earlier_folder": None if earlier is None else str(earlier)}
+        return self.with_rewards(lambda rewards: replace(rewards, run=replace(rewards.run, **places)))
+
+    def with_rewards(self, change: Callable[[RewardPlan], RewardPlan]) -> RolloutPlan:
+        """Return the plan with the functions of both rewards changed."""
+        second = None if self.eval_functions is None else change(self.eval_functions)
+        return replace(self, reward_functions=change(self.reward_functions), eval_functions=second)
 
     def load_code(self) -> list[ToolSpec]:
         """Import environment and agent; return the tools of the environment.
@@ -126,7 +136,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         model_path=model.path,
         temperature=cfg.rollout.temperature,
         truncation=cfg.rollout.truncation,
-        max_model_len=cfg.longest_sample,
+        max_model_len=find_longest(cfg),
         stop_token_ids=(),
         dtype=model.dtype,
         images=model.images,
@@ -139,6 +149,9 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         enforce_eager=cfg.rollout.enforce_eager,
         options=cfg.rollout.vllm,
     )
+    second = cfg.eval_reward if isinstance(cfg, RLConfig) else None
+    judge = cfg.judge if isinstance(cfg, RLConfig) else None
+    facts: dict[str, Any] = {"engines": cfg.rollout.most_engines, "judge": judge}
     parser_file = locate_parser(cfg.rollout.tool_parser)  # another process may have another working folder
     moved = {} if parser_file is None else {"tool_parser": parser_file.path}
     return RolloutPlan(
@@ -146,7 +159,9 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         data=carry_template(cfg.data),
         rollout=cfg.rollout.model_copy(update=moved),
         reward=cfg.reward,
-        reward_functions=plan_rewards(cfg.reward, engines=cfg.rollout.most_engines),
+        reward_functions=plan_rewards(cfg.reward, **facts),
+        eval_reward=second,
+        eval_functions=None if second is None else plan_rewards(second, **facts),
         env_spec=resolve_env(cfg.rollout.env),
         agent=None if cfg.rollout.agent is None else resolve_agent(cfg.rollout.agent),
         engine_spec=engine_spec,
@@ -155,6 +170,12 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         max_prompt_tokens=cfg.data.max_prompt_tokens,
         seed=cfg.seed,
     )
+
+
+def find_longest(cfg: RLConfig | EvalConfig) -> int:
+    """Return the maximum tokens of a sequence of the engines: a sample, or a request if the policy judges."""
+    judge = cfg.judge if isinstance(cfg, RLConfig) else None
+    return max(cfg.longest_sample, judge.max_model_len) if judge is not None and judge.is_policy else cfg.longest_sample
 
 
 def carry_template(data: TemplateConfig) -> TemplateConfig:
@@ -168,9 +189,28 @@ def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
     """Raise UserError for invalid reward settings, or a reward or environment that this machine cannot run."""
     plan.reward_functions.load()
     check_siblings(cfg, plan.reward_functions)
+    second = plan.eval_functions
+    if isinstance(cfg, RLConfig):
+        check_judge(cfg, [plan.reward_functions, *([] if second is None else [second])])
+        check_second(cfg, second)
     if cfg.ray_address is None:  # else it is the engines' machines that need it
         plan.reward_functions.check(cfg.reward.timeout_s)
+        if second is not None and plan.eval_reward is not None:
+            second.check(plan.eval_reward.timeout_s)
         load_env_class(plan.env_spec).check()
+
+
+def check_second(cfg: RLConfig, second: RewardPlan | None) -> None:
+    """Raise UserError for an `eval_reward` that would measure nothing."""
+    if second is None:
+        return
+    second.load()
+    if cfg.data.eval is None:
+        raise UserError("eval_reward is of the samples of data.eval: set it, or leave eval_reward out")
+    if comparing := next((f for f in second.functions if f.kind.is_group), None):
+        raise UserError(
+            f"eval_reward: {comparing.spec.path} has score_group, which compares siblings: name a function with score"
+        )
 
 
 def check_siblings(cfg: RLConfig | EvalConfig, rewards: RewardPlan) -> None:
@@ -212,6 +252,9 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         agents = AgentProcesses(plan.agent)
     # The cores follow from the rank, which only this process knows.
     engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
+    judge = serve_policy(engine, tokenizer, plan.engine.max_model_len, plan.reward_functions.run.judge)
+    if judge is not None:
+        plan = plan.with_rewards(partial(address_judge, key=judge.key, urls=(judge.url,)))
     return RolloutWorker(
         engine,
         tokenizer,
@@ -224,6 +267,8 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         parser=make_parser(plan.rollout.tool_parser, tokenizer),
         max_prompt_tokens=plan.max_prompt_tokens,
         agents=agents,
+        judge=judge,
+        second=make_second(plan),
     )
 
 
@@ -231,6 +276,13 @@ def make_rewarder(reward: RewardConfig, functions: RewardPlan) -> Rewarder:
     """Return an engine's reward processes, with a share of the calls in flight."""
     share = share_concurrency(reward.max_concurrency, functions)
     return Rewarder(functions, reward.workers, reward.timeout_s, share)
+
+
+def make_second(plan: RolloutPlan) -> SecondReward | None:
+    """Return the second reward of an engine's evaluations, or None."""
+    if plan.eval_reward is None or plan.eval_functions is None:
+        return None
+    return SecondReward(config=plan.eval_reward, rewards=make_rewarder(plan.eval_reward, plan.eval_functions))
 
 
 def share_concurrency(of_run: int, functions: RewardPlan) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, name_error, shorten
 from core.text.secrets import HIDDEN, hide_secrets
+from rewards import RunJudge
 from rewards.judging.settings import JudgeSettings
 from rewards.scored import Failed
 
@@ -23,18 +25,42 @@ MISTAKES = {
     403: "the key may not use this model: correct the variable of reward.settings.api_key_env",
     404: "the server knows no such address or model: correct reward.settings.base_url or model",
 }
+COMPLETIONS = "/chat/completions"
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 
-class JudgeClient:
-    """Client of one server. Its requests carry the key, which appears in no text that it returns or raises."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Server of a judge: one address, or that of each engine of the run's judge."""
 
-    def __init__(self, settings: JudgeSettings, at_once: int) -> None:
-        """at_once: maximum requests in flight. Raises UserError if the key is not set."""
-        self.settings = settings
-        self.url = settings.base_url.rstrip("/") + "/chat/completions"
-        self._key = settings.read_key()
+    name: str
+    """Name in the hash of a request, which a resumed run must repeat."""
+    urls: tuple[str, ...]
+    key: str | None = field(repr=False)
+
+
+def find_server(settings: JudgeSettings, judge: RunJudge | None) -> Server:
+    """Return the server of the settings, or of the judge of the run. Raises UserError without either, or a key."""
+    if settings.base_url is not None:
+        url = settings.base_url.rstrip("/") + COMPLETIONS
+        return Server(name=url, urls=(url,), key=settings.read_key())
+    if judge is None:
+        raise UserError(
+            "reward.settings.base_url is missing: set it and model, or set judge.model for a judge that the run serves"
+        )
+    urls = tuple(url + COMPLETIONS for url in judge.urls)
+    return Server(name=f"judge.model={judge.model}", urls=urls, key=judge.key or None)
+
+
+class JudgeClient:
+    """Client of a judge. Requests carry the key, which appears in no text that is returned or raised."""
+
+    def __init__(self, settings: JudgeSettings, at_once: int, server: Server) -> None:
+        """at_once: maximum requests in flight."""
+        self.settings, self.server = settings, server
+        self._key = server.key
         self._gate = asyncio.Semaphore(at_once)
+        self._in_flight = dict.fromkeys(server.urls, 0)
         self._http: httpx.AsyncClient | None = None
 
     async def ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -44,10 +70,11 @@ class JudgeClient:
         address or model.
         """
         give_up = time.monotonic() + self.settings.outage_s
-        retries = 0
+        retries, url = 0, ""
         while True:
             async with self._gate:
-                found = await self._post(body)
+                url = self._choose_url(besides=url)
+                found = await self._post_counted(url, body)
             if isinstance(found, dict):
                 return found, retries
             problem, wait = found
@@ -59,7 +86,19 @@ class JudgeClient:
             retries += 1
             await asyncio.sleep(wait)
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any] | tuple[str, float | None]:
+    def _choose_url(self, besides: str) -> str:
+        """Return the least busy address. besides: that of a failed attempt, only if there is no other."""
+        urls = [url for url in self._in_flight if url != besides] or [besides]
+        return min(urls, key=self._in_flight.__getitem__)
+
+    async def _post_counted(self, url: str, body: dict[str, Any]) -> dict[str, Any] | tuple[str, float | None]:
+        self._in_flight[url] += 1
+        try:
+            return await self._post(url, body)
+        finally:
+            self._in_flight[url] -= 1
+
+    async def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any] | tuple[str, float | None]:
         """Return the answer, or a passing problem with the seconds after which the server wants to be asked again."""
         import httpx  # here: whoever lists the rewards imports this file, and calls no server
 
@@ -69,14 +108,14 @@ class JudgeClient:
             self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                response = await self._http.post(self.url, json=body)
+                response = await self._http.post(url, json=body)
         except TimeoutError:
             return f"no answer within timeout_s={self.settings.timeout_s:g}", None
         except httpx.TransportError as error:
             return self._clean(name_error(error)), None
         status = response.status_code
         if status in MISTAKES:
-            raise UserError(f"the judge at {self.url} answered {status}: {MISTAKES[status]}{self._quote(response)}")
+            raise UserError(f"the judge at {url} answered {status}: {MISTAKES[status]}{self._quote(response)}")
         if status in RETRIED or status >= 500:
             return f"status {status}{self._quote(response)}", read_wait(response.headers.get("Retry-After"))
         if status != 200:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from core.types.notes import Note
 from rewards import RewardRun
+from rewards.judging.anchors import Anchors, read_anchors
 from rewards.judging.cache import Answer, VerdictCache, hash_request
-from rewards.judging.client import JudgeClient
+from rewards.judging.client import JudgeClient, find_server
 from rewards.judging.prompts import ask_for_verdict, enclose, fill_template, hash_text, show_question
 from rewards.judging.readings import Unreadable, read_text, read_verdict
 from rewards.judging.settings import JudgeSettings
@@ -45,16 +46,34 @@ class Judge:
 
     def __init__(self, settings: JudgeSettings, template: str, run: RewardRun) -> None:
         """template: prompt with places. Raises UserError if the key is not set."""
+        server, own = find_server(settings, run.judge), run.judge if settings.base_url is None else None
+        self._attempts = 1 + settings.parse_retries
+        if own is not None:
+            # its temperature is of the engine, and a greedy one would repeat an unreadable verdict
+            settings = settings.model_copy(
+                update={"model": own.model, "temperature": None, "words": own.words or settings.words}
+            )
+            self._attempts = 1 if own.is_greedy else self._attempts
         self.settings, self.template = settings, template
-        self._client = JudgeClient(settings, max(1, settings.max_concurrency // run.engines))
+        self._client = JudgeClient(settings, max(1, settings.max_concurrency // run.engines), server)
         folder, earlier = run.folder, run.earlier_folder
-        is_kept = settings.cache and folder is not None
+        # the policy's verdict of an earlier step is not that of its present weights
+        self._shares = own is None or own.is_frozen
+        is_kept = settings.cache and folder is not None and self._shares
+        self.anchors = Anchors(
+            read_anchors(settings.anchors, settings.bounds),
+            settings.anchors_every,
+            settings.bounds[1] - settings.bounds[0],
+        )
         self._cache = VerdictCache(
             Path(folder) if is_kept and folder else None, Path(earlier) if is_kept and earlier else None
         )
 
-    async def ask(self, prompt: Prompt, reply: str, *, criteria: str = "") -> Verdict:
-        """Return the verdict on a reply, which is not empty. Raises Failed with the notes and counts of the calls."""
+    async def ask(self, prompt: Prompt, reply: str, *, criteria: str = "", is_fresh: bool = False) -> Verdict:
+        """Return the verdict on a reply, which is not empty. Raises Failed with the notes and counts of the calls.
+
+        is_fresh: whether to ask although the cache has the verdict.
+        """
         key = hash_text(reply)
         content = fill_template(
             self.template,
@@ -69,7 +88,7 @@ class Judge:
         notes: list[Note] = []
         counts: Counter[str] = Counter()
         votes = await asyncio.gather(
-            *(self._vote(vote, content, key, notes, counts) for vote in range(self.settings.votes))
+            *(self._vote(vote, content, key, notes, counts, is_fresh=is_fresh) for vote in range(self.settings.votes))
         )
         values = [vote for vote in votes if isinstance(vote, float)]
         if 2 * len(values) <= len(votes):
@@ -80,16 +99,15 @@ class Judge:
             counts["judge/agreed"] += Counter(values).most_common(1)[0][1]
         return Verdict(value=join_votes(values, self.settings), notes=notes, counts=dict(counts))
 
-    async def _vote(self, vote: int, content: str, key: str, notes: list[Note], counts: Counter[str]) -> float | str:
+    async def _vote(
+        self, vote: int, content: str, key: str, notes: list[Note], counts: Counter[str], *, is_fresh: bool
+    ) -> float | str:
         """Return the value of one vote, or the reason why there is none."""
         why = ""
-        for attempt in range(1 + self.settings.parse_retries):
+        for attempt in range(self._attempts):
             body = make_body(self.settings, content, vote=vote, attempt=attempt)
             try:
-                answer, is_cached = await self._cache.get(
-                    hash_request(self._client.url, body, describe_reading(self.settings)),
-                    lambda body=body: self._call(body, key),
-                )
+                answer, is_cached = await self._get(body, key, is_fresh=is_fresh)
             except Failed as error:
                 counts["judge/unanswered"] += 1
                 return str(error)
@@ -97,7 +115,7 @@ class Judge:
             seconds = 0.0 if is_cached else answer["seconds"]
             notes.append(
                 Note(
-                    by=self.settings.model,
+                    by=self.settings.model or "",
                     text=answer["text"] or answer["why"],
                     reading=answer["value"],
                     seconds=seconds,
@@ -108,6 +126,13 @@ class Judge:
                 return answer["value"]
             why = f"the judge's verdict cannot be read: {answer['why']}"
         return why
+
+    async def _get(self, body: dict[str, Any], key: str, *, is_fresh: bool) -> tuple[Answer, bool]:
+        """Return the answer to a request, and whether it cost no call."""
+        if is_fresh or not self._shares:
+            return await self._call(body, key), False
+        request = hash_request(self._client.server.name, body, describe_reading(self.settings))
+        return await self._cache.get(request, lambda: self._call(body, key))
 
     async def _call(self, body: dict[str, Any], key: str) -> Answer:
         clock = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rewards.judging.settings import NO, YES, JudgeSettings
+from rewards.judging.settings import JudgeSettings
 from rewards.replies import cut_reasoning
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def ask_for_verdict(settings: JudgeSettings, key: str) -> str:
                 f"from {low} to {high}."
             )
         case "probability":
-            return f"Answer with one word, {YES} or {NO}."
+            return f"Answer with one word, {settings.words[0]} or {settings.words[1]}."
     return f"End with the verdict, {what}, between <verdict-{key}> and </verdict-{key}>."
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rewards.judging.settings import NO, YES, JudgeSettings
+from rewards.judging.settings import JudgeSettings
 from rewards.replies import cut_reasoning
 
 Choice = Mapping[str, Any]
@@ -31,7 +31,7 @@ class Unreadable(Exception):
 def read_verdict(choice: Choice, settings: JudgeSettings, key: str) -> float:
     """Return the value that a judge states. Raises Unreadable."""
     if settings.verdict == "probability":
-        return _read_probability(choice)
+        return _read_probability(choice, settings.words)
     text = read_text(choice)
     if choice.get("finish_reason") == "length":
         raise Unreadable("the verdict was cut off by max_tokens")
@@ -103,14 +103,14 @@ def _read_number(value: Any) -> float:
     return float(value)
 
 
-def _read_probability(choice: Choice) -> float:
-    """Return P(yes) / (P(yes) + P(no)) of the first token."""
+def _read_probability(choice: Choice, words: tuple[str, str]) -> float:
+    """Return P(yes) / (P(yes) + P(no)) of the first token. words: yes and no."""
     try:
         top = choice["logprobs"]["content"][0]["top_logprobs"]
         pairs = [(str(one["token"]).strip().lower(), math.exp(float(one["logprob"]))) for one in top]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise Unreadable("the server reported no log-probabilities (logprobs, top_logprobs)") from error
-    yes, no = (sum(p for token, p in pairs if token == word) for word in (YES, NO))
+    yes, no = (sum(p for token, p in pairs if token == word.lower()) for word in words)
     if not yes + no >= LEAST_MASS:
-        raise Unreadable(f"the judge's first word is neither {YES} nor {NO}")
+        raise Unreadable(f"the judge's first word is neither {words[0]} nor {words[1]}")
     return yes / (yes + no)

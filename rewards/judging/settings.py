@@ -15,7 +15,6 @@ from core.strict_model import Seconds, StrictModel
 from core.text.secrets import has_secret
 
 VerdictFormat = Literal["number", "letter", "json", "probability"]
-YES, NO = "yes", "no"
 ADVICE = "set api_key_env to the name of an environment variable that holds the key"
 T = TypeVar("T", bound="JudgeSettings")
 
@@ -23,10 +22,10 @@ T = TypeVar("T", bound="JudgeSettings")
 class JudgeSettings(StrictModel):
     """Settings of a judge."""
 
-    base_url: str
-    """Address of an OpenAI-compatible server, with the /v1."""
-    model: str
-    """Name of the model, sent as it is."""
+    base_url: str | None = None
+    """Address of an OpenAI-compatible server, with the /v1. Unset: the judge of the run (`judge` of the recipe)."""
+    model: str | None = None
+    """Name of the model, sent as it is. Only with `base_url`."""
     api_key_env: str | None = None
     """Name of the environment variable with the key. Unset: no key is sent."""
     prompt_file: str | None = None
@@ -34,11 +33,13 @@ class JudgeSettings(StrictModel):
     that of the reward."""
     verdict: VerdictFormat = "number"
     """Form of the verdict. number: in `scale`. letter: one of `labels`. json: an object with a number in `scale`.
-    probability: of the token yes against no, by log-probabilities."""
+    probability: of the first of `words` against the second, by log-probabilities."""
     scale: tuple[float, float] = (1.0, 10.0)
     """Lowest and highest number of a verdict."""
     labels: dict[str, float] = Field({"A": 1.0, "B": 0.0})
     """Value of each label, for `verdict: letter`."""
+    words: tuple[str, str] = ("yes", "no")
+    """Words of 1 and of 0, for `verdict: probability`. Of the judge of the run they are judge.allowed_tokens."""
     view: Literal["last", "whole"] = "last"
     """Messages that are shown: the last reply, or all messages after the prompt."""
     show_reasoning: bool = False
@@ -61,20 +62,36 @@ class JudgeSettings(StrictModel):
     """Deadline of one request in seconds."""
     outage_s: Seconds = 120.0
     """Seconds for which requests that a server cannot take are repeated, before the sample fails."""
+    anchors: str | None = None
+    """File with replies of known value, as JSON lines {prompt, reply, score}, that the judge grades again during the
+    run: judge/anchor_error. Only for the reward judge."""
+    anchors_every: int = Field(512, ge=1)
+    """Verdicts of a reward process from which the anchors are graded once."""
     cache: bool = True
     """Keep verdicts in the run folder. An equal request, also of a resumed run, then costs no call."""
 
     @model_validator(mode="after")
     def keys_fit_each_other(self) -> JudgeSettings:
-        if not re.match(r"https?://[^/]", self.base_url):
+        if self.base_url is None:
+            given = self.model_fields_set & {"model", "api_key_env", "temperature", "extra", "words"}
+            if given:
+                raise ValueError(
+                    f"{min(given)} is of a server: set base_url too, or leave it out for the judge of the run (`judge` "
+                    "of the recipe)"
+                )
+        elif self.model is None:
+            raise ValueError("model is missing: set the name under which the server of base_url knows it")
+        elif not re.match(r"https?://[^/]", self.base_url):
             raise ValueError(f"base_url must be an address like http://host:8000/v1, found {quote(self.base_url)}")
+        if "anchors_every" in self.model_fields_set and self.anchors is None:
+            raise ValueError("anchors_every is set, and anchors is not: set it, or leave anchors_every out")
         if not self.scale[0] < self.scale[1]:
             raise ValueError("scale must be [lowest, highest]")
         if len(self.labels) < 2 or len({label.lower() for label in self.labels}) < len(self.labels):
             raise ValueError("labels must have two or more entries that differ in more than case")
         if self.votes > 1 and self.verdict == "probability":
             raise ValueError("votes would all be equal with verdict: probability: set votes to 1")
-        if self.votes > 1 and self.temperature == 0:
+        if self.votes > 1 and self.temperature == 0 and self.base_url is not None:
             raise ValueError("votes would all be equal with temperature 0: raise temperature, or set votes to 1")
         return self
 

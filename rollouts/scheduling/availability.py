@@ -177,8 +177,16 @@ class EngineAvailability:
             self._set_state(rank, EngineState.SERVING)
         self._changed.set()
 
+    def run_beside(self, work: Callable[[Callable[[Exception], None]], Coroutine[Any, Any, None]]) -> None:
+        """Run a task until `stop`. It is given a function that ends the run with an error."""
+        self._start_task(work(self._fail))
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._changed.set()
+
     async def stop(self) -> None:
-        """Cancel running restarts."""
+        """Cancel running restarts and other tasks."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -207,9 +215,9 @@ class EngineAvailability:
                     self._note_death(rank, again)
                     self._count_process(rank)
             self._set_state(rank, EngineState.NEEDS_WEIGHTS)
+            self._changed.set()
         except Exception as error:  # raised to whoever waits for engines: this task has no caller
-            self._failure = error
-        self._changed.set()
+            self._fail(error)
 
     def _lose(self, rank: int) -> None:
         """Record the death of an engine's process."""

@@ -176,8 +176,13 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "modeling/test_sequence_parallel.py": ("trainer.sequence_parallel",),
     "trainers/test_step.py": ("trainer.max_skipped_updates",),
     "rewards/test_rewards.py": ("reward.workers", "reward.timeout_s"),
+    "driver/test_second_reward.py": ("eval_reward",),
     "rewards/test_async_rewards.py": ("reward.max_concurrency",),
     "rewards/test_judge_runs.py": ("reward.judge_budget.calls", "reward.judge_budget.tokens"),
+    "rewards/test_served_judge.py": (
+        *("judge.model", "judge.engine", "judge.num_engines", "judge.tensor_parallel_size", "judge.temperature"),
+        *("judge.max_model_len", "judge.allowed_tokens", "judge.template_args"),
+    ),
     "driver/test_metrics.py": ("reward.max_failed_fraction",),
     "rollouts/test_vllm_adapter.py": ("model.lora.alpha",),
     "rollouts/test_episode.py": ("rollout.max_turns",),
@@ -190,8 +195,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
 SECTIONS = {
     *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
-    *("capture", "profile", "tracking", "rollout.agent", "data.curriculum"),
-    *("capture", "tracking", "rollout.agent", "reward.judge_budget"),
+    *("capture", "profile", "tracking", "rollout.agent", "data.curriculum", "reward.judge_budget", "judge"),
 }
 
 
@@ -204,9 +208,13 @@ def list_keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def all_keys() -> set[str]:
-    """Keys of the schema without sections; those of data.eval are those of data.train."""
+    """Keys of the schema without sections; those of data.eval and eval_reward are those of others."""
     keys = {*list_keys(RLConfig), *list_keys(SLConfig)}
-    return {key for key in keys if key not in SECTIONS | {"data.train"} and not key.startswith("data.eval.")}
+    return {
+        key
+        for key in keys
+        if key not in SECTIONS | {"data.train"} and not key.startswith(("data.eval.", "eval_reward."))
+    }
 
 
 def test_every_key_has_its_line():

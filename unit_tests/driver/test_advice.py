@@ -16,11 +16,31 @@ def steps(n: int, name: str, value) -> list[dict[str, float]]:
 
 
 def ask(rule: str, lines: list[dict[str, float]], settings: Settings = RL) -> str | None:
-    history = History(first=lines[:WINDOW], last=lines[-LONG:], n=len(lines))
+    evaluated = [line for line in lines if "eval/reward/mean" in line]
+    history = History(first=lines[:WINDOW], last=lines[-LONG:], n=len(lines), evaluated=evaluated)
     return (DURING | AT_END)[rule](history, settings)
 
 
+def grows(n: int, corr: float, to: float) -> list[dict[str, float]]:
+    """Replies of 10 tokens, and of `to` from the step 10 on."""
+    return [line(i, reward__length_corr=corr, rollout__tokens_mean=to if i >= 10 else 10.0) for i in range(n)]
+
+
+def evaluates(*pairs: tuple[float, float], corr: list[float] | None = None) -> list[dict[str, float]]:
+    """Evaluations with these means of reward and eval_reward."""
+    lines = [line(i, eval__reward__mean=own, eval__second_reward__mean=other) for i, (own, other) in enumerate(pairs)]
+    return [one | {"eval/second_reward/corr": c} for one, c in zip(lines, corr or [0.9] * len(lines), strict=True)]
+
+
 SPEAKS = [
+    (
+        "judge_drifts",
+        steps(9, "judge/anchor_error", lambda i: 0.05 if i < 5 else 0.3),
+        "from 0.05 to 0.30 of the scale",
+    ),
+    ("reward_of_length", grows(20, 0.8, 15.0), "(correlation 0.80 within groups), which grew from 10 to 15 tokens"),
+    ("judge_blind_spot", evaluates((1, 5), (2, 4), (3, 3)), "rose from 1 to 3, and eval_reward fell from 5 to 3"),
+    ("judges_disagree", evaluates(*[(1, 1)] * 3, corr=[0.8, 0.3, 0.2]), "fell from 0.80 to 0.20"),
     ("groups_without_signal", steps(5, "rollout/zero_std_groups", lambda i: 0.5), "50% of the groups"),
     ("entropy_collapse", steps(15, "train/entropy", lambda i: 2.0 if i < 5 else 0.3), "fell from 2 to 0.3"),
     ("clip_too_much", steps(5, "train/clip_frac", lambda i: 0.6), "60% of the tokens"),
@@ -31,6 +51,17 @@ SPEAKS = [
     ("warmup_at_end", steps(5, "train/lr", lambda i: 1e-4 * (i + 1)), "it reached 5.00e-04"),
 ]
 SILENT = [
+    ("one odd grading", "judge_drifts", steps(20, "judge/anchor_error", lambda i: 0.5 if i == 18 else 0.05), RL),
+    ("it was wrong before", "judge_drifts", steps(20, "judge/anchor_error", lambda i: 0.3), RL),
+    ("small", "judge_drifts", steps(20, "judge/anchor_error", lambda i: 0.01 if i < 5 else 0.06), RL),
+    ("replies stay as long", "reward_of_length", grows(20, 0.8, 11.0), RL),
+    ("replies grow, whatever they earn", "reward_of_length", grows(20, 0.3, 15.0), RL),
+    ("too early", "reward_of_length", grows(14, 0.8, 15.0), RL),
+    ("both rise", "judge_blind_spot", evaluates((1, 5), (2, 6), (3, 7)), RL),
+    ("one bad evaluation", "judge_blind_spot", evaluates((1, 5), (2, 6), (3, 4)), RL),
+    ("both fall", "judge_blind_spot", evaluates((3, 5), (2, 4), (1, 3)), RL),
+    ("one bad evaluation", "judges_disagree", evaluates(*[(1, 1)] * 3, corr=[0.8, 0.7, 0.2]), RL),
+    ("never agreed", "judges_disagree", evaluates(*[(1, 1)] * 3, corr=[0.1, 0.0, 0.0]), RL),
     ("a few groups", "groups_without_signal", steps(20, "rollout/zero_std_groups", lambda i: 0.4), RL),
     ("one bad step", "groups_without_signal", steps(5, "rollout/zero_std_groups", lambda i: float(i == 4)), RL),
     ("too early", "groups_without_signal", steps(4, "rollout/zero_std_groups", lambda i: 1.0), RL),

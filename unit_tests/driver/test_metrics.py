@@ -29,7 +29,7 @@ from driver.checks.metric_names import check_metric_names
 from driver.load_recipe import load_recipe
 from driver.records.console import Console
 from driver.records.episode_metrics import measure_counts
-from driver.records.judge_metrics import measure_judges
+from driver.records.judge_metrics import measure_judges, measure_second
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
 from rollouts.scheduling.buffer import FinishedGroup
 from rollouts.scheduling.judge_spend import JudgeSpend
@@ -49,7 +49,9 @@ COUNTS = dict.fromkeys(
     1.0,
 )
 """What environments, tools and agents count; their own tests have runs that do."""
-JUDGED = {f"judge/{name}": 1.0 for name in ("calls", "cached", "unreadable", "tokens_in", "votes", "agreed")}
+JUDGED = {
+    f"judge/{name}": 1.0 for name in ("calls", "cached", "unreadable", "votes", "agreed", "anchors", "anchor_errors")
+}
 """What a judge counts."""
 UNPAIRED = [{"messages": f"{i} plus 1", "label": i % 2 == 0} for i in range(6)]
 
@@ -146,6 +148,8 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     spend.count([judged])
     everything |= {*measure_judges([judged]), *spend.measure()}
     everything |= {*play(SYNC, "thompson", seed=0)[1][-1]}
+    second = [replace(judged, reward=r, counts={"second/failed": 0.0, "second/mean": r}) for r in (0.0, 1.0)]
+    everything |= {f"eval/{name}" for name in measure_second([second])}
     assert {metric.name for metric in METRICS if not any(map(metric.matches, everything))} == set()
 
 
@@ -268,6 +272,7 @@ def test_what_is_told_of_groups_by_hand():
         "rollout/zero_std_groups": 0.5,
         "reward/mean": 2.0,
         "reward/std": pytest.approx((2 / 3) ** 0.5),
+        "reward/length_corr": pytest.approx(1.0),
         "reward/right": 0.5,
         "reward/short": 0.5,
         "reward/a": 2.0,

@@ -1,6 +1,7 @@
 """Code that comes with a model runs where the recipe says so, and nowhere else."""
 
 import ast
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -191,10 +192,10 @@ def test_a_saved_reward_model_with_code_keeps_its_head(foreign, tmp_path):
     ChatTokenizer(foreign[0], "chat", trust_remote_code=True).save(tmp_path / "rm")
     asked = Prompt(id="0", messages=[{"role": "user", "content": "1"}])
     said: list[Message] = [{"role": "assistant", "content": "2"}]
-    reward = reward_model.score(asked, said, model=str(tmp_path / "rm"), trust_remote_code=True)["reward"]
-    assert reward != 0.0
+    trusted = reward_model.score(asked, said, model=str(tmp_path / "rm"), trust_remote_code=True)
+    assert asyncio.run(trusted)["reward"] != 0.0
     with pytest.raises(UserError, match=r"set reward\.settings\.trust_remote_code=true"):
-        reward_model.score(asked, said, model=str(tmp_path / "rm"))
+        reward_model.prepare(model=str(tmp_path / "rm"))
 
 
 @pytest.mark.parametrize(

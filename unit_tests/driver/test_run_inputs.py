@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from datetime import datetime
@@ -98,7 +99,10 @@ def test_a_reward_model_whose_template_writes_the_date_needs_it(dated):
         reward_model.prepare(model=dated)
     asked, reply = [{"role": "user", "content": "1"}], [{"role": "assistant", "content": "2"}]
     given: Any = {"prompt": Prompt(id="a", messages=asked), "messages": reply, "model": dated}
-    found = [reward_model.score(**given, template_date=day) for day in ("2020-02-03", "2020-02-03", "2021-10-12")]
+    found = [
+        asyncio.run(reward_model.score(**given, template_date=day))
+        for day in ("2020-02-03", "2020-02-03", "2021-10-12")
+    ]
     assert found[0] == found[1] != found[2]
 
 

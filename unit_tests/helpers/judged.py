@@ -19,6 +19,7 @@ def score_at(
     async def score_all() -> list[Any]:
         reward.make_judge.cache_clear()  # its connections are of another event loop
         given = {"base_url": url, "model": "j", "outage_s": 0.5, "timeout_s": 5.0, **settings}
+        given = {name: value for name, value in given.items() if value is not None}
         messages = [[{"role": "assistant", "content": reply}] for reply in replies]
         calls = [reward.score(prompt, one, run=run or RewardRun(), **given) for one in messages]
         return await asyncio.gather(*calls, return_exceptions=True)

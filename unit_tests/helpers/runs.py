@@ -52,6 +52,11 @@ def metrics_of(folder: Path) -> list[dict]:
     return [line for line in lines_of(folder) if not is_evaluation(line)]
 
 
+def samples_of(folder: Path, step: int = 0) -> list[dict]:
+    """The samples of a step, as a run wrote them."""
+    return [json.loads(line) for line in (folder / f"samples/step_{step:05d}.jsonl").read_text().splitlines()]
+
+
 def evaluations_of(folder: Path) -> dict[int, dict]:
     """The metrics of the evaluations, by the steps behind the weights."""
     return {int(line["step"]): line for line in lines_of(folder) if is_evaluation(line)}

@@ -260,7 +260,7 @@ REFUSED = {
 def test_settings_without_sense_are_one_sentence(name, reward):
     settings, said = REFUSED[name]
     with pytest.raises(UserError) as refused:
-        reward.check(240.0, **{"base_url": "http://h/v1", "model": "j", **settings})
+        reward.check(240.0, run=RewardRun(), **{"base_url": "http://h/v1", "model": "j", **settings})
     assert said in str(refused.value) and SECRET not in str(refused.value)
 
 
@@ -275,7 +275,7 @@ def test_a_prompt_of_one_s_own_is_filled_in_one_pass(tmp_path):
     assert content.startswith(f"Write sevens. | 77 | {reply} | End")
     file.write_text("{reply}")
     with pytest.raises(UserError, match=r"mine.txt has no \{verdict\}"):
-        judge.check(240.0, base_url="http://h/v1", model="j", prompt_file=str(file))
+        judge.check(240.0, run=RewardRun(), base_url="http://h/v1", model="j", prompt_file=str(file))
 
 
 def test_the_judge_sees_what_view_and_show_reasoning_say():
@@ -291,3 +291,38 @@ def test_the_judge_sees_what_view_and_show_reasoning_say():
     assert show_reply(messages, whole) == "assistant: \nlook({'at': 7})\n\ntool: 9\n\nassistant: It is 9."
     assert "more" in show_reply(messages, settings.model_copy(update={"show_reasoning": True}))
     assert show_reply([{"role": "tool", "content": "9"}], whole) == ""
+
+
+def test_anchors_are_graded_again_without_the_cache(tmp_path):
+    """One anchor is right, and one is 4.5 of 9 off. They are due at the first and the third verdict."""
+    rows = [{"prompt": "a", "reply": "7777", "score": 5.5}, {"prompt": "a", "reply": "none", "score": 5.5}]
+    (file := tmp_path / "anchors.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    server, run = JudgeServer(), RewardRun(folder=str(tmp_path))
+    found = ask(server, "7", "77", "777", run=run, anchors=str(file), anchors_every=2, max_concurrency=1)
+    counted = [(one.counts.get("judge/anchors", 0), one.counts.get("judge/anchor_errors", 0)) for one in found]
+    assert sorted(counted) == [(0, 0), (2, 0.5), (2, 0.5)] and server.answered == 3 + 2 * 2
+    scores = [one.parts["score"] for one in found]
+    assert scores == pytest.approx([2.125, 3.25, 4.375]), "anchors change no reward"
+    server.judge = lambda asked: "no verdict"
+    assert all(isinstance(one, Failed) for one in ask(server, "7", run=RewardRun(), parse_retries=0, anchors=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no rows"),
+        ("{}", "line 1 is no JSON object with prompt, reply and score"),
+        (
+            '{"prompt": "a", "reply": "b", "score": 11}',
+            "must be texts, and score from 1 to 10",
+        ),
+        ('{"prompt": "a", "reply": "b", "score": "7"}', "line 1: score must be a number, found 7"),
+    ],
+)
+def test_a_file_of_anchors_that_is_wrong_is_refused(tmp_path, text, said):
+    (file := tmp_path / "anchors.jsonl").write_text(text)
+    given = {"base_url": "http://h/v1", "model": "j", "anchors": str(file)}
+    with pytest.raises(UserError, match=said):
+        judge.check(240.0, run=RewardRun(), **given)
+    with pytest.raises(UserError, match="this is rubric"):
+        rubric.check(240.0, run=RewardRun(), **given)

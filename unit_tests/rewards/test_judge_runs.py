@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,9 @@ import main_eval
 import main_rl
 from analysis.report.step_data import make_whole_step
 from core.metrics import find_metric
-from tools.benchmarks.judge_server import JudgeServer
+from tools.benchmarks.judge_server import Asked, JudgeServer, count_sevens
 from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import evaluations_of, metrics_of
+from unit_tests.helpers.runs import evaluations_of, metrics_of, samples_of
 
 SECRET = "sk-do-not-tell-0123456789"
 
@@ -23,10 +21,6 @@ SECRET = "sk-do-not-tell-0123456789"
 def judged(url: str, **more: Any) -> dict[str, Any]:
     settings = {"base_url": url, "model": "j", "api_key_env": "MY_JUDGE_KEY", "outage_s": 5, "timeout_s": 5, **more}
     return {"function": "judge", "weights": {"score": 1.0}, "timeout_s": 30, "settings": settings}
-
-
-def rows_of(folder: Path, step: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"samples/step_{step:05d}.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
@@ -37,7 +31,7 @@ def test_a_run_writes_verdicts_and_costs_and_no_key(trained, monkeypatch, backen
         reward = judged(url, parse_retries=0)
         folder = trained({"reward": reward, "backend": backend, "reward.max_failed_fraction": 1.0, "steps": 1})
     [line] = metrics_of(folder)
-    rows = rows_of(folder)
+    rows = samples_of(folder)
     failed = [row for row in rows if row["failure"]]
     assert server.answered == line["judge/calls"] == line["judge/spent_calls"]
     assert failed and all(row["reward"] is None and row["notes"][0]["reading"] is None for row in failed)
@@ -48,6 +42,26 @@ def test_a_run_writes_verdicts_and_costs_and_no_key(trained, monkeypatch, backen
     assert [name for name in line if name.startswith("judge/") and find_metric(name) is None] == []
     texts = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
     assert texts and not any(SECRET.encode() in text for text in texts)
+
+
+def test_an_outage_costs_no_reward_and_no_wrong_sample(trained):
+    """The server takes none of 60 requests in the middle of a step: it breaks them off, then refuses them."""
+    server = JudgeServer()
+
+    def judge_until_the_outage(asked: Asked) -> str:
+        if server.answered == 5:
+            server.statuses.extend([0] * 4 + [503, 429, 503, 502] * 14)
+        return count_sevens(asked)
+
+    server.judge = judge_until_the_outage
+    with server.running() as url:
+        reward = judged(url, api_key_env=None, outage_s=60, cache=False, max_concurrency=2)
+        reward |= {"timeout_s": 70, "max_failed_fraction": 0}
+        folder = trained({"reward": reward, "steps": 1})
+    [line], rows = metrics_of(folder), samples_of(folder)
+    assert server.refused == line["judge/retries"] == 60 and line["rollout/failed"] == 0
+    for row in rows:
+        assert row["reward"] == pytest.approx(1 + 9 * row["completion"].strip()[:8].count("7") / 8, abs=1e-3)
 
 
 def test_a_run_ends_after_the_step_that_used_up_judge_budget_and_can_go_on(recipe, tmp_path, monkeypatch):
@@ -98,7 +112,7 @@ def test_siblings_are_compared_in_training_and_evaluation(trained, refused, tmp_
     changes = {"reward": {"function": str(file), "weights": {"longest": 1.0}}, "data.eval": str(sums / "eval.parquet")}
     refused(changes, "eval_samples=1: score_group()", "set eval_samples to 2 or more")
     folder = trained(changes | {"eval_samples": 2, "data.eval_rows": 2, "steps": 1, "backend": backend})
-    assert {row["reward_parts"]["shown"] for row in rows_of(folder)} == {4.0}
+    assert {row["reward_parts"]["shown"] for row in samples_of(folder)} == {4.0}
     [before, *_] = evaluations_of(folder).values()
     assert before["eval/reward/shown"] == 2.0
 

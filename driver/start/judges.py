@@ -1,0 +1,230 @@
+"""Judge of a run: engines, their addresses for the rewards, and the restart of dead engines."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import RLConfig
+from core.cluster.capacity import Role
+from core.cluster.ray_workers import Cluster, Remote
+from core.cluster.workers import Local, RankInfo, Resources, Workers
+from core.errors import ProcessDied, RunStopped, UserError, quote
+from core.loading import needs_part
+from core.timing.deadlines import MEMBERSHIP_POLL_S
+from data_feeds.chat.template_args import list_arguments
+from driver.start.devices import list_cores, share_machine, uses_gpus
+from modeling.hf_config import check_model_folder
+from rewards import RunJudge
+from rewards.several import RewardPlan
+from rollouts.engines.base import EngineConfig
+from rollouts.registry import load_engine_class, resolve_engine
+
+if TYPE_CHECKING:
+    from rollouts.engines.base import Engine
+    from rollouts.judges.endpoint import JudgeEndpoint, JudgeTokenizer
+    from rollouts.judges.worker import JudgePlan, JudgeWorker
+
+JUDGE_GROUP = "judge"
+"""Name of the judge's worker group."""
+LOOPBACK = ("127.0.0.1", 0)
+
+
+def check_judge(cfg: RLConfig, rewards: Sequence[RewardPlan]) -> None:
+    """Raise UserError for a judge that no reward asks, or that this recipe cannot serve."""
+    judge = cfg.judge
+    if judge is None:
+        return
+    if not any(plan.may_ask_judge for plan in rewards):
+        raise UserError(
+            "judge is set, and no reward asks it: set reward.function to judge or rubric without base_url in its "
+            "settings, or leave judge out"
+        )
+    with needs_part("judge", otherwise="leave it out"):
+        import rollouts.judges.endpoint as _  # noqa: F401
+    if judge.is_policy:
+        return
+    from rollouts.judges.worker import find_choices
+
+    if cfg.backend == "local" and (judge.num_engines, judge.tensor_parallel_size) != (1, 1):
+        raise UserError("backend: local is one process: set judge.num_engines and judge.tensor_parallel_size to 1")
+    name, can = f"judge.engine={judge.engine}", load_engine_class(resolve_engine(judge.engine)).capabilities
+    if judge.tensor_parallel_size != 1 and not can.tensor_parallel:
+        raise UserError(f"{name} has no tensor parallelism: set judge.tensor_parallel_size to 1")
+    if judge.allowed_tokens and not can.allowed_tokens:
+        raise UserError(f"judge.allowed_tokens is set, and {name} samples from all tokens: leave it out")
+    check_model_folder(judge.model, key="judge.model", trust_remote_code=False)
+    tokenizer = plan_judge(cfg).make_tokenizer()
+    find_choices(tokenizer, judge.allowed_tokens)
+    if unread := sorted(judge.template_args.keys() - list_arguments(tokenizer)):
+        raise UserError(
+            f"judge.template_args: the judge's chat template does not read {quote(unread[0])}: leave it out"
+        )
+
+
+def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
+    """Return the plan of the judge's own engines. key: of requests."""
+    from rollouts.judges.endpoint import Served
+    from rollouts.judges.worker import JudgePlan
+
+    judge = cfg.judge
+    assert judge is not None
+    engine = EngineConfig(
+        model_path=judge.model,
+        temperature=judge.temperature,
+        max_model_len=judge.max_model_len,
+        stop_token_ids=(),
+        dtype=cfg.model.dtype,
+        images="off",
+        trust_remote_code=False,
+        seed=cfg.seed,
+        tensor_parallel_size=judge.tensor_parallel_size,
+        kv_cache_gib=None if uses_gpus(cfg) else cfg.rollout.kv_cache_gib,
+        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
+        enforce_eager=cfg.rollout.enforce_eager,
+    )
+    return JudgePlan(
+        engine_spec=resolve_engine(judge.engine),
+        engine=engine,
+        served=Served(model=judge.model, max_model_len=judge.max_model_len, key=key),
+        allowed_tokens=judge.allowed_tokens,
+        template_args=judge.template_args,
+    )
+
+
+def share_for_judge(cfg: RLConfig) -> Resources:
+    """Return the resources of an engine of the judge, which shares no device."""
+    assert cfg.judge is not None
+    return share_machine(cfg, cfg.judge.num_engines, gpus=cfg.judge.tensor_parallel_size)
+
+
+def plan_judge_roles(cfg: RLConfig, run_folder: Path) -> list[Role]:
+    """Return the cluster resources of the judge's own engines; empty without them."""
+    if cfg.judge is None or cfg.judge.is_policy:
+        return []
+    in_folder = Path(cfg.judge.model).is_relative_to(run_folder)
+    n = cfg.judge.num_engines
+    return [Role(name=JUDGE_GROUP, n=n, resources=share_for_judge(cfg), needs_run_folder=in_folder)]
+
+
+def name_judge_model(cfg: RLConfig) -> dict[str, str]:
+    """Return the path of the judge's own model by key, for the comparison of machines."""
+    return {} if cfg.judge is None or cfg.judge.is_policy else {"judge.model": cfg.judge.model}
+
+
+def build_worker(info: RankInfo | None, plan: JudgePlan) -> JudgeWorker:
+    """Return a judge worker; without `info`, in this process."""
+    from rollouts.judges.worker import build_judge
+
+    return build_judge(plan, list_cores(info))
+
+
+@dataclass
+class Judges:
+    """Engines of a judge, with the address of each. A new engine takes the address of the one that died."""
+
+    workers: Workers[JudgeWorker]
+    say: Callable[[str], None]
+    budget: int
+    places: list[tuple[str, int]]
+    """Address and port of each engine."""
+    urls: tuple[str, ...] = ()
+    n_restarts: int = 0
+
+    async def listen(self, rank: int) -> str:
+        """Serve requests at the engine's address; return the URL."""
+        from rollouts.judges.worker import JudgeWorker
+
+        address, _ = self.places[rank]
+        url, port = await self.workers.call_one(rank, JudgeWorker.listen, *self.places[rank])
+        self.places[rank] = address, port
+        return url
+
+    async def watch(self, fail: Callable[[Exception], None]) -> None:
+        """Restart engines that die, and close all when cancelled. fail: ends the run."""
+        from rollouts.judges.worker import JudgeWorker
+
+        try:
+            await asyncio.gather(*(self._watch_one(rank) for rank in range(len(self.workers))))
+        except Exception as error:  # this task has no caller
+            fail(error)
+        finally:
+            if isinstance(self.workers, Local):  # the cluster ends its processes itself
+                await self.workers.call_all(JudgeWorker.close)
+
+    async def _watch_one(self, rank: int) -> None:
+        from rollouts.judges.worker import JudgeWorker
+
+        while True:
+            try:
+                await self.workers.call_one(rank, JudgeWorker.stay, MEMBERSHIP_POLL_S)
+            except ProcessDied as death:
+                await self._bring_back(rank, death)
+
+    async def _bring_back(self, rank: int, death: ProcessDied) -> None:
+        """Replace a dead engine. Raises ProcessDied if the restarts are used up."""
+        assert isinstance(self.workers, Remote)
+        while True:
+            if self.n_restarts >= self.budget:
+                raise ProcessDied(f"{death}; rollout.restarts={self.budget} were used up before", worker=death.worker)
+            self.n_restarts += 1
+            self.say(f"{death}; restarting it ({self.n_restarts} of rollout.restarts={self.budget})")
+            try:
+                await self.workers.restart(rank)
+                address, _ = await self.workers.find_free_address(rank)
+                if address != self.places[rank][0]:
+                    raise RunStopped(
+                        f"judge {rank} started again on another machine, {address}, where no reward asks it: resume "
+                        "the run"
+                    )
+                await self.listen(rank)
+                return self.say(f"judge {rank} is back")
+            except ProcessDied as again:
+                death = again
+
+
+async def start_judges(cluster: Cluster | None, cfg: RLConfig, say: Callable[[str], None], key: str) -> Judges | None:
+    """Start the judge's own engines; return when all can take requests. None without them."""
+    if cfg.judge is None or cfg.judge.is_policy:
+        return None
+    plan = plan_judge(cfg, key)
+    places: list[tuple[str, int]] = [LOOPBACK]
+    workers: Workers[JudgeWorker]
+    if cluster is None:
+        workers = Local(build_worker(None, plan))
+    else:
+        asked: dict[str, Any] = {"resources": share_for_judge(cfg), "timeout_s": cfg.timeout_s}
+        remote = await cluster.spawn(JUDGE_GROUP, cfg.judge.num_engines, build_worker, plan, **asked)
+        places = [await remote.find_free_address(rank) for rank in range(len(remote))]
+        workers = remote
+    judges = Judges(workers, say, cfg.rollout.restarts, places)
+    judges.urls = tuple([await judges.listen(rank) for rank in range(len(workers))])
+    return judges
+
+
+def make_key() -> str:
+    """Return the key of a run's judge."""
+    return secrets.token_urlsafe()
+
+
+def address_judge(rewards: RewardPlan, key: str, urls: tuple[str, ...] = ()) -> RewardPlan:
+    """Return the rewards with the key and the addresses of the run's judge."""
+    run = rewards.run
+    if run.judge is None:
+        return rewards
+    return replace(rewards, run=replace(run, judge=replace(run.judge, key=key, urls=urls)))
+
+
+def serve_policy(
+    engine: Engine, tokenizer: JudgeTokenizer, max_model_len: int, judge: RunJudge | None
+) -> JudgeEndpoint | None:
+    """Return an endpoint of the policy's engine for rewards; None unless the policy judges."""
+    if judge is None or judge.is_frozen:
+        return None
+    from rollouts.judges.endpoint import JudgeEndpoint, Served
+
+    return JudgeEndpoint(engine, tokenizer, Served(model=judge.model, max_model_len=max_model_len, key=judge.key))

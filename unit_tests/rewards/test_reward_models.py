@@ -1,0 +1,89 @@
+"""Reward models: samples that wait together share a forward pass, and a model may have several labels."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from core.errors import UserError
+from core.types.samples import Prompt
+from data_feeds.chat.tokenizer import ChatTokenizer
+from rewards import reward_model
+from rewards.batches import Batcher
+
+REPLIES = ["7", "a longer reply", "77", "no", "a reply that is longer than all the others"]
+
+
+def classifier(tiny_path: str, folder: Any, n: int) -> str:
+    """Save a random sequence classifier of n labels."""
+    config = AutoConfig.from_pretrained(tiny_path)
+    config.num_labels = n
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    ChatTokenizer(tiny_path, "chat").save(folder)
+    return str(folder)
+
+
+async def score_all(replies: list[str], **settings: Any) -> list[dict[str, float]]:
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "Write."}])
+    calls = (reward_model.score(prompt, [{"role": "assistant", "content": reply}], **settings) for reply in replies)
+    return await asyncio.gather(*calls)
+
+
+def test_samples_in_a_batch_have_the_rewards_of_each_alone(tiny_path, tmp_path, monkeypatch):
+    path, sizes = classifier(tiny_path, tmp_path / "rm", 3), list[int]()
+    compute = reward_model.Scorer.compute
+    monkeypatch.setattr(reward_model.Scorer, "compute", lambda s, b: sizes.append(len(b)) or compute(s, b))
+    labels = {"honest": 2, "brief": 0}
+    together = asyncio.run(score_all(REPLIES, model=path, labels=labels))
+    assert sizes == [len(REPLIES)]
+    alone = [asyncio.run(score_all([reply], model=path, labels=labels))[0] for reply in REPLIES]
+    assert [found.keys() for found in together] == [labels.keys()] * len(REPLIES)
+    for found, own in zip(together, alone, strict=True):
+        assert found == pytest.approx(own, abs=1e-5)
+    assert len({round(found["honest"], 4) for found in together}) == len(REPLIES)
+    assert all(abs(found["honest"] - found["brief"]) > 1e-4 for found in together)
+    asyncio.run(score_all(REPLIES, model=path, labels=labels, batch_tokens=70))
+    assert sizes[len(REPLIES) + 1 :] == [3, 1, 1], "the longest have about 60 and 30 tokens"
+
+
+def test_calls_that_arrive_during_a_batch_are_the_next(tiny_path):
+    """The first call runs alone, those that wait meanwhile share the second pass, and an error is of its batch."""
+    batches, go = list[list[int]](), threading.Event()
+
+    def run(items: list[int]) -> list[int]:
+        batches.append(items)
+        go.wait(5)
+        if 9 in items:
+            raise ValueError("nine")
+        return [-item for item in items]
+
+    async def main() -> list[Any]:
+        batcher = Batcher(run, abs, 12)
+        first = asyncio.ensure_future(batcher.call(1))
+        while not batches:
+            await asyncio.sleep(0)
+        rest = asyncio.gather(*map(batcher.call, (3, 2, 9, 3)), return_exceptions=True)
+        await asyncio.sleep(0)
+        go.set()
+        return [await first, *await rest]
+
+    *found, nine, last = asyncio.run(main())
+    assert found == [-1, -3, -2] and last == -3 and isinstance(nine, ValueError)
+    assert batches == [[1], [2, 3, 3], [9]]
+
+
+def test_a_model_without_the_labels_is_refused(tiny_path, tmp_path):
+    path = classifier(tiny_path, tmp_path / "rm", 3)
+    for given, said in (
+        ({"model": tiny_path}, "is no sequence classifier"),
+        ({"model": path}, r"has 3 labels: set reward\.settings\.labels"),
+        ({"model": path, "labels": {"kind": 3}}, r"reward\.settings\.labels\.kind: .* has the labels 0 to 2"),
+    ):
+        with pytest.raises(UserError, match=said):
+            reward_model.prepare(**given)
