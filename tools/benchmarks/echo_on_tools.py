@@ -1,11 +1,10 @@
 """Does ECHO learn faster than GRPO alone, at equal samples? The function calls of configs/tools_quickstart.yaml.
 
-    python -m tools.benchmarks.echo_on_tools [--seeds 0 1 2] [--steps 28] [--alpha 0.1] [--taught assistant]
+    python -m tools.benchmarks.echo_on_tools [--seeds 0 1 2] [--steps 28] [--alpha 0.1]
 
 Warms the tiny model up (configs/tools_quickstart_sft.yaml), trains it with both from the same weights and on the same
 prompts, and prints of each the steps to GOAL, the mean reward over all steps and the held-out reward, and which one is
-ahead. --taught: roles whose turns the warm-up trains on. By default the model also learns to read results of tools, as
-a pre-trained model has. Needs no network; about ten minutes on two cores.
+ahead. Needs no network; about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +22,6 @@ from typing import Any
 from tools.benchmarks.processes import ROOT, read_metrics
 
 GOAL = 0.9
-TAUGHT = ("assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +43,15 @@ def call(*command: str) -> None:
         raise SystemExit(f"error: {' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
 
 
-def warm_up(folder: Path, *, seed: int, taught: Sequence[str] = TAUGHT) -> None:
-    """Make model, data and the supervised warm-up on the turns of the roles `taught`, under `folder`."""
+def warm_up(folder: Path, *, seed: int) -> None:
+    """Make model, data and the supervised warm-up, under `folder`."""
     base, data = str(folder / "base"), str(folder / "data")
     call("-m", "data_prep.tiny_model", "--tools", "--hidden-size", "128", "--heads", "4", "--out", base)
     sizes = ["--train", "400", "--eval", "200", "--sft", "8000", "--wrong-share", "0.85"]
     call("-m", "data_prep.function_calls", *sizes, "--out", data)
-    at = [
-        f"model.path={base}",
-        f"data.train={data}/sft.jsonl",
-        f"save_to={folder / 'warm'}",
-        f"seed={seed}",
-        "backend=local",
-        f"data.train_on=[{', '.join(taught)}]",
-    ]
-    call("main_sl.py", "--config", "configs/tools_quickstart_sft.yaml", *at, f"run_dir={folder / 'runs'}")
+    at = [f"model.path={base}", f"data.train={data}/sft.jsonl", f"save_to={folder / 'warm'}", f"seed={seed}"]
+    here = [f"run_dir={folder / 'runs'}", "backend=local"]
+    call("main_sl.py", "--config", "configs/tools_quickstart_sft.yaml", *at, *here)
 
 
 def learn(folder: Path, alg: dict[str, Any], *, seed: int, steps: int) -> Learnt:
@@ -82,14 +73,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--alpha", type=float, default=0.1)
-    parser.add_argument("--taught", nargs="+", default=TAUGHT, metavar="ROLE", help="roles of the warm-up's turns")
     args = parser.parse_args()
     algs: list[dict[str, Any]] = [{"name": "grpo"}, {"name": "echo", "alpha": args.alpha}]
     found: dict[str, list[Learnt]] = {alg["name"]: [] for alg in algs}
     print(f"{'algorithm':12} {'seed':>4} {'steps to 0.9':>12} {'mean reward':>11} {'held out':>8}")
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as at:
-            warm_up(Path(at), seed=seed, taught=args.taught)
+            warm_up(Path(at), seed=seed)
             for alg in algs:
                 one = learn(Path(at), alg, seed=seed, steps=args.steps)
                 found[alg["name"]].append(one)
