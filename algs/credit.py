@@ -113,11 +113,6 @@ def sum_terms(values: Floats) -> float:
     return float(np.sum(values, dtype=np.longdouble))
 
 
-def overlong_penalty(tokens: int, *, max_tokens: int, buffer: int) -> float:
-    """Return 0 up to max_tokens - buffer tokens, then decreasing to -1 (https://arxiv.org/abs/2503.14476, Eq. 13)."""
-    return max(-1.0, min(0.0, (max_tokens - buffer - tokens) / buffer))
-
-
 def spread_over_sample(sample: Sample, values: float | Floats) -> Floats:
     """Place values of the trained tokens (a number for all, or an array) at their positions, [L]; 0 elsewhere."""
     spread = np.zeros(len(sample.token_ids), dtype=sample.float_dtype)

@@ -9,7 +9,6 @@ import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from algs.credit import overlong_penalty
 from algs.divergences import kl_divergence
 from algs.ops import importance_ratio, k2, k3, sequence_mean, sequence_ratio
 from algs.state import Controller, State, Stateful, StepSeen
@@ -294,3 +293,8 @@ class Overlong(StrictModel):
             [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
             for group in groups
         ]
+
+
+def overlong_penalty(tokens: int, *, max_tokens: int, buffer: int) -> float:
+    """Return 0 up to max_tokens - buffer tokens, then decreasing to -1 (https://arxiv.org/abs/2503.14476, Eq. 13)."""
+    return max(-1.0, min(0.0, (max_tokens - buffer - tokens) / buffer))

@@ -25,7 +25,8 @@ from core.errors import UserError, first_line
 from core.patches import read_attention
 from core.types.samples import Batch
 from modeling.attention import BY_SEQUENCE, TAKE_BORDERS, set_attention
-from modeling.forward import Layout, compute_scores
+from modeling.forward import forward
+from modeling.model_inputs import Layout, lay_out_part
 from modeling.paths import PathLayers, find_mixers
 from modeling.probe_rows import draw_segments, list_sequences, make_batch, make_shared_batch
 
@@ -293,6 +294,27 @@ class _Bench:
             yield
         finally:
             hook.remove()
+
+
+def compute_scores(module: nn.Module, model: nn.Module, batch: Batch, *, layout: Layout) -> Tensor:
+    """Compute a number per trained token, [M], that depends on all that its position attends to.
+
+    It is the log-probability at temperature 1. A value or reward model has none, and a new one has a head of zeros: the
+    softmax is then over the components of the hidden state below its head.
+    """
+    hf: Any = model
+    if hf.get_output_embeddings() is not None:
+        return forward(module, model, batch, layout=layout, temperature=1.0).logp
+    part = lay_out_part(model, batch, layout, None)
+    seen: list[Tensor] = []
+    hook = hf.score.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        module(**part.inputs, use_cache=False)
+    finally:
+        hook.remove()
+    [hidden] = seen  # [rows, columns, H]
+    chosen = hidden[part.at].float().log_softmax(-1)
+    return chosen.gather(-1, (part.labels % chosen.shape[-1])[:, None])[:, 0]
 
 
 def _fit(mask: Tensor, x: Tensor) -> Tensor:

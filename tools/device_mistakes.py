@@ -22,7 +22,8 @@ from tools.mutants import LIST, ROOT, Mutant, read_list, run_all
 
 HOT_PATH = (
     *("algs/*.py", "core/types/batch.py", "core/types/allowed_tokens.py"),
-    *("modeling/attention*.py", "modeling/forward.py", "modeling/head.py", "modeling/segments.py"),
+    *("modeling/attention*.py", "modeling/forward.py", "modeling/head.py"),
+    *("modeling/model_inputs.py", "modeling/segments.py"),
     *("modeling/media.py", "modeling/images/media.py", "modeling/images/vision*.py"),
     *("trainers/trainer.py", "trainers/local.py", "trainers/meter.py", "trainers/weight_sync/fingerprint.py"),
     *("rollouts/engines/hf.py", "rollouts/engines/hf_support/rows.py"),

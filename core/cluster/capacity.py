@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.cluster.workers import Resources
-
 SLOT = "feynrl_worker"
 """Resource of a machine without GPUs, set by `ray start --resources`: number of ranks it may run."""
 GPU, CPU = "GPU", "CPU"
@@ -17,6 +15,17 @@ FIX = (
     "start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.num_engines or "
     "rollout.tensor_parallel_size"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Part of a machine that one worker needs."""
+
+    gpus: int = 0
+    threads: int | None = None
+    """CPU threads of the worker's tensor library; None: its machine's cores divided by the machine's GPUs."""
+    ranks: int = 1
+    """Ranks in the worker: 1, or the ranks of a tensor-parallel engine, all on one machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from core.cluster.actor import Actor
-from core.cluster.capacity import Role
+from core.cluster.capacity import Resources, Role
 from core.cluster.failures import NO_MEMORY, explain_death, explain_import, is_collective_failure
 from core.cluster.machine_check import MachineCheck, copy_code
 from core.cluster.placement import Reservation, WorkerSlots
@@ -24,7 +24,7 @@ from core.cluster.private_ray import borrowing_process, check_is_ray, join_ray, 
 from core.cluster.ray_address import check_reachable
 from core.cluster.root_cause import attribute_failure
 from core.cluster.scratch import Scratch, find_scratch
-from core.cluster.workers import RankInfo, Resources, Workers
+from core.cluster.workers import RankInfo, Workers
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
 from core.tasks import gather_fail_fast
 from core.timing.deadlines import HEALTH_CHECK_TIMEOUT_S

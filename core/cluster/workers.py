@@ -139,14 +139,3 @@ class RankInfo:
     size: int
     address: str
     port: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
-    """Part of a machine that one worker needs."""
-
-    gpus: int = 0
-    threads: int | None = None
-    """CPU threads of the worker's tensor library; None: its machine's cores divided by the machine's GPUs."""
-    ranks: int = 1
-    """Ranks in the worker: 1, or the ranks of a tensor-parallel engine, all on one machine."""

@@ -6,8 +6,9 @@ import os
 
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
+from core.cluster.capacity import Resources
 from core.cluster.machine_check import describe_torch
-from core.cluster.workers import RankInfo, Resources
+from core.cluster.workers import RankInfo
 from core.gpu_checks import Use, refuse_run
 from core.gpus import find_gpus
 from core.timing.deadlines import GPU_CHECK_TIMEOUT_S

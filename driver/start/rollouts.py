@@ -14,10 +14,10 @@ from configs.eval_schema import EvalConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
-from core.cluster.capacity import Role
+from core.cluster.capacity import Resources, Role
 from core.cluster.elastic_workers import ElasticWorkers
 from core.cluster.ray_workers import Cluster
-from core.cluster.workers import Local, RankInfo, Resources, Workers
+from core.cluster.workers import Local, RankInfo, Workers
 from core.errors import UserError
 from core.loading import FileSpec
 from core.types.messages import ToolSpec

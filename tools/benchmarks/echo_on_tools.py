@@ -50,7 +50,8 @@ def warm_up(folder: Path, *, seed: int) -> None:
     sizes = ["--train", "400", "--eval", "200", "--sft", "8000", "--wrong-share", "0.85"]
     call("-m", "data_prep.function_calls", *sizes, "--out", data)
     at = [f"model.path={base}", f"data.train={data}/sft.jsonl", f"save_to={folder / 'warm'}", f"seed={seed}"]
-    call("main_sl.py", "--config", "configs/tools_quickstart_sft.yaml", *at, f"run_dir={folder / 'runs'}")
+    here = [f"run_dir={folder / 'runs'}", "backend=local"]
+    call("main_sl.py", "--config", "configs/tools_quickstart_sft.yaml", *at, *here)
 
 
 def learn(folder: Path, alg: dict[str, Any], *, seed: int, steps: int) -> Learnt:

@@ -3,8 +3,9 @@
     python -m tools.benchmarks.learning_matrix [--seeds 0 1 2] [--only NAME ...] [--write] [--curves FILE]
 
 Runs main_rl's loop (backend: local, engine: hf), two runs at a time, and prints the steps and seconds each took.
---write puts the table into algs/README.md. --curves puts the rewards of every step of seed 0 into a JSON file, which
-tools/benchmarks/learning_curves.py draws. Exit code 1 if one did not get there.
+--write puts the rows into the table of algs/README.md. --curves puts the rewards of every step of seed 0 into a JSON
+file, which tools/benchmarks/learning_curves.py draws. Exit code 1 if one did not get there. Algorithms of given rows
+are in tools/benchmarks/supervised_matrix.py.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from driver.rl.setup import prepare, start
 from driver.sl.run import prepare as prepare_sl
 from driver.sl.run import start as start_sl
 from tools.benchmarks.learning_curves import keep
+from tools.benchmarks.matrix_table import make_table, write_rows
 from tools.benchmarks.processes import ROOT, read_metrics
 
-README = ROOT / "algs" / "README.md"
-BEGIN, END = "<!-- learning matrix: begin -->\n", "<!-- learning matrix: end -->\n"
 GOAL = 0.9
+HEAD = ("algorithm", "seed", "reward at first", "best", f"steps to {GOAL:g}", "seconds")
 STEPS = 32
 """At most: a run ends at the step that reaches the goal."""
 TEACHER = "GRPO"
@@ -98,6 +99,11 @@ MATRIX: dict[str, dict[str, Any]] = {
     "KL-Cov": {"name": "kl_cov"},
     "the 80/20 rule": {"name": "top_entropy"},
     "ScaleRL": {"name": "scalerl"},
+    "GDPO": {"name": "gdpo"},
+    "GRPO with positive NLL": {"name": "positive_nll"},
+    "CHORD": {"name": "chord"},
+    "LUFFY": {"name": "luffy"},
+    "GRPO and SFT, by source": {"by_source": {"train": {"name": "grpo"}, "solved": {"name": "sft"}}},
     "optimal token baseline": {"name": "otb"},
     "tilted PPO": {"name": "tilted"},
     "GKD": {"name": "gkd", "teacher": TEACHER},
@@ -112,6 +118,8 @@ HINTED = {"self-distillation from the answer", "SDPO"}
 """Rows whose warmed-up model also copies an answer that stands in its prompt."""
 SETTINGS = {"GRPO, top-p 0.9": {"rollout.top_p": 0.9}}
 """Other keys of the rows that change them."""
+SOURCES = {"CHORD": ["solved"], "LUFFY": ["solved"], "GRPO and SFT, by source": ["train", "solved"]}
+"""Data sets of the rows that read demonstrations: `solved` has one to each of the quickstart's sums."""
 RECIPES = {"GRPO, LoRA": "quickstart_lora"}
 """Recipes of the rows that do not use the quickstart's."""
 
@@ -148,7 +156,15 @@ def warm_up(folder: Path) -> None:
         arithmetic.main(["--out", str(folder / "data"), *sizes, "--copies", "24", "--wrong-share", "0.66"])
 
     quietly(work)
+    solve(folder)
     teach(folder, "sft", "warm")
+
+
+def solve(folder: Path) -> None:
+    """Write the quickstart's sums with their answers as demonstrations."""
+    rows = pq.read_table(folder / "data" / "train.parquet").to_pylist()
+    solved = [{**row, "id": f"{row['id']}/solved", "demonstration": row["answer"]} for row in rows]
+    pq.write_table(pa.Table.from_pylist(solved), folder / "data" / "solved.parquet")
 
 
 def warm_up_with_hints(folder: Path) -> None:
@@ -188,6 +204,9 @@ def learn(name: str, seed: int, folder: Path) -> Row:
         # the teacher is the model that GRPO trained with the same seed
         if not Path(alg["teacher"]).exists():
             learn(TEACHER, seed, folder)
+    sources = [
+        {"name": source, "path": str(folder / "data" / f"{source}.parquet")} for source in SOURCES.get(name, ["train"])
+    ]
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     overrides = {
         "backend": "local",
@@ -196,7 +215,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
         "run_dir": run_dir,
         "save_to": folder / f"{name}-{seed}",
         "model.path": folder / ("hinted" if name in HINTED else "warm"),
-        "data.train": folder / "data" / "train.parquet",
+        "data.train": json.dumps(sources),
         "data.eval": "null",
         "steps": STEPS,
         "seed": seed,
@@ -251,22 +270,17 @@ def learn_all(names: list[str], seeds: list[int], folder: Path) -> Iterator[Row]
         yield from pool.map(learn, [n for _, n in tasks], [s for s, _ in tasks], repeat(folder))
 
 
-def table(rows: list[Row]) -> str:
-    lines = [
-        f"| algorithm | seed | reward at first | best | steps to {GOAL:g} | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        steps = "-" if r.steps is None else str(r.steps)
-        lines.append(f"| {r.name} | {r.seed} | {r.start:.2f} | {r.best:.2f} | {steps} | {r.seconds:.0f} |")
-    return "\n".join(lines) + "\n"
+def list_cells(row: Row) -> list[str]:
+    """Return the row of the table."""
+    steps = "-" if row.steps is None else str(row.steps)
+    return [row.name, str(row.seed), f"{row.start:.2f}", f"{row.best:.2f}", steps, f"{row.seconds:.0f}"]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Does every algorithm learn?")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", choices=list(MATRIX), default=list(MATRIX), metavar="NAME")
-    parser.add_argument("--write", action="store_true", help="put the table into algs/README.md")
+    parser.add_argument("--write", action="store_true", help="put the rows into the table of algs/README.md")
     parser.add_argument("--curves", type=Path, metavar="FILE", help="put the rewards per step of seed 0 into this JSON")
     args = parser.parse_args(argv)
     rows: list[Row] = []
@@ -275,14 +289,13 @@ def main(argv: list[str] | None = None) -> int:
         warm_up(folder)
         for row in learn_all(args.only, args.seeds, folder):
             rows.append(row)
-            print(table([row]).splitlines()[-1], flush=True)
+            print(f"| {' | '.join(list_cells(row))} |", flush=True)
             if args.curves and row.seed == 0:
                 keep(args.curves, "quickstart", row.name, row.rewards)
-    print("\n" + table(rows))
+    cells = [list_cells(row) for row in rows]
+    print("\n" + make_table(HEAD, cells))
     if args.write:
-        text = README.read_text()
-        head, rest = text.split(BEGIN)
-        README.write_text(head + BEGIN + table(rows) + END + rest.split(END)[1])
+        write_rows("learning matrix", HEAD, cells, order=list(MATRIX))
     return int(any(r.steps is None for r in rows))
 
 

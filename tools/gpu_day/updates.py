@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.forward import Layout, forward
+from modeling.forward import forward
 from modeling.load import load_model
+from modeling.model_inputs import Layout
 from tools.gpu_day.bench import BOUND, Bench, TrainerOn, compare, make_batches
 from tools.gpu_day.rows import CheckFailed, Numbers
 

@@ -9,7 +9,7 @@ import torch
 
 from algs.base import Algorithm, assign_advantages
 from algs.cispo import CISPO
-from algs.credit import group_advantages, overlong_penalty, reward_std, whiten
+from algs.credit import group_advantages, reward_std, whiten
 from algs.dppo import DPPO
 from algs.gmpo import GMPO
 from algs.grpo import GRPO
@@ -23,7 +23,7 @@ from algs.reinforce_pp import ReinforcePP
 from algs.rloo import RLOO
 from algs.sapo import SAPO
 from algs.sft import SFT
-from algs.terms import KL, Correction, Overlong
+from algs.terms import KL, Correction, Overlong, overlong_penalty
 from algs.totals import total_alone
 from algs.turns import generalised_advantages
 from core.types.arrays import DOUBLE

@@ -17,8 +17,8 @@ import torch
 from algs.credit import whiten
 from algs.grpo import GRPO
 from algs.turns import reward_to_go
+from core.cluster.capacity import Resources
 from core.cluster.ray_workers import Cluster
-from core.cluster.workers import Resources
 from core.errors import RunStopped, UserError
 from core.types.arrays import DOUBLE, from_json, to_json
 from core.types.images import PlacedImage

@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from core.cluster import machine_check
-from core.cluster.capacity import SLOT, Machine, Role, choose_bundle, choose_resource, describe_missing
+from core.cluster.capacity import SLOT, Machine, Resources, Role, choose_bundle, choose_resource, describe_missing
 from core.cluster.machine_check import MachineCheck, collect_facts
-from core.cluster.workers import Resources
 from core.errors import CallFailed, UserError
 from core.gpu_checks import Use
 from core.gpus import Gpus

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
+from core.cluster.capacity import Resources
 from core.cluster.ray_workers import Cluster
-from core.cluster.workers import Resources
 from core.errors import CallFailed, ProcessDied
 from data_feeds.packing.batches import micro_batches
 from driver.start.trainers import build_trainer

@@ -15,7 +15,7 @@ import pytest
 from configs.schema import RLConfig, SLConfig
 from core import gpus
 from core.cluster.actor import divide_cores
-from core.cluster.workers import Resources
+from core.cluster.capacity import Resources
 from core.gpu_checks import Use
 from driver.checks import explain_devices, memory_estimate
 from driver.checks.explain import describe_memory

@@ -8,7 +8,8 @@ import torch
 
 from algs import find_algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.cluster.workers import Local, Resources
+from core.cluster.capacity import Resources
+from core.cluster.workers import Local
 from data_feeds.packing.batches import micro_batches
 from driver.start.trainers import TrainerPlan, build_trainer
 from trainers.trainer import Trainer

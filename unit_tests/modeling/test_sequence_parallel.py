@@ -16,8 +16,9 @@ from algs import find_algorithm
 from algs.base import assign_advantages
 from configs.schema import RLConfig
 from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
+from core.cluster.capacity import Resources
 from core.cluster.ray_workers import Cluster
-from core.cluster.workers import Local, Resources, copy_to_groups
+from core.cluster.workers import Local, copy_to_groups
 from core.errors import UserError
 from core.types.samples import Group
 from data_feeds.packing.batches import micro_batches, plan_update

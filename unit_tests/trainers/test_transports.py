@@ -12,8 +12,8 @@ import pytest
 from algs import find_algorithm
 from configs.rollout_schema import PROBE_TOLERANCE
 from configs.schema import RLConfig
+from core.cluster.capacity import Resources
 from core.cluster.ray_workers import Cluster
-from core.cluster.workers import Resources
 from core.errors import ProcessDied, RunStopped, TransportFailed
 from data_feeds.packing.batches import micro_batches
 from driver.load_recipe import load_recipe

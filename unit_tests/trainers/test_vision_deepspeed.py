@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from configs.trainer_schema import LoraConfig
+from core.cluster.capacity import Resources
 from core.cluster.ray_workers import Cluster
-from core.cluster.workers import Resources
 from data_feeds.packing.batches import micro_batches
 from modeling.images.processor import ImageProcessor
 from modeling.load import load_model
