@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import RLConfig
-from core.cluster.capacity import Role
+from core.cluster.capacity import Resources, Role
 from core.cluster.ray_workers import Cluster, Remote
-from core.cluster.workers import Local, RankInfo, Resources, Workers
+from core.cluster.workers import Local, RankInfo, Workers
 from core.errors import ProcessDied, RunStopped, UserError, quote
 from core.loading import needs_part
 from core.timing.deadlines import MEMBERSHIP_POLL_S
