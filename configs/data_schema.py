@@ -136,7 +136,7 @@ class CurriculumPhase(StrictModel):
     rows: int = Field(ge=1)
     """Number of rows (in RL: prompts, with those that the algorithm rejects) to draw in this phase."""
     ratios: dict[str, Annotated[float, Field(ge=0)]]
-    """Rows drawn from each source of `train`, by its name, relative to the others; 0: none."""
+    """Rows drawn from each source of `train`, by name, relative to the others; 0: none."""
 
 
 class DataConfig(TemplateConfig):

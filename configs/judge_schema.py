@@ -17,7 +17,7 @@ class JudgeConfig(StrictModel):
     `model`: gpu_memory_utilization, kv_cache_gib, enforce_eager and dtype."""
 
     model: str = Field(min_length=1)
-    """Path or name of the judge's model, which is not trained. policy: the policy, with its current weights, on its own
+    """Path or name of the judge's model, which is not trained. policy: the policy, with the current weights, on its own
     engines."""
     engine: str = "vllm"
     """Inference engine of the judge, as in rollout.engine."""

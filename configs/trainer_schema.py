@@ -95,7 +95,7 @@ class TrainerConfig(StrictModel):
     """adamw, sgd (without momentum), or the path of a class, such as torch.optim.NAdam. On Ray it must update each
     number by that number's gradients alone, since ranks hold parts of tensors; that is measured before the start."""
     optimizer_settings: dict[str, Any] = Field({})
-    """Keyword arguments of an optimizer that is named by its path; lr comes from the schedule."""
+    """Keyword arguments of an optimizer that is named by a path; lr comes from the schedule."""
     lr: LearningRate = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -168,7 +168,7 @@ class TrainerConfig(StrictModel):
 
     @property
     def is_optimizer_named(self) -> bool:
-        """True if the optimizer is named by its path."""
+        """True if the optimizer is named by a path."""
         return "." in self.optimizer
 
     @model_validator(mode="after")

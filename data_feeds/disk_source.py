@@ -117,7 +117,7 @@ def _read_first(disk: DiskRows) -> Iterator[dict[str, Any]]:
 def open_source(
     disk: DiskRows, converter: RowConverter, stream: str, *, max_invalid_fraction: float, most: int | None
 ) -> Source[Any]:
-    """Return the source of rows on disk, with its first draws checked. Raises UserError if too few are valid.
+    """Return the source of rows on disk, with the first draws checked. Raises UserError if too few are valid.
 
     most: number of rows to check, those at the beginning of the file; None: the first CHECKED draws.
     """

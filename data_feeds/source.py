@@ -48,7 +48,7 @@ class Source(Generic[Item]):
         return pick(self.stream, nth, self.rows)
 
     def read(self, row: int) -> Item:
-        """Return a row by its number."""
+        """Return a row by number."""
         return self.items[row]
 
     def draw(self, nth: int) -> Item:

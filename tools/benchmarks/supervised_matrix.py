@@ -43,7 +43,7 @@ class Task:
 
     alg: dict[str, Any]
     rows: str
-    """File below data/, without its ending."""
+    """File below data/, without the ending."""
     steps: int = 60
     metric: str = ""
     """Metric on held-out rows; "": the reward of sampled answers."""

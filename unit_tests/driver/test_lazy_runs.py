@@ -10,7 +10,7 @@ from unit_tests.helpers.runs import folder_of, metrics_of
 
 
 @pytest.mark.verify
-def test_a_lazy_run_has_the_losses_of_one_that_read_all_and_resumes_to_the_bit(recipe, tmp_path, one_thread):
+def test_a_lazy_run_equals_one_that_read_all_and_resumes_to_the_bit(recipe, tmp_path, one_thread):
     rows = [
         {"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]}
         for i in range(40)

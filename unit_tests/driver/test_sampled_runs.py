@@ -63,7 +63,7 @@ def test_a_resumed_run_draws_the_rows_of_one_that_never_stopped(recipe, tmp_path
 
 
 def test_a_checkpoint_from_before_forms_had_names_is_resumed():
-    """Its rows had our columns, whichever `columns` named them; only the form of other rows is a change."""
+    """The rows had our columns, whichever `columns` named them; only the form of other rows is a change."""
     then = {"trainer.lr_schedule": "constant", "data.train": [{"path": "a.jsonl", "ratio": 1.0}]}  # form: since 0.2.0
 
     def now(form: str) -> dict:

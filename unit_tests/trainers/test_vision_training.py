@@ -5,6 +5,7 @@ Keys whose effect is seen here: trainer.freeze, model.lora.vision.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -278,7 +279,7 @@ def test_a_reward_model_that_sees_rewards_a_reply_by_its_image(tmp_path, tiny_pa
     rewards: list[float] = []
     for i in range(2):
         asked = Prompt(id="p", messages=[say("user", draw(i), "how many?")])
-        rewards.append(reward_model.score(asked, said, model=str(saved))["reward"])
+        rewards.append(asyncio.run(reward_model.score(asked, said, model=str(saved)))["reward"])
         ids, _ = tokenizer.mask_turns([*asked.messages, *said])
         media = AutoImageProcessor.from_pretrained(path)(images=[[draw(i).open()]], return_tensors="pt")
         with torch.no_grad():
@@ -289,7 +290,7 @@ def test_a_reward_model_that_sees_rewards_a_reply_by_its_image(tmp_path, tiny_pa
     text.save_pretrained(tmp_path / "blind")
     ChatTokenizer(tiny_path, "chat").save(tmp_path / "blind")
     with pytest.raises(UserError, match=r"^reward\.settings\.model=.* is a language model, which sees no images"):
-        reward_model.score(asked, said, model=str(tmp_path / "blind"))
+        asyncio.run(reward_model.score(asked, said, model=str(tmp_path / "blind")))
 
 
 def test_the_recipe_of_a_real_model_that_sees_tells_what_images_take(tmp_path, capsys):
