@@ -101,7 +101,7 @@ def compute_values(
 
     sequence_group: as in `forward`.
     """
-    return compute_labels(module, batch, layout=layout, model=model, sequence_group=sequence_group)[:, 0]
+    return compute_labels(module, batch, layout=layout, model=model, sequence_group=sequence_group)[0]
 
 
 def compute_labels(
@@ -112,7 +112,7 @@ def compute_labels(
     model: nn.Module,
     sequence_group: SequenceGroup | None = None,
 ) -> Tensor:
-    """Compute all outputs of a sequence classifier where `compute_values` reads the first, [M, L] float32."""
+    """Compute all outputs of a sequence classifier where `compute_values` reads the first, [L, M] float32."""
     part = lay_out_part(model, batch, layout, sequence_group)
     seen: list[Tensor] = []
     hook = model.score.register_forward_hook(lambda _, args, out: seen.append(out))  # every position's, before pooling
@@ -122,7 +122,7 @@ def compute_labels(
         hook.remove()
     [values] = seen  # [rows, columns, L]
     row, column = part.at
-    own = values[row, column].float()  # [m, L]
+    own = values[row, column].T.float()  # [L, m]
     return own if sequence_group is None else sequence_group.gather(own, part.mine)
 
 

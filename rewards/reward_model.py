@@ -101,7 +101,7 @@ class Scorer:
 
         with torch.no_grad():
             batch = self.media.load(pack(samples, [0.0] * len(samples)))
-            found = compute_labels(self.net, batch, layout="padded", model=self.net).tolist()  # [n, L]
+            found = compute_labels(self.net, batch, layout="padded", model=self.net).T.tolist()  # [n, L]
         return [{name: values[at] for name, at in self.labels} for values in found]
 
 
