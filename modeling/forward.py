@@ -97,22 +97,10 @@ def compute_values(
     model: nn.Module,
     sequence_group: SequenceGroup | None = None,
 ) -> Tensor:
-    """Compute the value of the state before every trained token, [M] float32, at the position that predicts it.
+    """Compute the outputs of a value or reward model at the position that predicts each trained token, [L, M] float32.
 
-    sequence_group: as in `forward`.
+    A value model has L = 1: the value of the state before the token. sequence_group: as in `forward`.
     """
-    return compute_labels(module, batch, layout=layout, model=model, sequence_group=sequence_group)[0]
-
-
-def compute_labels(
-    module: nn.Module,
-    batch: Batch,
-    *,
-    layout: Layout,
-    model: nn.Module,
-    sequence_group: SequenceGroup | None = None,
-) -> Tensor:
-    """Compute all outputs of a sequence classifier where `compute_values` reads the first, [L, M] float32."""
     part = lay_out_part(model, batch, layout, sequence_group)
     seen: list[Tensor] = []
     hook = model.score.register_forward_hook(lambda _, args, out: seen.append(out))  # every position's, before pooling

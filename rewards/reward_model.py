@@ -97,11 +97,11 @@ class Scorer:
         import torch
 
         from data_feeds.packing.batches import pack
-        from modeling.forward import compute_labels
+        from modeling.forward import compute_values
 
         with torch.no_grad():
             batch = self.media.load(pack(samples, [0.0] * len(samples)))
-            found = compute_labels(self.net, batch, layout="padded", model=self.net).T.tolist()  # [n, L]
+            found = compute_values(self.net, batch, layout="padded", model=self.net).T.tolist()  # [n, L]
         return [{name: values[at] for name, at in self.labels} for values in found]
 
 

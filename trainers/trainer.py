@@ -260,7 +260,7 @@ class Trainer:
 
     def compute_values_of(self, critic: Learner, batch: Batch) -> Tensor:
         together = self.sequence_group
-        return compute_values(critic.module, batch, layout=self.layout, model=critic.model, sequence_group=together)
+        return compute_values(critic.module, batch, layout=self.layout, model=critic.model, sequence_group=together)[0]
 
     @torch.no_grad()
     def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:

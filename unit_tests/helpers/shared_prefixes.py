@@ -60,7 +60,7 @@ def check_alike(model: nn.Module, groups: list[Group], *, score=logp_of, toleran
 
 
 def value_of(model: nn.Module, batch: Batch, layout: str) -> torch.Tensor:
-    return compute_values(model, batch, layout=layout, model=model)
+    return compute_values(model, batch, layout=layout, model=model)[0]
 
 
 def marked(groups: list[Group]) -> list[Group]:

@@ -62,7 +62,7 @@ def test_a_value_is_read_before_the_token_at_the_position_that_predicts_it(tiny_
     [sample] = some_samples(9)
     hidden = model.model(input_ids=torch.tensor([sample.token_ids])).last_hidden_state[0]
     want = [model.score(hidden[t - 1])[0] for t, yes in enumerate(sample.loss_mask) if yes]
-    got = compute_values(model, packed([sample]), layout="padded", model=model)
+    got = compute_values(model, packed([sample]), layout="padded", model=model)[0]
     torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=1e-4)
 
 

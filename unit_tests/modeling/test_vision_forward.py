@@ -187,7 +187,7 @@ def test_layers_that_are_computed_again_give_the_same_gradient(seeing):
 
 def value_of(seeing: Seeing, model: nn.Module, batch: Batch, layout: Any) -> torch.Tensor:
     ready = seeing.load(model, batch)
-    return compute_values(model, ready, layout=layout, model=model)
+    return compute_values(model, ready, layout=layout, model=model)[0]
 
 
 def test_values_are_read_from_the_body_and_saved_reward_models_load_again(seeing, tmp_path):
