@@ -1,4 +1,4 @@
-"""Source whose rows are read from disk and converted when they are drawn.
+"""Disk source: rows are read from disk and converted when they are drawn.
 
 An invalid row is replaced by the next valid row of the file, so that an item is a function of the row's number. Rows of
 the next steps are converted by a thread in the background; the tokenizer encodes them all in one call.
@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from configs.data_schema import DataConfig
 from core.errors import RunStopped, UserError
 from data_feeds.rows.disk_rows import DiskRows
+from data_feeds.rows.find_form import PROBED
 from data_feeds.rows.form_settings import plan_checked
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.open_rows import open_disk_rows
@@ -27,8 +28,6 @@ from data_feeds.source import Item, Source
 CHECKED = 1000
 """Rows that are converted before the start, the first that are drawn; and rows after which too many invalid ones stop
 the run."""
-PROBED_ROWS = 200
-"""First rows of the file, in which the form is recognised."""
 TRIES = 100
 """Rows that are tried in place of an invalid one."""
 _ENCODING = threading.Lock()
@@ -108,7 +107,7 @@ class DiskSource(Source[Item]):
 
 def _read_first(disk: DiskRows) -> Iterator[dict[str, Any]]:
     """Yield the first rows of the file that can be parsed."""
-    for row in range(min(len(disk), PROBED_ROWS)):
+    for row in range(min(len(disk), PROBED)):
         # the others are counted as invalid when they are drawn
         with suppress(InvalidRow):
             yield disk.read(row)
@@ -135,18 +134,14 @@ def open_source(
         converter=converter,
         max_invalid_fraction=1.0,
     )
-    shown = range(min(n, CHECKED)) if most is None else range(min(n, 10 * most))
-    rows = shown if most is not None else [source.pick(nth) for nth in shown]
-    outcomes = source.convert(list(dict.fromkeys(rows)))
+    if most is not None:
+        rows = [*range(min(n, 10 * most))]
+    else:  # with replacement a row may be drawn twice
+        rows = [*dict.fromkeys(source.pick(nth) for nth in range(min(n, CHECKED)))]
+    outcomes = source.convert(rows)
     items = [item for item in outcomes.values() if not isinstance(item, InvalidRow)][:most]
-    invalid = source.invalid
-    if not items:
-        raise UserError(f"{key}: none of {invalid.looked_at} rows is valid: {invalid}")
-    if invalid.share > max_invalid_fraction:
-        raise UserError(
-            f"{key}: {invalid.rows} of the first {invalid.looked_at} rows that are drawn are invalid, a larger "
-            f"fraction than data.max_invalid_fraction={max_invalid_fraction:g}: {invalid}; repair them, or raise that"
-        )
+    looked_at = f"the first {source.invalid.looked_at} rows that are drawn"
+    source.invalid.check(key, looked_at, has_valid=bool(items), most=max_invalid_fraction)
     source.items.extend(items)
     return replace(source, max_invalid_fraction=max_invalid_fraction)
 

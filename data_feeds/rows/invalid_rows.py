@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from core.errors import UserError
+
 Reason = Literal[
     "missing_column",
     "empty",
@@ -72,6 +74,17 @@ class InvalidRows:
 
     def describe_repeats(self) -> str:
         return f"{self.repeated_ids} rows have the id of an earlier row: # and their row number are appended to it"
+
+    def check(self, key: str, looked_at: str, *, has_valid: bool, most: float) -> None:
+        """Raise UserError if no row is valid, or a larger fraction than `most` is not. looked_at: rows in words."""
+        if not has_valid:
+            raise UserError(f"{key}: none of {self.looked_at} rows is valid: {self}")
+        # a few bad rows are normal; many mean a wrong column or template
+        if self.share > most:
+            raise UserError(
+                f"{key}: {self.rows} of {looked_at} are invalid, a larger fraction than data.max_invalid_fraction="
+                f"{most:g}: {self}; repair them, or raise that"
+            )
 
     def add(self, row_id: str, error: InvalidRow) -> None:
         """Count a row that cannot be used."""

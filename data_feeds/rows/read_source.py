@@ -57,14 +57,7 @@ def read_source(
     # many new objects and no garbage: the collector would scan all of them again and again
     with without_gc():
         items, invalid = _convert_rows(records, converter, limit)
-    if not items:
-        raise UserError(f"{key}: none of {invalid.looked_at} rows is valid: {invalid}")
-    # a few bad rows are normal; many mean a wrong column or template
-    if invalid.share > max_invalid_fraction:
-        raise UserError(
-            f"{key}: {invalid.rows} of {invalid.looked_at} rows are invalid, a larger fraction than "
-            f"data.max_invalid_fraction={max_invalid_fraction:g}: {invalid}; repair them, or raise that"
-        )
+    invalid.check(key, f"{invalid.looked_at} rows", has_valid=bool(items), most=max_invalid_fraction)
     return SourceRows(items=items, invalid=invalid, form=read.fit.name, notes=read.notes)
 
 
