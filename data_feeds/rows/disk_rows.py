@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.errors import UserError, first_line
-from core.text.text_files import parse_json
+from core.text.text_files import parse_json, read_ends
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.mixture import pick_row
 from data_feeds.rows.permute import permute
@@ -97,7 +97,7 @@ class DatasetRows:
         names = "".join(sorted(str(file) for file in rows.features))
         # datasets' own hash of how the rows came about; the ends tell of a folder that was written again
         ends = f"{rows[0]!r}{rows[len(rows) - 1]!r}"
-        self.digest = _hash(f"{len(rows)} {names} {ends}".encode())
+        self.digest = hashlib.blake2b(f"{len(rows)} {names} {ends}".encode(), digest_size=32).hexdigest()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -193,15 +193,7 @@ def find_lines(path: Path) -> NDArray[np.uint64]:
 
 def hash_file_ends(path: Path, index: NDArray[np.uint64]) -> str:
     """Hash the size, the first and the last MiB, and the index of a file."""
-    size = path.stat().st_size
-    found = hashlib.blake2b(f"{size}".encode(), digest_size=32)
-    with path.open("rb") as file:
-        found.update(file.read(MIB))
-        file.seek(max(0, size - MIB))
-        found.update(file.read(MIB))
+    found = hashlib.blake2b(f"{path.stat().st_size}".encode(), digest_size=32)
+    found.update(read_ends(path, MIB))
     found.update(index.data)
     return found.hexdigest()
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=32).hexdigest()

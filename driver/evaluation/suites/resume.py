@@ -12,6 +12,7 @@ from configs.eval_schema import EvalConfig
 from configs.load import add_new_keys, flatten_settings
 from core.errors import UserError
 from core.loading import FileSpec
+from core.text.text_files import read_ends
 from data_feeds.rows.eval_sets import PromptSet
 from driver.evaluation.suites.generations import Generation, list_files, read_generations
 from driver.evaluation.suites.table import RESULTS
@@ -75,12 +76,8 @@ def hash_model(folder: Path) -> str:
     found = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin", ".model")):
         # Reading hundreds of GB would take minutes. A safetensors file begins with all names and shapes.
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            found.update(file.read(READ_BYTES))
-            file.seek(max(0, size - READ_BYTES))
-            found.update(file.read(READ_BYTES))
+        found.update(f"{path.name} {path.stat().st_size}\n".encode())
+        found.update(read_ends(path, READ_BYTES))
     return found.hexdigest()
 
 
