@@ -23,6 +23,7 @@ from rewards import RunJudge
 from rewards.several import RewardPlan
 from rollouts.engines.base import EngineConfig
 from rollouts.registry import load_engine_class, resolve_engine
+from rollouts.scheduling.availability import spend_restart
 
 if TYPE_CHECKING:
     from rollouts.engines.base import Engine
@@ -169,10 +170,8 @@ class Judges:
         """Replace a dead engine. Raises ProcessDied if the restarts are used up."""
         assert isinstance(self.workers, Remote)
         while True:
-            if self.n_restarts >= self.budget:
-                raise ProcessDied(f"{death}; rollout.restarts={self.budget} were used up before", worker=death.worker)
+            self.say(spend_restart(death, used=self.n_restarts, budget=self.budget))
             self.n_restarts += 1
-            self.say(f"{death}; restarting it ({self.n_restarts} of rollout.restarts={self.budget})")
             try:
                 await self.workers.restart(rank)
                 address, _ = await self.workers.find_free_address(rank)

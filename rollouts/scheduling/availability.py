@@ -193,12 +193,8 @@ class EngineAvailability:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _note_death(self, rank: int, death: ProcessDied) -> None:
-        """Log a restart. Raises `death` if the budget is used up."""
-        if self._budget == 0:
-            raise death
-        if self.n_restarts >= self._budget:
-            raise ProcessDied(f"{death}; rollout.restarts={self._budget} were used up before", worker=death.worker)
-        self._say(f"{death}; restarting it ({self.n_restarts + 1} of rollout.restarts={self._budget})")
+        """Log a restart. Raises ProcessDied if the budget is used up."""
+        self._say(spend_restart(death, used=self.n_restarts, budget=self._budget))
 
     def _say_back(self, rank: int, weights: str) -> None:
         self._say(f"engine {rank} is back{weights}")
@@ -254,3 +250,12 @@ class EngineAvailability:
 def list_running(engines: int, availability: EngineAvailability | None) -> Sequence[int]:
     """Return the ranks with a callable worker; all of them without a record of their availability."""
     return range(engines) if availability is None else availability.running()
+
+
+def spend_restart(death: ProcessDied, *, used: int, budget: int) -> str:
+    """Return the sentence on one more restart after a death. Raises ProcessDied if `budget` is used up."""
+    if budget == 0:
+        raise death
+    if used >= budget:
+        raise ProcessDied(f"{death}; rollout.restarts={budget} were used up before", worker=death.worker)
+    return f"{death}; restarting it ({used + 1} of rollout.restarts={budget})"
