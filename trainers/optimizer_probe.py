@@ -1,4 +1,4 @@
-"""What an optimizer that a recipe names by path computes, measured on a small tensor before the start."""
+"""Probe of an optimizer that a recipe names by a path: what it computes on a small tensor, before the start."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def probe_optimizer(cfg: TrainerConfig) -> ProbedOptimizer:
     gradients = [torch.randn(_SHAPE, generator=generator) * scales for _ in range(_UPDATES)]
     try:
         whole, states = _run_updates(cfg, [weight], [[g] for g in gradients])
+    except UserError:
+        raise
     except Exception as error:  # the border to a class of another package, whatever it raises
         raise UserError(f"trainer.optimizer={cfg.optimizer} fails on a matrix of float32: {error}") from error
     try:

@@ -27,6 +27,7 @@ from driver.load_recipe import Loaded, with_forms
 from driver.start.devices import check_devices, count_gpus, uses_gpus
 from modeling.freeze import find_frozen
 from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model, needs_images
+from trainers.optimizer_probe import probe_optimizer
 
 ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 
@@ -260,8 +261,6 @@ def count_held(cfg: RunConfig) -> int:
 def count_states(cfg: RunConfig) -> int:
     """Return the bytes of optimizer states per parameter."""
     if cfg.trainer.is_optimizer_named:
-        from trainers.optimizer_probe import probe_optimizer  # a plain --explain needs no torch
-
         return math.ceil(probe_optimizer(cfg.trainer).state_bytes)
     # AdamW keeps two float32 numbers: the running means of gradient and squared gradient.
     return 8 if cfg.trainer.optimizer == "adamw" else 0
