@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from core.errors import UserError, quote
+from core.text.text_files import read_text
 from rewards.scored import Failed
 
 
@@ -74,10 +75,7 @@ def read_anchors(path: str | None, bounds: tuple[float, float]) -> list[Anchor]:
     if path is None:
         return []
     key = f"reward.settings.anchors: {quote(path)}"
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key} cannot be read: {error}") from error
+    lines = read_text(Path(path).expanduser(), key).splitlines()
     found = [_read_anchor(line, f"{key}, line {i}", bounds) for i, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise UserError(f"{key} has no rows: write one, or leave the setting out")
