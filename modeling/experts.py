@@ -1,4 +1,4 @@
-"""Parts of a mixture of experts, found by the names that transformers 5 gives them."""
+"""Experts of a mixture and their routers, found by the names that transformers 5 gives them."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def check_completion(done: Completion, *, max_new_tokens: int, is_truncated: boo
 
 
 def _find_wrong_set(done: Completion, *, is_truncated: bool) -> str | None:
-    """Return what is wrong with the kept sets of a completion, or None."""
+    """Return the first mistake in the kept sets of a completion, or None."""
     if done.kept is None:
         return "no kept sets, and rollout.top_p, top_k or min_p is set"
     if not is_truncated:

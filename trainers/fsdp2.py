@@ -63,7 +63,8 @@ class FsdpTrainer(DistributedTrainer):
 
 
 class FsdpLearner:
-    """Train one sharded model. An adapter is not sharded: every rank holds it whole, and its gradients are summed."""
+    """Learner of one model, sharded by FSDP2. An adapter is not sharded: every rank holds it whole, and its
+    gradients are summed."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Mixtures one after the other, each for a number of tickets; the last has no end."""
+    """Curriculum: mixtures one after the other, each for a number of tickets; the last has no end."""
 
     phases: tuple[tuple[int, Mixture], ...]
     last: Mixture

@@ -35,7 +35,7 @@ class JudgeTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What an endpoint serves."""
+    """Model that is served, with the limits and the key."""
 
     model: str
     max_model_len: int

@@ -1,4 +1,4 @@
-"""What do many rows cost a run? python -m tools.benchmarks.data_size [--rows N] [--bytes N] [--keep FOLDER]
+"""Data size: what many rows cost a run. python -m tools.benchmarks.data_size [--rows N] [--bytes N] [--keep FOLDER]
 
 Makes N rows of about --bytes each, as JSONL and as Parquet, and reads them as a lazy source of an RL run in a process
 of its own: seconds until the first prompt (cold: the file is dropped from the page cache first), peak memory, beside
@@ -117,7 +117,9 @@ def measure_apart(path: Path, model: Path, *, reply: bool = False) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.data_size", description=(__doc__ or "")[:30])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.data_size", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--bytes", type=int, default=200, help="bytes of JSON of a row")
     parser.add_argument("--keep", type=Path, help="folder for the files; by default they are deleted")

@@ -197,7 +197,7 @@ def teach(folder: Path, rows: str, saved: str, *more: str) -> None:
 
 
 def learn(name: str, seed: int, folder: Path) -> Row:
-    """Run one algorithm; its model is saved under its name."""
+    """Let one algorithm learn; the model is saved under that name."""
     alg = dict(MATRIX[name])
     if alg.get("teacher") == TEACHER:
         alg["teacher"] = str(folder / f"{TEACHER}-{seed}")

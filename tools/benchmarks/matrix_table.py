@@ -28,7 +28,7 @@ def read_rows(table: str) -> list[list[str]]:
 
 
 def merge_rows(old: Iterable[Sequence[str]], new: Iterable[Sequence[str]], order: Sequence[str]) -> list[Sequence[str]]:
-    """Return one row per algorithm and seed, the new one if there are two, in this order of algorithms.
+    """Merge rows: one per algorithm and seed, the new one if there are two, in this order of algorithms.
 
     >>> merge_rows([["b", "0", "7"], ["gone", "0", "1"]], [["a", "0", "3"], ["b", "0", "8"]], ["a", "b"])
     [['a', '0', '3'], ['b', '0', '8']]

@@ -1,4 +1,4 @@
-"""Measure what overlap brings and how many engines a trainer needs: the real loop, in simulated time.
+"""Simulate what overlap brings and how many engines a trainer needs: the real loop, in simulated time.
 
     python -m tools.benchmarks.simulate --group-seconds 40 --train-seconds 25 --engines 1 2 4 --max-staleness 0 1 2 4
     python -m tools.benchmarks.simulate --run runs/my-20260101-120000 --engines 1 2 4
