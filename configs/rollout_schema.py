@@ -322,6 +322,12 @@ class WeightSyncConfig(StrictModel):
     """Deadline of each phase of a sync in seconds: forming the process group, sending, probing."""
     lora: Literal["merged", "adapter"] = "merged"
     """Weights to send of a LoRA model. merged: all weights, with the adapter merged in. adapter: only the adapter."""
+    delta: bool = False
+    """Send only the values that changed since the last sync, with their places, compressed. A small step in bfloat16
+    changes few. Trainer rank 0 and each engine rank keep a copy of the weights in the memory of their machine. New
+    engines receive all weights, as do all engines after a failed transfer or, once, after changes whose proof fails."""
+    whole_every: int = Field(50, ge=1)
+    """With delta, every n-th sync sends all weights."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Maximum mean absolute difference between trainer's and engine's log-probabilities of a probe prompt after a sync.
     Unset: 0.002 in float32, 0.1 in bfloat16."""

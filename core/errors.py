@@ -38,6 +38,10 @@ class TransportFailed(CallFailed):
     """Failed transfer of weights. Engines may hold old or new weights; another transport may succeed."""
 
 
+class ProofFailed(RunStopped):
+    """Engine that has other weights than the trainer after a sync."""
+
+
 class ProcessDied(RunStopped):
     """Dead or unresponsive process of the run. The message names it."""
 

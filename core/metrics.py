@@ -12,6 +12,7 @@ from typing import Literal
 from core.judge_metrics import JUDGE_METRICS
 from core.metric import Metric as Metric
 from core.metric import Unit
+from core.sync_metrics import SYNC_METRICS
 from core.timing.phases import (
     ENGINE_ACTIVITIES,
     ENGINE_TURNS,
@@ -280,18 +281,7 @@ _declare(
     "eval/pass@<k>", "fraction", "prompts of data.eval that k samples solve, unbiased; with eval_samples above 1", RL
 )
 
-_declare(
-    "sync/probe_gap",
-    "nats",
-    "mean absolute difference of trainer and engine on the probe prompt after a weight sync, the worst engine's",
-    RL,
-)
-_declare(
-    "sync/bytes",
-    "bytes",
-    "tensors that one engine was sent: all weights, or with weight_sync.lora: adapter its own",
-    RL,
-)
+METRICS.extend(SYNC_METRICS)
 
 GROUP_SECONDS_MEAN = _declare("time/groups/mean_s", "seconds", "from a group's start to its last reward, mean", RL)
 GROUP_SECONDS_STD = _declare("time/groups/std_s", "seconds", "standard deviation of the seconds of a group", RL)

@@ -10,6 +10,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.start.devices import uses_gpus
 from modeling.hf_config import is_text_use, needs_images, read_config
 from rollouts.allowed_tokens import resolve_allowed_tokens
+from rollouts.engines.base import Capabilities
 from rollouts.registry import load_engine_class, resolve_engine
 from rollouts.stops import Stops, check_stops
 
@@ -53,10 +54,25 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
             f"weight_sync.transport is {transport}, and {name} takes no weights in chunks: add begin_chunks and "
             "load_chunk, as in rollouts/engines/hf.py, and say so in its capabilities, or set the transport to auto"
         )
+    if cfg.weight_sync.delta:
+        check_delta(cfg, name, can)
     if cfg.weight_sync.lora == "adapter" and not can.adapter:
         raise UserError(
             f"weight_sync.lora is adapter, and {name} does not sample with an adapter beside the weights: set "
             "rollout.engine to vllm, or weight_sync.lora to merged"
+        )
+
+
+def check_delta(cfg: RLConfig, name: str, can: Capabilities) -> None:
+    """Raise UserError if engine and trainer share a device, or the engine does not decode deltas."""
+    if cfg.placement == "colocate":
+        raise UserError(
+            "weight_sync.delta is true, and placement is colocate, where both are on the same device: leave it out"
+        )
+    if not can.deltas:
+        raise UserError(
+            f"weight_sync.delta is true, and {name} does not decode deltas: pass what it receives through a "
+            "DeltaDecoder, as in rollouts/engines/hf.py, and say so in its capabilities, or leave it out"
         )
 
 

@@ -98,6 +98,11 @@ RULES = (
         why="rollout.env is single_turn, which ends after one reply",
     ),
     Rule(
+        keys=("weight_sync.whole_every",),
+        is_unused=lambda cfg: isinstance(cfg, RLConfig) and not cfg.weight_sync.delta,
+        why="weight_sync.delta is false",
+    ),
+    Rule(
         keys=("rollout.sleep_mode",),
         is_unused=lambda cfg: isinstance(cfg, RLConfig) and cfg.placement == "separate",
         why="placement is separate, and the engines never sleep",

@@ -106,6 +106,7 @@ def make_weight_sync(
         may_fall_back=cfg.max_staleness == 0,
         say=say,
         facts=facts,
+        whole_every=cfg.weight_sync.whole_every if cfg.weight_sync.delta else 0,
     )
 
 

@@ -122,6 +122,8 @@ class Capabilities:
     """True if the engine can join a broadcast over NCCL."""
     chunks: bool = False
     """True if the engine loads weights in chunks (`begin_chunks`, `load_chunk`), for the transports direct and disk."""
+    deltas: bool = False
+    """True if the engine decodes what it receives by a DeltaDecoder, for weight_sync.delta."""
     adapter: bool = False
     """True if the engine can sample with a LoRA adapter beside the base weights."""
     images: bool = False

@@ -37,6 +37,7 @@ from trainers.offload.storages import OffloadedStorages, find_storages
 from trainers.weight_sync.base import Chunk
 from trainers.weight_sync.broadcast import WeightReceiver
 from trainers.weight_sync.chunks import read_chunk
+from trainers.weight_sync.delta import DeltaDecoder
 from trainers.weight_sync.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -54,7 +55,14 @@ class HfEngine(Engine):
     """
 
     capabilities = Capabilities(
-        broadcast=True, chunks=True, images=True, allowed_tokens=True, kept_sets=True, stop_strings=True, sleep=True
+        broadcast=True,
+        chunks=True,
+        deltas=True,
+        images=True,
+        allowed_tokens=True,
+        kept_sets=True,
+        stop_strings=True,
+        sleep=True,
     )
     max_batch = 256
 
@@ -90,6 +98,7 @@ class HfEngine(Engine):
         self._tracer = Tracer()
         self.chunks: list[Bucket] | None = None
         """Buckets for the next `receive_weights`. None: weights arrive by broadcast."""
+        self.decoder = DeltaDecoder()
 
     @classmethod
     def check_user_code(cls, model: nn.Module, *, path: str) -> None:
@@ -268,12 +277,12 @@ class HfEngine(Engine):
 
     async def load_chunk(self, chunk: Chunk) -> None:
         assert self.chunks is not None
-        self.chunks.append(read_chunk(chunk))
+        self.chunks.append(self.decoder.decode(read_chunk(chunk)))
 
     async def receive_weights(self, version: int) -> None:
         """Load the received weights, without yielding to requests."""
         if self.chunks is None:
-            await self.load_weights(version, self.receiver.receive())
+            await self.load_weights(version, map(self.decoder.decode, self.receiver.receive()))
         else:
             await self.load_weights(version, self.chunks)
             self.chunks = []

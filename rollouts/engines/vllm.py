@@ -54,6 +54,7 @@ class VllmEngine(Engine):
         broadcast=True,
         nccl=True,
         chunks=True,
+        deltas=True,
         adapter=True,
         images=True,
         allowed_tokens=True,

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from core.errors import TransportFailed, first_line
 from core.types.images import PlacedImage, as_argument
 from core.types.weights import Bucket, ExportScope
+from trainers.weight_sync.delta import Changes
 
 Chunk = bytes | str
 """A bucket in safetensors format, or the path of such a file."""
@@ -26,6 +27,8 @@ class Sent:
     """Checksums by tensor name; see fingerprint.py."""
     nbytes: int
     """Bytes sent to each engine."""
+    changes: Changes = field(default_factory=Changes)
+    """What a sync of deltas sent; nothing for another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ A member that fails leaves the group, so that the others fail at once. trainers/
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
@@ -102,20 +102,23 @@ class WeightSender(Member):
         super().leave()
         self._on_its_way = None
 
-    def send(self, buckets: Iterable[Bucket]) -> dict[str, int]:
+    def send(
+        self, buckets: Iterable[Bucket], encode: Callable[[Bucket], Bucket] = lambda bucket: bucket
+    ) -> dict[str, int]:
         """Broadcast every bucket; return the checksums of the tensors by name. Raises TransportFailed.
 
-        Tensors are whole, in the dtype of the engines. Sending overlaps with copying: while a bucket is sent, the next
-        is read and copied.
+        Tensors are whole, in the dtype of the engines. encode: the form in which a bucket is sent; see delta.py.
+        Sending overlaps with copying: while a bucket is sent, the next is read and copied.
         """
         sent: dict[str, int] = {}
         self.sent_bytes = 0
         self._on_its_way = None
         for bucket in buckets:
             sent.update(fingerprint(bucket))
-            self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            coded = encode(bucket)
+            self.sent_bytes += sum(tensor.nbytes for _, tensor in coded)
             with self.leaving_on_failure():
-                self._send_bucket(bucket)
+                self._send_bucket(coded)
         with self.leaving_on_failure():
             self._send_end()
         return sent

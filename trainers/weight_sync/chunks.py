@@ -7,7 +7,7 @@ This is slower than a broadcast, but needs no process group. Every trainer rank 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from safetensors.torch import load, save
@@ -23,9 +23,16 @@ class ChunkWriter:
     chunk: Chunk
     """Last chunk that was written."""
 
-    def __init__(self, stream: Generator[Bucket], *, writes: bool, folder: str | None):
-        """folder: write files there; None keeps bytes."""
-        self._stream, self._writes, self._folder = stream, writes, folder
+    def __init__(
+        self,
+        stream: Generator[Bucket],
+        *,
+        writes: bool,
+        folder: str | None,
+        encode: Callable[[Bucket], Bucket] = lambda bucket: bucket,
+    ):
+        """folder: write files there; None keeps bytes. encode: the form in which a bucket is sent; see delta.py."""
+        self._stream, self._writes, self._folder, self._encode = stream, writes, folder, encode
         self._checksums: dict[str, int] = {}
         self._nbytes = self._count = 0
 
@@ -36,9 +43,10 @@ class ChunkWriter:
             return False
         if self._writes:
             self._checksums |= fingerprint(bucket)
-            self._nbytes += sum(tensor.nbytes for _, tensor in bucket)
+            coded = self._encode(bucket)
+            self._nbytes += sum(tensor.nbytes for _, tensor in coded)
             with transfer_errors("disk" if self._folder else "direct"):
-                self._store(bucket)
+                self._store(coded)
         self._count += 1
         return True
 

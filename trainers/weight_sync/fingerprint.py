@@ -23,7 +23,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from core.errors import RunStopped
+from core.errors import ProofFailed
 
 _BITS = 64
 _WORD_BYTES = 8
@@ -146,7 +146,7 @@ def verify_sync(
     engines: Sequence[int] | None = None,
     explain: Callable[[], str] = str,
 ) -> float:
-    """Verify loaded weights; return the largest mean difference of the probe. Raises RunStopped on a mismatch.
+    """Verify loaded weights; return the largest mean difference of the probe. Raises ProofFailed on a mismatch.
 
     sent: checksums by tensor name. loaded: `Engine.read_fingerprint()` per engine, one mapping per rank.
     expected_logp: the trainer's log-probabilities of the probe prompt. probe_logp: `Engine.probe()` per engine.
@@ -156,13 +156,13 @@ def verify_sync(
     numbers = range(len(loaded)) if engines is None else engines
     for engine, ranks in zip(numbers, loaded, strict=True):
         if found := describe_difference(sent, ranks):
-            raise RunStopped(f"the weights of engine {engine} are not the trainer's after the sync: {found}")
+            raise ProofFailed(f"the weights of engine {engine} are not the trainer's after the sync: {found}")
     worst = 0.0
     for engine, logp in zip(numbers, probe_logp, strict=False):  # without a probe where the tests have none
         gaps = [abs(a - b) for a, b in zip(logp, expected_logp, strict=True)]
         mean = sum(gaps) / len(gaps)
         if not mean <= bound:  # also raises for nan
-            raise RunStopped(
+            raise ProofFailed(
                 f"engine {engine} was sent the trainer's weights, but its log-probabilities of the probe prompt "
                 f"differ from the trainer's by {mean:.2g} on average, where at most {bound:.2g} is expected"
                 + (f"; {causes}" if (causes := explain()) else "")

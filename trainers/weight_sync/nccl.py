@@ -138,9 +138,11 @@ class NcclSender(NcclMember, WeightSender):
     def join(self, *, members: int) -> None:
         self._join(address=self._address, port=self._port, rank=0, members=members)
 
-    def send(self, buckets: Iterable[Bucket]) -> dict[str, int]:
+    def send(
+        self, buckets: Iterable[Bucket], encode: Callable[[Bucket], Bucket] = lambda bucket: bucket
+    ) -> dict[str, int]:
         with self._deadline():
-            return super().send(buckets)
+            return super().send(buckets, encode)
 
     def _send_bucket(self, bucket: Bucket) -> None:
         self._share([(name, t.dtype, t.shape) for name, t in bucket])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core.cluster.ray_workers import Remote
-from core.errors import CallFailed, ProcessDied, TransportFailed
+from core.errors import CallFailed, ProcessDied, ProofFailed, TransportFailed
+from core.sync_metrics import SYNC_BY_XOR, SYNC_BYTES, SYNC_CHANGED, SYNC_PROBE_GAP
 from core.timing.clock import ActivityTimer
 from core.timing.phases import Activity
 from core.types.weights import Bucket, ExportScope
 from trainers.weight_sync.base import Delivery, ExportsWeights, Probe, ReceivesWeights, Sent
+from trainers.weight_sync.delta import Coding
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
 from trainers.weight_sync.transports import SyncEndpoints, Transport
 
@@ -80,11 +82,25 @@ class RemoteWeightSync:
     say: Callable[[str], None]
     facts: dict[str, Any]
     """Entries of the run's summary."""
+    whole_every: int = 0
+    """Send only what changed, and all weights in every n-th sync; 0: all weights in every sync."""
+    deltas: int = 0
+    """Syncs of changes since the last one of all weights."""
+    kept_by: list[Any] = field(default_factory=list[Any])
+    """Actors of the engines that hold the sender's last values; none while a sync runs, or after one failed."""
 
     async def publish_weights(self, version: int, engines: Sequence[int] | None = None) -> dict[str, float]:
         ranks = range(len(self.engines)) if engines is None else engines
         with _naming_version(version):
             async with self._charging_engines(ranks):
+                delivery = await self._deliver(version, ranks)
+                try:
+                    return await self._prove(delivery)
+                except ProofFailed as error:
+                    if not self.deltas:
+                        raise
+                    self.say(f"WARNING: in the sync of version {version}, {error}; all weights are sent once more")
+                self.kept_by = []
                 return await self._prove(await self._deliver(version, ranks))
 
     async def deliver_weights(self, version: int) -> Delivery:
@@ -130,9 +146,13 @@ class RemoteWeightSync:
     async def _transfer(self, version: int, ends: SyncEndpoints, patient: Remote[ReceivesWeights]) -> Sent:
         while True:
             transport, *others = self.transports
+            members = ends.list_members()
+            coding = self._choose_coding(members)
+            self.kept_by = []
             try:
-                sent = await transport.transfer(version, ends)
+                sent = await transport.transfer(version, replace(ends, coding=coding))
                 self.facts["transport"] = transport.name
+                self.kept_by, self.deltas = members, self.deltas + 1 if coding == "changes" else 0
                 return sent
             except TransportFailed as error:
                 if not others or not self.may_fall_back:
@@ -144,6 +164,11 @@ class RemoteWeightSync:
                 self.transports = others
                 # again: engines that had received all their weights have resumed
                 await patient.call_all(ReceivesWeights.pause)
+
+    def _choose_coding(self, members: list[Any]) -> Coding:
+        if not self.whole_every:
+            return "plain"
+        return "changes" if members == self.kept_by and self.deltas + 1 < self.whole_every else "whole"
 
 
 @contextmanager
@@ -171,4 +196,8 @@ def prove(delivery: Delivery, probed: Sequence[Sequence[float]], probe: Probe) -
         engines=delivery.engines,
         explain=probe.explain,
     )
-    return {"sync/probe_gap": gap, "sync/bytes": float(delivery.sent.nbytes)}
+    metrics = {SYNC_PROBE_GAP: gap, SYNC_BYTES: float(delivery.sent.nbytes)}
+    changes = delivery.sent.changes
+    if changes.tensors:
+        metrics |= {SYNC_CHANGED: changes.changed / changes.values, SYNC_BY_XOR: changes.by_xor / changes.tensors}
+    return metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core.errors import TransportFailed
 from core.timing.clock import ActivityTimer
 from core.timing.phases import Activity
@@ -9,6 +11,7 @@ from core.types.weights import ExportScope
 from trainers.weight_sync.base import Chunk, ExportsWeights, Sent
 from trainers.weight_sync.broadcast import WeightSender
 from trainers.weight_sync.chunks import ChunkWriter
+from trainers.weight_sync.delta import Coding, DeltaEncoder
 from trainers.weight_sync.ipc import HandleWriter
 from trainers.weight_sync.nccl import NcclSender
 
@@ -18,6 +21,7 @@ class WeightSource:
 
     def __init__(self, trainer: ExportsWeights, timer: ActivityTimer, *, is_sender: bool):
         self.trainer, self.timer, self.is_sender = trainer, timer, is_sender
+        self.encoder = DeltaEncoder()
 
     def open_broadcast(self, address: str, timeout_s: float, over_nccl: bool) -> int:
         """Leave the last group, and listen for engines at `address`, on rank 0; return the port."""
@@ -30,8 +34,9 @@ class WeightSource:
         """Return when every rank of every engine has joined; on rank 0."""
         self.sender.join(members=members)
 
-    def broadcast_weights(self, max_bytes: int, scope: ExportScope) -> Sent | None:
+    def broadcast_weights(self, max_bytes: int, scope: ExportScope, coding: Coding) -> Sent | None:
         """Broadcast the tensors to the engines; rank 0 returns the record of the sync."""
+        self.encoder.begin(coding)
         with self.timer.measure(Activity.SYNC):
             stream = self.trainer.export_weights(max_bytes, scope)
             if not self.is_sender:
@@ -39,17 +44,18 @@ class WeightSource:
                     pass
                 return None
             try:
-                checksums = self.sender.send(stream)
+                checksums = self.sender.send(stream, self.encoder.encode)
             except TransportFailed:
                 for _ in stream:  # the other ranks gather to the end, and this rank must take part
                     pass
                 raise
-            return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
+            return Sent(checksums=checksums, nbytes=self.sender.sent_bytes, changes=self.encoder.changes)
 
-    def begin_chunks(self, max_bytes: int, scope: ExportScope, folder: str | None) -> None:
+    def begin_chunks(self, max_bytes: int, scope: ExportScope, folder: str | None, coding: Coding) -> None:
         """Begin a sync in chunks; see trainers/weight_sync/chunks.py."""
+        self.encoder.begin(coding)
         stream = self.trainer.export_weights(max_bytes, scope)
-        self.writer = ChunkWriter(stream, writes=self.is_sender, folder=folder)
+        self.writer = ChunkWriter(stream, writes=self.is_sender, folder=folder, encode=self.encoder.encode)
 
     def begin_handles(self, max_bytes: int, scope: ExportScope) -> None:
         """Begin a sync in chunks of handles, which every rank writes; see trainers/weight_sync/ipc.py."""
@@ -70,4 +76,4 @@ class WeightSource:
 
     def summarize_chunks(self) -> Sent:
         """Return the record of the sync, on rank 0."""
-        return self.writer.summarize()
+        return replace(self.writer.summarize(), changes=self.encoder.changes)

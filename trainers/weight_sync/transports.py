@@ -16,6 +16,7 @@ from core.timing.clock import ActivityTimer
 from core.timing.deadlines import SYNC_TIMEOUT_GRACE_S
 from core.types.weights import ExportScope
 from trainers.weight_sync.base import ExportsWeights, ReceivesWeights, Sent, TransportName
+from trainers.weight_sync.delta import Coding
 from trainers.weight_sync.ipc import join_chunks
 from trainers.weight_sync.source import WeightSource
 
@@ -51,12 +52,17 @@ class SyncEndpoints:
     max_bytes: int
     """Size of a bucket."""
     scope: ExportScope
+    coding: Coding = "plain"
     timeout_s: float
     """Deadline of a step of a sync inside a worker."""
 
     def only(self, engines: Sequence[int]) -> SyncEndpoints:
         """Return the endpoints of a sync with these engines alone."""
         return replace(self, engines=self.engines.only(engines), engine_timers=self.engine_timers.only(engines))
+
+    def list_members(self) -> list[Any]:
+        """Return the actors of the engines."""
+        return [self.engines.actors[rank] for rank in self.engines.ranks]
 
     async def gather_collective(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Await calls that depend on each other. If a transport fails, all end before another one is tried."""
@@ -76,12 +82,12 @@ class BroadcastTransport:
     """Actors of the engines that are in the group."""
 
     async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
-        members = [ends.engines.actors[rank] for rank in ends.engines.ranks]
+        members = ends.list_members()
         if members != self.members:
             self.members = []
             await self._form_group(ends)
             self.members = members
-        sends = ends.sources.start_all(WeightSource.broadcast_weights, ends.max_bytes, ends.scope)
+        sends = ends.sources.start_all(WeightSource.broadcast_weights, ends.max_bytes, ends.scope, ends.coding)
         receives = ends.engines.start_all(ReceivesWeights.receive_weights, version)
         try:
             sent, *_ = await ends.gather_collective([*sends, *receives])
@@ -145,7 +151,7 @@ class ChunkedTransport:
 
     def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints, folder: Path | None) -> Calls:
         where = None if folder is None else str(folder)
-        return sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, where)
+        return sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, where, ends.coding)
 
     async def _load_chunk(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
         """Return the calls that load the last written chunk into the engines."""

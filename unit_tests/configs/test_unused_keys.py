@@ -29,6 +29,7 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.max_image_pixels": (10_000, {"model.path": "models/made_later"}),
     "model.images": ("off", {"model.path": "models/made_later"}),
     "model.lora.vision": (True, {"model.path": "models/made_later"}),
+    "weight_sync.whole_every": (3, {"weight_sync.delta": True}),
     "trainer.zero_stage": (2, {}),
     "trainer.deepspeed": ({"prescale": True}, {}),
     "trainer.offload": (True, {"trainer.strategy": "fsdp2"}),

@@ -189,6 +189,8 @@ def test_a_probe_that_disagrees_stops_the_run(off: float) -> None:
 class Recorder:
     """Workers that note what is called and what has returned."""
 
+    ranks, actors = (0,), ("engine",)
+
     def __init__(self, notes: list[str], answers: dict[str, Any]) -> None:
         self.notes, self.answers = notes, answers
 

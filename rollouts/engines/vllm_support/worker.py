@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rollouts.engines.vllm_support.patches import allow_next_update, find_adapte
 from rollouts.engines.vllm_support.settings import ADAPTER_ID
 from trainers.weight_sync.broadcast import WeightReceiver
 from trainers.weight_sync.chunks import Chunk, read_chunk
+from trainers.weight_sync.delta import DeltaDecoder
 from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.ipc import open_handles
 from trainers.weight_sync.nccl import NcclReceiver
@@ -164,10 +166,15 @@ class StreamedTransfer(VerifiedTransfer):
     init_info_cls = JoinInfo
     update_info_cls = WeightUpdate
 
+    @cached_property
+    def decoder(self) -> DeltaDecoder:
+        return DeltaDecoder()
+
     def buckets(self, update_info: WeightUpdate) -> Iterable[Bucket]:
         if update_info.buckets is not None:
             return update_info.buckets
-        return self.stream() if update_info.chunk is None else [read_chunk(update_info.chunk)]
+        received = self.stream() if update_info.chunk is None else [read_chunk(update_info.chunk)]
+        return map(self.decoder.decode, received)
 
     def stream(self) -> Iterable[Bucket]:
         raise NotImplementedError
