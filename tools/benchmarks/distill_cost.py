@@ -33,7 +33,7 @@ class Cost:
     peak_mib: float
     seconds: float
     teacher_s: float
-    """Part of `seconds` that the teacher's forward pass takes up to its head; 0 without a teacher."""
+    """Seconds of a forward pass of the teacher with its head, which `seconds` includes; 0 without a teacher."""
 
 
 def main() -> int:
@@ -89,7 +89,6 @@ def measure_step(name: str, folder: Path, tokens: int, mib: int) -> Cost:
     from algs import find_algorithm
     from configs.trainer_schema import ModelConfig, TrainerConfig
     from data_feeds.packing.batches import micro_batches
-    from modeling.forward import compute_states
     from tools.benchmarks.random_task import make_groups
     from trainers.local import LocalTrainer
 
@@ -120,7 +119,8 @@ def measure_step(name: str, folder: Path, tokens: int, mib: int) -> Cost:
     peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else read_status("VmHWM")
     start = now()
     for teacher in trainer.frozen.values():
-        compute_states(teacher, teacher, trainer.load(batches[0]), layout="padded")
+        with torch.no_grad():
+            trainer.forward(trainer.load(batches[0]), frozen=teacher, measures={})
     return Cost(peak_mib=peak - before, seconds=seconds, teacher_s=now() - start)
 
 
