@@ -29,7 +29,8 @@ NOT_FOR_TRAINING = (
     *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
     *("reward.max_concurrency", "reward.judge_budget."),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
-    *("weight_sync.transport", "capture.", "compare_losses", "placement", "rollout.sleep_mode"),
+    *("weight_sync.transport", "weight_sync.delta", "weight_sync.whole_every"),
+    *("capture.", "compare_losses", "placement", "rollout.sleep_mode"),
     *("alg.file", "data.sampler.file"),  # their contents are compared, wherever they lie
 )
 """Keys that may change without any effect on the numbers. A name that ends in a dot is a whole section."""

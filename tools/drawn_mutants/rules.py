@@ -55,6 +55,8 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
     ast.BitOr: ("|", "&"),
     ast.BitAnd: ("&", "|"),
 }
+SYMMETRIC = {"min", "max", "minimum", "maximum", "equal", "isclose", "allclose"}
+"""Functions that do not tell their arguments apart."""
 AXES = ("dim", "axis")
 
 
@@ -203,7 +205,8 @@ def change_call(node: ast.AST, at: Places) -> Iterator[Edit]:
         for left, right in pairwise(node.args):
             begin, end = at.span(left)[0], at.span(right)[1]
             middle = at.raw[at.span(left)[1] : at.span(right)[0]].decode()
-            if "(" not in middle and ")" not in middle:
+            same = at.text(left) == at.text(right) or at.text(node.func).rpartition(".")[2] in SYMMETRIC
+            if not same and "(" not in middle and ")" not in middle:
                 text = f"{at.text(right)}{middle}{at.text(left)}"
                 yield Edit("swapped arguments", left.lineno, begin, end, text)
     items: list[Position] = [*node.args, *node.keywords]

@@ -344,6 +344,17 @@ def test_a_checkpoint_of_an_earlier_version_had_the_defaults_of_newer_keys(recip
         check_settings(add_new_keys(then, changed, SLConfig), changed)
 
 
+@pytest.mark.parametrize("changed", [{"data.max_invalid_fraction": 0.5}, {"weight_sync.delta": True}])
+def test_a_resume_may_change_what_no_number_depends_on(changed, recipe):
+    now = collect_settings(load_recipe(RLConfig, recipe({"model.lora": {"merge_on_save": True}}), []), {}, {})[
+        "settings"
+    ]
+    check_settings(now, now | changed)
+    check_settings(now | {"model.lora.merge_on_save": False}, now)
+    with pytest.raises(UserError, match=r"^model\.lora\.r is 3"):
+        check_settings(now, now | changed | {"model.lora.r": 3})
+
+
 def test_held_out_prompts_move_last_bits_where_an_engine_answers_them():
     same = {"seed": 0, "trainer.sequence_parallel": 1, "trainer.offload": False}
     sl = {"eval_every": 0, "data.eval": "a.jsonl"} | same

@@ -75,6 +75,8 @@ def test_arithmetic_refuses_a_row_without_an_answer() -> None:
         ("18", r"\boxed{2 \times 9}"),
         ("18", r"\boxed{\frac{2 \times 18}{2}}"),
         ("18", r"\boxed{2 \times 9 = 18}"),
+        ("18", "\\boxed{36 \u00f7 2}"),
+        ("18", "\\boxed{2 \u00d7 9}"),
         ("1205", r"\boxed{1,200 + 5}"),
         ("1.5", r"\boxed{1\frac{1}{2}}"),
         ("0.5", r"\boxed{\frac12}"),

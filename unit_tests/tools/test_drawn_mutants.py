@@ -45,6 +45,10 @@ def test_text_that_computes_nothing_is_left_alone():
     assert find_edits(source) == []
 
 
+def test_arguments_that_are_alike_are_not_swapped():
+    assert [e for e in find_edits("y = f(a, a)\nz = torch.minimum(a, b)\n") if e.rule == "swapped arguments"] == []
+
+
 def test_the_sentence_of_an_error_is_left_alone():
     source = 'raise ValueError(f"{a + 1}", b - 1)\n'
     assert [e.apply(source) for e in find_edits(source)] == ["pass\n"]
