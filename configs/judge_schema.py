@@ -28,8 +28,9 @@ class JudgeConfig(StrictModel):
     """Number of GPUs (on a CPU: processes) per engine of the judge."""
     temperature: float = Field(0.7, ge=0, le=2)
     """Sampling temperature of verdicts. Equal requests have equal seeds."""
-    max_model_len: int = Field(4096, ge=2)
-    """Maximum number of tokens of a request and its verdict. A longer request fails the sample."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Maximum number of tokens of a request and its verdict. A longer request fails the sample. Unset: 4096, or the
+    positions of the judge's model if they are fewer."""
     allowed_tokens: list[Annotated[str, Field(min_length=1)]] = Field([])
     """Texts of the only two tokens of a verdict, for `verdict: probability`: that of 1 and that of 0, [yes, no]. Needs
     temperature 0, with which log-probabilities are those at temperature 1."""

@@ -18,7 +18,7 @@ from core.loading import needs_part
 from core.timing.deadlines import MEMBERSHIP_POLL_S
 from data_feeds.chat.template_args import list_arguments
 from driver.start.devices import list_cores, share_machine, uses_gpus
-from modeling.hf_config import check_model_folder
+from modeling.hf_config import check_model_folder, max_positions
 from rewards import RunJudge
 from rewards.several import RewardPlan
 from rollouts.engines.base import EngineConfig
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 JUDGE_GROUP = "judge"
 """Name of the judge's worker group."""
 LOOPBACK = ("127.0.0.1", 0)
+DEFAULT_LENGTH = 4096
+"""judge.max_model_len where it is unset, in tokens."""
 
 
 def check_judge(cfg: RLConfig, rewards: Sequence[RewardPlan]) -> None:
@@ -48,6 +50,7 @@ def check_judge(cfg: RLConfig, rewards: Sequence[RewardPlan]) -> None:
     with needs_part("judge", otherwise="leave it out"):
         import rollouts.judges.endpoint as _  # noqa: F401
     if judge.is_policy:
+        find_judge_length(cfg)
         return
     from rollouts.judges.worker import find_choices
 
@@ -59,12 +62,26 @@ def check_judge(cfg: RLConfig, rewards: Sequence[RewardPlan]) -> None:
     if judge.allowed_tokens and not can.allowed_tokens:
         raise UserError(f"judge.allowed_tokens is set, and {name} samples from all tokens: leave it out")
     check_model_folder(judge.model, key="judge.model", trust_remote_code=False)
+    find_judge_length(cfg)
     tokenizer = plan_judge(cfg).make_tokenizer()
     find_choices(tokenizer, judge.allowed_tokens)
     if unread := sorted(judge.template_args.keys() - list_arguments(tokenizer)):
         raise UserError(
             f"judge.template_args: the judge's chat template does not read {quote(unread[0])}: leave it out"
         )
+
+
+def find_judge_length(cfg: RLConfig) -> int:
+    """Return judge.max_model_len, or its default. Raises UserError if the judge's model has fewer positions."""
+    judge = cfg.judge
+    assert judge is not None
+    path, trusts = (cfg.model.path, cfg.model.trust_remote_code) if judge.is_policy else (judge.model, False)
+    positions = max_positions(path, trust_remote_code=trusts)
+    if judge.max_model_len is None:
+        return DEFAULT_LENGTH if positions is None else min(positions, DEFAULT_LENGTH)
+    if positions is not None and judge.max_model_len > positions:
+        raise UserError(f"judge.max_model_len={judge.max_model_len}, and {path} has {positions} positions: lower it")
+    return judge.max_model_len
 
 
 def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
@@ -77,7 +94,7 @@ def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
     engine = EngineConfig(
         model_path=judge.model,
         temperature=judge.temperature,
-        max_model_len=judge.max_model_len,
+        max_model_len=find_judge_length(cfg),
         stop_token_ids=(),
         dtype=cfg.model.dtype,
         images="off",
@@ -91,7 +108,7 @@ def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
     return JudgePlan(
         engine_spec=resolve_engine(judge.engine),
         engine=engine,
-        served=Served(model=judge.model, max_model_len=judge.max_model_len, key=key),
+        served=Served(model=judge.model, max_model_len=engine.max_model_len, key=key),
         allowed_tokens=judge.allowed_tokens,
         template_args=judge.template_args,
     )

@@ -26,7 +26,7 @@ from data_feeds.chat.template_args import make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import locate_parser, make_parser
 from driver.start.devices import list_cores, share_machine, shares_devices, uses_gpus
-from driver.start.judges import address_judge, check_judge, serve_policy
+from driver.start.judges import address_judge, check_judge, find_judge_length, serve_policy
 from modeling.lora import name_lora_targets
 from rewards.rewarder import Rewarder
 from rewards.several import RewardPlan
@@ -174,8 +174,9 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
 
 def find_longest(cfg: RLConfig | EvalConfig) -> int:
     """Return the maximum tokens of a sequence of the engines: a sample, or a request if the policy judges."""
-    judge = cfg.judge if isinstance(cfg, RLConfig) else None
-    return max(cfg.longest_sample, judge.max_model_len) if judge is not None and judge.is_policy else cfg.longest_sample
+    if isinstance(cfg, RLConfig) and cfg.judge is not None and cfg.judge.is_policy:
+        return max(cfg.longest_sample, find_judge_length(cfg))
+    return cfg.longest_sample
 
 
 def carry_template(data: TemplateConfig) -> TemplateConfig:

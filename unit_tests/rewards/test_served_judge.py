@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from configs.schema import RLConfig
+from data_prep import tiny_model
 from driver.checks.explain_devices import place_processes
 from driver.load_recipe import load_recipe
 from driver.start.devices import count_judge_ranks
@@ -95,6 +96,14 @@ def test_an_endpoint_has_a_key():
     assert status == 401 and KEY not in json.dumps(answer)
 
 
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory) -> str:
+    """The tiny model, with positions for a judge's prompt."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model.make(folder, max_length=5000)
+    return str(folder)
+
+
 def served(model: str, **settings: Any) -> dict[str, Any]:
     """Return the changes of a recipe for a judge of the run; a random model states no verdict."""
     reward = {"function": "judge", "weights": {"score": 1.0}, "timeout_s": 130, "max_failed_fraction": 1.0}
@@ -161,12 +170,14 @@ def test_what_a_judge_of_the_run_lacks_is_refused(refused, tiny_path):
     refused(OWN | {"judge": mine | {"template_args": {"x": 1}}}, "judge.template_args: ", "does not read x")
     refused(OWN | {"judge": mine | {"num_engines": 2}}, "set judge.num_engines and judge.tensor_parallel_size to 1")
     refused(OWN | {"judge": mine | {"model": "nowhere/at/all"}}, "judge.model=nowhere/at/all")
+    for model in (mine, {"model": "policy"}):
+        refused(OWN | {"judge": model | {"max_model_len": 10**6}}, "judge.max_model_len=1000000", "positions: lower it")
     given = {"judge": mine | {"temperature": 0}, "reward.settings": {"votes": 3}}
     refused(OWN | given, "votes would all be equal with judge.temperature=0")
     refused(OWN | {"judge": mine, "reward.settings": {"temperature": 1.0}}, "temperature is of a server")
 
 
-def test_a_judge_has_engines_of_its_own(recipe, tiny_path):
+def test_a_judge_has_engines_of_its_own(recipe, tiny_path, tmp_path):
     keys = {"model": tiny_path, "num_engines": 2, "tensor_parallel_size": 2}
     cfg = load_recipe(RLConfig, recipe(OWN | {"judge": keys, "backend": "ray", "rollout.engine": "vllm"}), []).cfg
     assert count_judge_ranks(cfg) == 4
@@ -176,6 +187,9 @@ def test_a_judge_has_engines_of_its_own(recipe, tiny_path):
     assert places["judge 0"] == (0, [0, 1]) and places["judge 1"] == (0, [2, 3]) and places["trainer 0"] == (0, [4])
     plan = plan_judge(cfg)
     assert (plan.engine.temperature, plan.engine.max_model_len, plan.engine.tensor_parallel_size) == (0.7, 4096, 2)
+    tiny_model.make(tmp_path / "short", max_length=300)
+    short = load_recipe(RLConfig, recipe(OWN | {"judge": {"model": str(tmp_path / "short")}}), []).cfg
+    assert plan_judge(short).engine.max_model_len == 300, "the positions of the model"
 
 
 @pytest.mark.parametrize(
