@@ -1,10 +1,12 @@
-"""OpenAI-compatible HTTP server of a rollout worker. An agent's harness requests replies of the policy here.
+"""HTTP server of a rollout worker. An agent's harness requests replies of the policy here, in one of three protocols.
 
-    POST /s/<session>/v1/chat/completions      a reply, streamed or not
+    POST /s/<session>/v1/chat/completions      a reply, streamed or not, as OpenAI's clients ask for it
+    POST /s/<session>/v1/responses             the same, by OpenAI's Responses API
+    POST /s/<session>/v1/messages              the same, as Anthropic's clients ask for it
     GET  /s/<session>/v1/models                the list of models, which is one
 
-A session is an episode with an API key. rollouts/agents/wire.py parses requests and rollouts/agents/session.py answers
-them. This file is only HTTP.
+A session is an episode with an API key. rollouts/agents/dialects/ parses requests and rollouts/agents/session.py
+answers them. This file is only HTTP.
 """
 
 from __future__ import annotations
@@ -12,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -27,16 +28,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from core.errors import shorten
 from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
 from rollouts.agents.bounded_json import Unreadable, count_marks, read_json
+from rollouts.agents.dialects.chat import CHAT
+from rollouts.agents.dialects.messages import MESSAGES
+from rollouts.agents.dialects.responses import RESPONSES
 from rollouts.agents.session import AgentSession, Request, Sampler, run_in_thread
-from rollouts.agents.wire import (
-    BadRequest,
-    ChatRequest,
-    list_models,
-    read_ask,
-    refuse_slow,
-    write_answer,
-    write_chunks,
-)
+from rollouts.agents.wire import BadRequest, ChatRequest, Dialect, list_models, refuse_slow
+
+DIALECTS = (CHAT, RESPONSES, MESSAGES)
+"""Protocols by which a reply is requested."""
 
 # Agents run on the worker's machine, and no other machine may use the endpoint.
 HOST = "127.0.0.1"
@@ -94,7 +93,8 @@ class Gateway:
                 return
             app = web.Application(client_max_size=LARGEST_BODY)
             app.on_response_prepare.append(self._count_refusal)
-            app.router.add_post("/s/{session}/v1/chat/completions", self._complete)
+            for dialect in DIALECTS:
+                app.router.add_post(f"/s/{{session}}/v1/{dialect.path}", partial(self._complete, dialect))
             app.router.add_get("/s/{session}/v1/models", self._list_models)
             app.router.add_route("*", "/{rest:.*}", self._refuse_path)
             # A dropped connection cancels its handler, so the request counts as undelivered and a retry receives the
@@ -115,18 +115,17 @@ class Gateway:
             self.port = runner.addresses[0][1]
             self._runner, self._loop = runner, asyncio.get_running_loop()
 
-    async def _complete(self, http: web.Request) -> web.StreamResponse:
+    async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         try:
             session = self._find_session(http)
-            request = await _read_request(http, session)
+            request = await _read_request(http, session, dialect)
             async with session.answering(request) as answer:
                 created = int(time.time())
                 if request.ask.streams:
-                    wants_usage = request.ask.wants_usage
-                    return await _stream(http, [*write_chunks(answer, created=created, wants_usage=wants_usage)])
-                return await _send(http, write_answer(answer, created=created))
+                    return await _stream(http, dialect.stream(answer, created, request.ask))
+                return await _send(http, dialect.write(answer, created))
         except BadRequest as refusal:
-            return _refuse(refusal)
+            return _refuse(refusal, dialect)
         except ConnectionError:  # the harness closed the connection; the sampled reply is kept for a retry
             return web.Response(status=400)
 
@@ -139,9 +138,8 @@ class Gateway:
 
     async def _refuse_path(self, http: web.Request) -> web.StreamResponse:
         what = shorten(f"{http.method} {http.path}")
-        return _refuse(
-            BadRequest(f"there is no {what} here, only chat/completions and models below the base URL", status=404)
-        )
+        paths = ", ".join(dialect.path for dialect in DIALECTS)
+        return _refuse(BadRequest(f"there is no {what} here, only {paths} and models below the base URL", status=404))
 
     async def _count_refusal(self, http: web.BaseRequest, response: web.StreamResponse) -> None:
         """Count a refused request for its episode, by the path: only the agent knows the id. aiohttp refuses some."""
@@ -158,10 +156,12 @@ class Gateway:
                 "there is no such episode, or it has ended: each one has a base URL of its own", status=404
             )
         # compared in constant time, so that another process of the machine cannot guess the key by timing
-        given = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        given = http.headers.get("Authorization") or http.headers.get("x-api-key", "")
+        given = given.removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), session.key.encode()):
             raise BadRequest(
-                "the API key is not that of this episode: use the one that the agent was given (OPENAI_API_KEY)",
+                "the API key is not that of this episode: use the one that the agent was given (OPENAI_API_KEY or "
+                "ANTHROPIC_API_KEY)",
                 status=401,
             )
         return session
@@ -174,7 +174,7 @@ async def _read_body(http: web.Request) -> bytes:
         raise BadRequest(f"the body of a request may have {LARGEST_BODY} bytes: send less", status=413) from error
 
 
-async def _read_request(http: web.Request, session: AgentSession) -> Request:
+async def _read_request(http: web.Request, session: AgentSession, dialect: Dialect) -> Request:
     """Read a request. Raises BadRequest."""
     until = time.monotonic() + AGENT_REQUEST_TIMEOUT_S
     retries = http.headers.get(RETRY_COUNT, "")
@@ -183,21 +183,23 @@ async def _read_request(http: web.Request, session: AgentSession) -> Request:
     try:
         async with asyncio.timeout(AGENT_REQUEST_TIMEOUT_S), session.reading:
             body = await _read_body(http)
-            ask, digest = await run_in_thread(partial(_parse_body, body, session.sampler, until=until))
+            ask, digest = await run_in_thread(partial(_parse_body, body, dialect, session.sampler, until=until))
     except TimeoutError as error:
         raise refuse_slow() from error
     return Request(ask=ask, digest=digest, retry=int(retries) if retries else None)
 
 
-def _parse_body(body: bytes, sampler: Sampler, *, until: float) -> tuple[ChatRequest, str]:
-    """Return a request and the digest of its body."""
+def _parse_body(body: bytes, dialect: Dialect, sampler: Sampler, *, until: float) -> tuple[ChatRequest, str]:
+    """Return a request and its digest."""
     try:
         count_marks(body)
         parsed = read_json(body)
     except Unreadable as error:
         raise BadRequest(f"the body of a request {error}") from error
-    ask = read_ask(parsed, temperature=sampler.temperature, truncation=sampler.truncation, until=until)
-    return ask, hashlib.sha256(body).hexdigest()
+    ask = dialect.read(parsed, temperature=sampler.temperature, truncation=sampler.truncation, until=until)
+    digest = hashlib.sha256(dialect.path.encode())
+    digest.update(body)
+    return ask, digest.hexdigest()
 
 
 async def _send(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -209,16 +211,16 @@ async def _send(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     return response
 
 
-async def _stream(http: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+async def _stream(http: web.Request, events: Iterable[str]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(http)
-    for chunk in [*map(json.dumps, chunks), "[DONE]"]:
-        await response.write(f"data: {chunk}\n\n".encode())
+    for event in events:
+        await response.write(event.encode())
     await response.write_eof()
     return response
 
 
-def _refuse(refusal: BadRequest) -> web.Response:
-    response = web.json_response(refusal.write(), status=refusal.status)
+def _refuse(refusal: BadRequest, dialect: Dialect = CHAT) -> web.Response:
+    response = web.json_response(dialect.refuse(refusal), status=refusal.status)
     response[REFUSAL] = str(refusal)
     return response

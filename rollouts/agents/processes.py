@@ -267,13 +267,16 @@ def read_rewards(line: str) -> AgentResult:
 
 
 def name_endpoint(task: Task) -> dict[str, str]:
-    """Return the environment variables with which OpenAI clients reach the gateway directly, without a proxy."""
+    """Return the environment variables with which clients reach the gateway directly, without a proxy."""
     local = "127.0.0.1,localhost"
     before = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
     no_proxy = f"{before},{local}" if before else local
     return {
         "OPENAI_BASE_URL": task.base_url,
         KEY_NAME: task.api_key,
+        # Anthropic's clients add /v1 themselves
+        "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": task.api_key,
         # programs read one spelling or the other
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,

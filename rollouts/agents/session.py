@@ -219,15 +219,16 @@ class AgentSession:
         done = cut_at_stop(done, ask.stop, self.sampler)
         # the budget counts tokens of tool results too, as an environment's episode does
         self.left -= len(done.token_ids) + (0 if planned.parent is None else len(planned.prompt_ids))
-        reply = self._parse(done, ask)
+        reply, stop_string = self._parse(done, ask)
         node = self.trace.add_reply(planned, done, reply)
         reason = "length" if done.stop == "length" else "tool_calls" if "tool_calls" in reply else "stop"
         answer = ChatResponse(
-            id=f"chatcmpl-{self.id}-{node.number}",
+            id=f"{self.id}-{node.number}",
             message=reply,
             finish_reason=reason,
             prompt_tokens=len(planned.context),
             completion_tokens=len(done.token_ids),
+            stop_string=stop_string,
         )
         return answer, node
 
@@ -304,14 +305,17 @@ class AgentSession:
             return planned.depth
         return f"{planned.depth}/{digest}/{before}"
 
-    def _parse(self, done: Completion, ask: ChatRequest) -> Message:
-        """Parse the reply into a message, cut at the request's stop strings."""
+    def _parse(self, done: Completion, ask: ChatRequest) -> tuple[Message, str | None]:
+        """Return the reply as a message, cut at the request's first stop string, and that string."""
         sampler = self.sampler
         parser = sampler.parser if ask.tools and ask.may_call else PlainParser()
         text = sampler.tokenizer.decode(done.token_ids)
         reply = rename_taken(parser.parse(done.token_ids, text, ask.tools).message, ask.messages)
-        ends = [at for s in ask.stop if (at := reply["content"].find(s)) >= 0]
-        return {**reply, "content": reply["content"][: min(ends)]} if ends else reply
+        ends = [(at, s) for s in ask.stop if (at := reply["content"].find(s)) >= 0]
+        if not ends:
+            return reply, None
+        at, string = min(ends)
+        return {**reply, "content": reply["content"][:at]}, string
 
 
 def _get_result(task: asyncio.Task[tuple[ChatResponse, Node]]) -> tuple[ChatResponse, Node]:

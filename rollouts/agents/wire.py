@@ -1,7 +1,8 @@
-"""OpenAI's chat-completions format over HTTP: parse requests, write responses. No tokens here.
+"""Agents' requests and replies, whatever protocol their program speaks. No tokens here.
 
-Requests that would change sampling are refused with one sentence. Samples at another temperature, for example, would
-come from a policy other than the trained one.
+Each protocol is a file of dialects/, which translates to and from the classes of this one. Requests that would change
+sampling are refused with one sentence. Samples at another temperature, for example, would come from a policy other than
+the trained one.
 """
 
 from __future__ import annotations
@@ -9,47 +10,30 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from core.errors import quote
 from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
 from core.types.images import ImageRefused, read_data_uri, read_image
-from core.types.messages import ROLES, Message, Part, ToolCall, ToolSpec
+from core.types.messages import Message, Part, ToolCall, ToolSpec
 from core.types.truncation import EVERYTHING_KEPT, Truncation
 from rollouts.agents.bounded_json import Unreadable, read_json
 
 MODEL = "policy"
 """Name of the model at every endpoint."""
+MOST_PIXELS = 2**24
+"""Maximum number of pixels of an image. Decoding more would stop other threads for too long."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "parallel_tool_calls": (True,),
-    "functions": ([],),
-    "modalities": (["text"],),
     "store": (False,),
 }
-"""Parameters accepted only with these neutral values."""
-WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
-"""Parameters of OpenAI's own service, ignored."""
-READ = ("model", "messages", "tools", "tool_choice", "temperature", "max_tokens", "max_completion_tokens", "stop")
-STREAMING = ("stream", "stream_options")
-EMPTY_IN_MESSAGES = ("refusal", "annotations", "audio", "function_call")
-"""Empty fields of a reply that clients send back."""
-MOST_PIXELS = 2**24
-"""Maximum number of pixels of an image. Decoding more would stop other threads for too long."""
-REASONING = ("reasoning", "reasoning_content")
-"""Names for the reasoning of an assistant turn."""
+"""Parameters of all protocols that are accepted only with these neutral values."""
 
 
 class BadRequest(Exception):
@@ -90,46 +74,64 @@ class ChatResponse:
     id: str
     message: Message
     finish_reason: str
+    """One of stop, length and tool_calls."""
     prompt_tokens: int
     completion_tokens: int
+    stop_string: str | None = None
+    """String of the request's `stop` that ended the reply."""
 
 
-def read_ask(
-    body: Any, *, temperature: float, truncation: Truncation = EVERYTHING_KEPT, until: float = math.inf
-) -> ChatRequest:
-    """Read a parsed request body. Raises BadRequest for an invalid or refused request.
+class ReadRequest(Protocol):
+    """Function that reads a parsed body. Raises BadRequest for an invalid or refused request.
 
     temperature, truncation: sampling of the run. until: deadline, as a time of time.monotonic().
     """
+
+    def __call__(
+        self, body: Any, *, temperature: float, truncation: Truncation = EVERYTHING_KEPT, until: float = math.inf
+    ) -> ChatRequest: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Protocol of a client: pure translations of requests, replies and refusals. `created` is in Unix seconds."""
+
+    path: str
+    """Path below the base URL."""
+    read: ReadRequest
+    write: Callable[[ChatResponse, int], dict[str, Any]]
+    """Returns the body of a complete response, given `created`."""
+    stream: Callable[[ChatResponse, int, ChatRequest], Iterator[str]]
+    """Yields the server-sent events of a streamed response."""
+    refuse: Callable[[BadRequest], dict[str, Any]] = BadRequest.write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Parameters of a protocol's requests. Others are refused."""
+
+    read: Sequence[str]
+    without_effect: Sequence[str]
+    """Parameters of the vendor's own service, ignored."""
+    neutral: Mapping[str, tuple[Any, ...]]
+    """Parameters accepted only with these neutral values."""
+
+
+def check_body(
+    body: Any, parameters: Parameters, *, temperature: float, truncation: Truncation = EVERYTHING_KEPT
+) -> dict[str, Any]:
+    """Return the body of a request for the policy. Raises BadRequest for another model, or a refused parameter."""
     if not isinstance(body, dict):
         raise BadRequest("the body of a request must be a JSON object with model and messages")
     if (model := body.get("model")) != MODEL:
         raise BadRequest(f"there is no model {quote(model)} here: it is called {MODEL}", status=404, param="model")
     # what is off in the run has several neutral values
     rules = {name: value for name, value in asdict(truncation).items() if value != getattr(EVERYTHING_KEPT, name)}
-    _check_parameters(body, {"temperature": temperature, **rules})
-    # clients send null for tools that the harness did not set
-    messages, tools = body.get("messages"), body.get("tools") or []
-    if not isinstance(messages, list) or not isinstance(tools, list):
-        raise BadRequest("messages and tools must be lists", param="messages")
-    choice = body.get("tool_choice")
-    demands = choice == "required" or isinstance(choice, dict)
-    if choice not in (None, "auto", "none") and not demands:
-        raise BadRequest(f"tool_choice must be auto, none, required or a function, found {choice!r:.80}")
-    options = body.get("stream_options") or {}
-    return ChatRequest(
-        messages=[read_message(m, f"messages[{i}]", until) for i, m in enumerate(messages)],
-        tools=[_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
-        may_call=choice != "none",
-        must_call=demands,
-        max_tokens=_read_max_tokens(body),
-        stop=_read_stop(body.get("stop")),
-        streams=bool(body.get("stream")),
-        wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-    )
+    _check_parameters(body, parameters, {"temperature": temperature, **rules})
+    return body
 
 
-def _check_parameters(body: dict[str, Any], sampling: Mapping[str, float]) -> None:
+def _check_parameters(body: dict[str, Any], parameters: Parameters, sampling: Mapping[str, float]) -> None:
     """Raise BadRequest for parameters that would change sampling, or that nothing reads."""
     for name, value in body.items():
         # clients send null for every parameter that the harness did not set
@@ -140,13 +142,13 @@ def _check_parameters(body: dict[str, Any], sampling: Mapping[str, float]) -> No
                 f"{name} is {value!r:.40}, and this run samples at rollout.{name}={sampling[name]:g}: leave it out",
                 param=name,
             )
-        if name in (*READ, *STREAMING, *WITHOUT_EFFECT):
+        if name in parameters.read or name in parameters.without_effect:
             continue
-        if name not in NEUTRAL:
+        if name not in parameters.neutral:
             raise BadRequest(
                 f"{quote(name)} is not offered: the run decides how replies are sampled; leave it out", param=name
             )
-        if value not in NEUTRAL[name]:
+        if value not in parameters.neutral[name]:
             raise BadRequest(
                 f"{name} is {value!r:.80}, and it would sample from another distribution than the one in training, or "
                 "is not offered: leave it out",
@@ -154,41 +156,16 @@ def _check_parameters(body: dict[str, Any], sampling: Mapping[str, float]) -> No
             )
 
 
-def read_message(given: Any, where: str, until: float) -> Message:
-    """Parse a message of a request. Raises BadRequest for fields that no chat template reads."""
-    if not isinstance(given, dict) or given.get("role") not in ROLES:
-        raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
-    parts = _read_content(given.get("content"), where, until)
-    text = "".join(part["text"] for part in parts if part["type"] == "text")
-    message: Message = {"role": given["role"], "content": text}
+def make_message(role: str, parts: list[Part]) -> Message:
+    """Return a message of these parts."""
+    message: Message = {"role": role, "content": "".join(part["text"] for part in parts if part["type"] == "text")}
     if any(part["type"] == "image" for part in parts):
         message["parts"] = parts
-    for name, value in given.items():
-        # OpenAI's clients return a reply with all of its fields, most of them empty
-        if name in ("role", "content") or value in (None, [], ""):
-            continue
-        if name == "tool_calls" and given["role"] == "assistant" and isinstance(value, list):
-            message["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(value)]
-        elif name == "tool_call_id" and isinstance(value, str):
-            message["tool_call_id"] = value
-        elif name == "name" and isinstance(value, str):
-            message["name"] = value
-        elif name in REASONING and isinstance(value, str) and given["role"] == "assistant":
-            message["reasoning"] = value
-        elif name not in EMPTY_IN_MESSAGES:
-            raise BadRequest(f"{where} has {quote(name)}, which no chat template is shown: leave it out", param=where)
     return message
 
 
-def _read_content(content: Any, where: str, until: float) -> list[Part]:
-    if content is None or isinstance(content, str):
-        return [{"type": "text", "text": content or ""}]
-    if not isinstance(content, list):
-        raise BadRequest(f"{where}.content must be text, or a list of parts: the policy sees nothing else")
-    return [_read_part(part, f"{where}.content[{i}]", until) for i, part in enumerate(content)]
-
-
-def _read_part(part: Any, where: str, until: float) -> Part:
+def read_part(part: Any, where: str, until: float) -> Part:
+    """Read a part of a message, in the form of chat completions. Raises BadRequest."""
     # images are decoded here, and small files can hold large ones
     if time.monotonic() > until:
         raise refuse_slow()
@@ -208,93 +185,43 @@ def _read_part(part: Any, where: str, until: float) -> Part:
         raise BadRequest(f"{where}: {refusal}", param=where) from refusal
 
 
-def _read_call(given: Any, where: str) -> ToolCall:
-    function: Any = given.get("function") if isinstance(given, dict) else None
-    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
-    # OpenAI's format is JSON text; an object is read too
+def read_call(id: Any, name: Any, arguments: Any, where: str, *, key: str, form: str) -> ToolCall:
+    """Read a call of an assistant's turn. Raises BadRequest.
+
+    arguments: a JSON object, or the text of one. key: their name in the call. form: what the call must look like.
+    """
     if isinstance(arguments, str):
         try:
             arguments = read_json(arguments or "{}")
         except Unreadable as error:
-            raise BadRequest(f"{where}.function.arguments {error}", param=where) from error
+            raise BadRequest(f"{where}.{key} {error}", param=where) from error
     if not isinstance(arguments, dict) or not isinstance(name, str):
-        raise BadRequest(
-            f"{where} must be {{id, type: function, function: {{name, arguments}}}} with arguments that are a JSON "
-            "object",
-            param=where,
-        )
-    return {"id": str(given.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
+        raise BadRequest(f"{where} must be {form} with a JSON object as {key}", param=where)
+    return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _read_tool(given: Any, where: str) -> ToolSpec:
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest(
-            f"{where} must be {{type: function, function: {{name, description, parameters}}}}", param="tools"
-        )
-    return given
-
-
-def _read_max_tokens(body: dict[str, Any]) -> int | None:
-    asked = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+def read_max_tokens(body: dict[str, Any], *names: str) -> int | None:
+    """Return the smallest of these limits on a reply, or None without one. Raises BadRequest."""
+    asked = [body[name] for name in names if body.get(name) is not None]
     # type(), since isinstance(True, int) holds
     if wrong := [n for n in asked if type(n) is not int or n < 1]:
-        raise BadRequest(f"max_tokens must be a whole number from 1 on, found {wrong[0]!r:.40}", param="max_tokens")
+        raise BadRequest(f"{names[0]} must be a whole number from 1 on, found {wrong[0]!r:.40}", param=names[0])
     return min(asked, default=None)
 
 
-def _read_stop(stop: Any) -> tuple[str, ...]:
+def read_stop(stop: Any, name: str) -> tuple[str, ...]:
+    """Read the strings that end a reply. Raises BadRequest."""
     strings: Any = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
-        raise BadRequest(f"stop must be a text or a list of texts, none empty, found {stop!r:.80}", param="stop")
+        raise BadRequest(f"{name} must be a text or a list of texts, none empty, found {stop!r:.80}", param=name)
     return tuple(strings)
 
 
-def write_answer(answer: ChatResponse, *, created: int) -> dict[str, Any]:
-    """Return the body of a complete response."""
-    choice = {
-        "index": 0,
-        "message": write_message(answer.message),
-        "finish_reason": answer.finish_reason,
-        "logprobs": None,
-    }
-    return {
-        "id": answer.id,
-        "object": "chat.completion",
-        "created": created,
-        "model": MODEL,
-        "choices": [choice],
-        "usage": _write_usage(answer),
-    }
-
-
-def write_chunks(answer: ChatResponse, *, created: int, wants_usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a streamed response. The first chunk contains the whole reply."""
-    delta = write_message(answer.message)
-    for i, call in enumerate(delta.get("tool_calls", [])):
-        # clients merge the chunks of a call by this number
-        call["index"] = i
-    head = {"id": answer.id, "object": "chat.completion.chunk", "created": created, "model": MODEL}
-    # as OpenAI does: null in every chunk but the last
-    rest = {"usage": None} if wants_usage else {}
-    yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} | rest
-    yield head | {"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]} | rest
-    if wants_usage:
-        yield head | {"choices": [], "usage": _write_usage(answer)}
-
-
-def write_message(message: Message) -> dict[str, Any]:
-    """Return a reply for clients, with the arguments of calls as JSON text."""
-    written: dict[str, Any] = {"role": "assistant", "content": message["content"], "refusal": None}
-    if "reasoning" in message:
-        written["reasoning_content"] = message["reasoning"]
-    if calls := message.get("tool_calls"):
-        written["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in calls
-        ]
-        written["content"] = message["content"] or None  # clients expect null, not "", beside calls
-    return written
+def check_fields(given: dict[str, Any], read: Sequence[str], where: str, *, ignored: Sequence[str] = ()) -> None:
+    """Raise BadRequest for a field that is neither read nor ignored, unless it is empty."""
+    for name, value in given.items():
+        if name not in read and name not in ignored and value not in (None, [], "", False):
+            raise BadRequest(f"{where} has {quote(name)}, which no chat template is shown: leave it out", param=where)
 
 
 def refuse_slow() -> BadRequest:
@@ -308,9 +235,6 @@ def list_models(*, created: int) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": created, "owned_by": "feynrl"}]}
 
 
-def _write_usage(answer: ChatResponse) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-    }
+def write_event(event: dict[str, Any]) -> str:
+    """Return a server-sent event that has its type as name."""
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"

@@ -30,6 +30,16 @@ def install_beside(package: str) -> Path:
     return folder
 
 
+def install_program(package: str, version: str, program: str) -> Path:
+    """Install a package of npm and return its program."""
+    folder = ROOT / "build" / "npm" / package
+    found = folder / "node_modules" / ".bin" / program
+    if not found.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), f"{package}@{version}"])
+    return found
+
+
 def run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

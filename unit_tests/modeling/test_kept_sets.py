@@ -28,7 +28,8 @@ from core.types.truncation import Truncation
 from data_feeds.packing.batches import pack, plan_update
 from modeling.attention import BY_SEQUENCE
 from modeling.forward import forward
-from rollouts.agents.wire import BadRequest, read_ask
+from rollouts.agents.dialects.chat import read_ask
+from rollouts.agents.wire import BadRequest
 from rollouts.engines.base import Completion
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.kept_sets import KeptReports

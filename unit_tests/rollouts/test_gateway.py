@@ -434,7 +434,10 @@ async def check_doors(client: httpx.AsyncClient, url: str, session: AgentSession
     found = await client.post(f"{other}/chat/completions", json=body, headers=right)
     assert found.status_code == 404 and "no such episode" in found.json()["error"]["message"]
     found = await client.post(f"{url}/completions", json=body, headers=right)
-    assert found.status_code == 404 and "only chat/completions and models" in found.json()["error"]["message"]
+    assert (
+        found.status_code == 404
+        and "only chat/completions, responses, messages and models" in found.json()["error"]["message"]
+    )
     found = await client.post(f"{url}/chat/completions", content=b"{", headers=right)
     assert found.status_code == 400 and "must be JSON" in found.json()["error"]["message"]
     models = (await client.get(f"{url}/models", headers=right)).json()

@@ -43,6 +43,66 @@ def draw_png(side: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
+FUNCTION = {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}
+BODIES: dict[str, tuple[str, Any, Callable[[str], Any]]] = {
+    "/chat/completions": (
+        "messages",
+        {
+            "messages": [
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
+            ],
+            "tools": TOOLS,
+        },
+        lambda url: {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "x"}],
+        },
+    ),
+    "/responses": (
+        "input",
+        {
+            "input": [
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]},
+                {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "3"}]},
+            ],
+            "instructions": "x",
+            "tools": [{"type": "function", **FUNCTION}],
+        },
+        lambda url: {"role": "user", "content": [{"type": "input_image", "image_url": url}]},
+    ),
+    "/messages": (
+        "messages",
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "x", "signature": ""},
+                        {"type": "tool_use", "id": "c1", "name": "weather", "input": {}},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "3"}]},
+            ],
+            "system": [{"type": "text", "text": "x"}],
+            "tools": [{"name": "weather", "description": "d", "input_schema": FUNCTION["parameters"]}],
+        },
+        lambda url: {
+            "role": "user",
+            "content": [
+                {
+                    "type": "image",
+                    "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]},
+                },
+            ],
+        },
+    ),
+}
+"""By path: the key of the conversation, a turn with tools, and a turn with an image."""
+
+
 class Junk:
     """Values that are not what a key wants, and places to put them."""
 
@@ -68,17 +128,16 @@ class Junk:
             case _:
                 return {self.text()[:9]: self.value() for _ in range(rng.randrange(4))}
 
-    def body(self) -> bytes:
+    def body(self, path: str = "/chat/completions") -> bytes:
         """A valid body with some of its values replaced, dropped or added anywhere."""
         rng = self.rng
-        body: Any = {"model": "policy", "messages": [dict(USER)]}
+        key, with_tools, with_image = BODIES.get(path, BODIES["/chat/completions"])
+        body: Any = {"model": "policy", key: [dict(USER)]}
         if rng.random() < 0.6:
-            reply = {"role": "assistant", "content": None, "tool_calls": [json.loads(json.dumps(CALL))]}
-            body["messages"] += [reply, {"role": "tool", "tool_call_id": "c1", "content": "3"}]
-            body["tools"] = json.loads(json.dumps(TOOLS))
+            more = json.loads(json.dumps(with_tools))
+            body |= {**more, key: body[key] + more[key]}
         if rng.random() < 0.3:
-            picture = {"type": "image_url", "image_url": {"url": rng.choice((draw_png(3), "data:,x", "http://x"))}}
-            body["messages"].append({"role": "user", "content": [picture, {"type": "text", "text": "x"}]})
+            body[key].append(with_image(rng.choice((draw_png(3), "data:,x", "http://x"))))
         for _ in range(rng.choice((0, 1, 1, 2, 3))):
             if not (places := [*list_places(body)]):
                 break
@@ -88,6 +147,7 @@ class Junk:
                     del place[key]
                 case 1 if isinstance(place, dict):
                     keys = ("name", "tool_calls", "reasoning", "stop", "max_tokens", "tool_choice", "stream", "n", "x")
+                    keys += ("type", "content", "system", "instructions", "thinking", "stop_sequences", "output")
                     place[rng.choice(keys)] = self.value()
                 case 2:
                     place[key] = json.dumps(self.value())
@@ -100,12 +160,12 @@ class Junk:
             )
         return text.encode(errors="surrogatepass")
 
-    def some_bytes(self) -> bytes:
+    def some_bytes(self, path: str) -> bytes:
         """A valid body with some of its bytes changed; or only bytes."""
         rng = self.rng
         if rng.random() < 0.2:
             return rng.randbytes(rng.choice((0, 1, 30, 3000)))
-        body = bytearray(self.body())
+        body = bytearray(self.body(path))
         for _ in range(rng.choice((1, 3, 30))):
             at = rng.randrange(len(body) + 1)
             body[at : at + rng.choice((0, 1, 9))] = rng.randbytes(rng.choice((0, 1, 2)))
@@ -198,18 +258,19 @@ def serve(policy: Policy, run: Callable[[Address], Any], **limits: int) -> Any:
 
 def fuzz(qwen: Any, caplog: Any, n: int, *, seed: int) -> Counter[int]:
     """Send n requests in episodes of some hundred. Each is answered by 200 or 4xx, and each 4xx is counted."""
-    junk, statuses = Junk(seed), Counter[int]()
+    junk, statuses, answered = Junk(seed), Counter[int](), set[str]()
     policy = Policy(qwen, lambda _: junk.rng.choice(("Seven.", say_calls("", ("weather", {"place": "Oslo"})))))
 
     async def play(address: Address) -> None:
         refused = 0
         while statuses.total() < n and refused < MAX_REFUSED:
-            body = junk.body() if statuses.total() % 2 else junk.some_bytes()
-            path = junk.rng.choice(("/chat/completions",) * 9 + ("/models", "/x", "/../\x1b"))
+            path = junk.rng.choice((*BODIES, *BODIES, *BODIES, "/models", "/x", "/../\x1b"))
+            body = junk.body(path) if statuses.total() % 2 else junk.some_bytes(path)
             method = junk.rng.choice(("POST",) * 9 + ("GET", "PUT"))
             path = path.encode("unicode_escape").decode()
             status = await address.post(body, *junk.headers(address.session), path=path, method=method)
             statuses[status] += 1
+            answered.update([path] if status == 200 else [])
             refused += status >= 400
             failed = address.session.failed
             assert not (failed.done() and failed.exception()), (failed.exception(), body)
@@ -219,6 +280,7 @@ def fuzz(qwen: Any, caplog: Any, n: int, *, seed: int) -> Counter[int]:
 
     while statuses.total() < n:
         serve(policy, play)
+    assert BODIES.keys() <= answered, answered
     assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")], caplog.text[:3000]
     return statuses
 

@@ -26,10 +26,11 @@ from driver.checks.engine import check_images
 from driver.load_recipe import load_recipe
 from driver.start.weight_sync import make_probe
 from modeling.images.processor import ImageProcessor
+from rollouts.agents.dialects.chat import read_ask
 from rollouts.agents.session import Request
 from rollouts.agents.task import Task, write_content
 from rollouts.agents.trace import Branch
-from rollouts.agents.wire import BadRequest, ChatRequest, read_ask
+from rollouts.agents.wire import BadRequest, ChatRequest
 from rollouts.engines.base import Completion
 from rollouts.engines.hf import HfEngine
 from rollouts.engines.vllm_support import architectures
