@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -385,7 +386,14 @@ LARGE = {
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": draw_png(8192)}} for _ in range(6)]}
         ]
     ),
+    "/responses": lambda: json.dumps(
+        {"model": "policy", "input": [{"type": "function_call", "name": "f", "arguments": "{}"}] * 45_000 + [USER]}
+    ).encode(),
+    "/messages": lambda: json.dumps(
+        {"model": "policy", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 70_000}]}
+    ).encode(),
 }
+"""Large bodies; the name may be the path that gets them."""
 
 
 @pytest.mark.slow
@@ -395,11 +403,12 @@ def test_no_large_request_stops_the_event_loop(qwen):
 
     async def run(address: Address) -> None:
         for name, make in LARGE.items():
-            body, shortest = make(), float("inf")
+            body, shortest, path = make(), float("inf"), name if name in BODIES else "/chat/completions"
             for _ in range(8):
                 address.gap_s = 0.0
                 # from a thread: what sends it must not count
-                status = await asyncio.to_thread(lambda body=body: asyncio.run(address.post(body, address.key)))
+                sent = partial(address.post, body, address.key, path=path)
+                status = await asyncio.to_thread(lambda sent=sent: asyncio.run(sent()))
                 assert 400 <= status < 500, (name, status)
                 shortest = min(shortest, address.gap_s)
                 if shortest < BLOCKED_S:
