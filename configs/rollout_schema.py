@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
+from configs.gateway_schema import GatewayConfig, check_gateway
 from core.strict_model import Seconds, StrictModel
 from core.types.truncation import EVERYTHING_KEPT, Truncation
 
@@ -197,6 +198,8 @@ class RolloutConfig(StrictModel):
     agent: AgentConfig | None = None
     """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
     address. Each episode has a process, killed after nine tenths of `timeout_s`."""
+    gateway: GatewayConfig | None = None
+    """Address of the policy for agents on other machines or in containers. Unset: loopback, and any free port."""
     num_engines: int | EngineRange = 1
     """Number of engines, each with a process and a copy of the weights. {min: 1, max: 8}: engines join and leave during
     the run, as machines of the cluster do."""
@@ -290,6 +293,7 @@ class RolloutConfig(StrictModel):
     def an_agent_takes_the_place_of_an_environment(self) -> RolloutConfig:
         if self.agent is not None and self.env != "single_turn":
             raise ValueError(f"env={self.env} and agent exclude each other: leave one of them out")
+        check_gateway(self.gateway, has_agent=self.agent is not None, engines=self.most_engines)
         return self
 
 

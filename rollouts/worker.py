@@ -69,15 +69,16 @@ class RolloutWorker:
         agents: AgentProcesses | None = None,
         judge: JudgeEndpoint | None = None,
         second: SecondReward | None = None,
+        rank: int = 0,
     ):
         """agents: processes of `rollout.agent`, in place of an environment. They need `stops` and
         `max_prompt_tokens`. judge: endpoint of this engine for rewards, if the policy judges. second:
-        reward of `eval_reward`."""
+        reward of `eval_reward`. rank: number of the engine."""
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
         self.timer, self.judge = ActivityTimer(*ENGINE_ACTIVITIES), judge
-        self.second = second
+        self.second, self.rank = second, rank
         self.agents = None if agents is None else self._make_runner(agents)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
@@ -247,7 +248,13 @@ class RolloutWorker:
             max_model_len=self.max_prompt_tokens + self.rollout.max_new_tokens,
             truncation=self.rollout.truncation,
         )
-        return AgentRunner(agents, sampler, timeout_s=SHARE_OF_TIMEOUT * self.rollout.timeout_s)
+        return AgentRunner(
+            agents,
+            sampler,
+            timeout_s=SHARE_OF_TIMEOUT * self.rollout.timeout_s,
+            address=self.rollout.gateway,
+            engine=self.rank,
+        )
 
     async def start_trace(self, trace: bool, memory: bool) -> None:
         """Start to profile the engine."""

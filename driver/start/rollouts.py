@@ -270,6 +270,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         agents=agents,
         judge=judge,
         second=make_second(plan),
+        rank=0 if info is None else info.rank,
     )
 
 

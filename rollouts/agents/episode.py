@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from configs.gateway_schema import GatewayConfig
 from core.tasks import start_task
 from core.text.plain_text import escape_controls
 from core.text.secrets import HIDDEN
@@ -27,12 +28,20 @@ SHARE_OF_TIMEOUT = 0.9
 class AgentRunner:
     """Runner of agent episodes: the agent processes, the gateway, and the sampler."""
 
-    def __init__(self, processes: AgentProcesses, sampler: Sampler, *, timeout_s: float):
-        """timeout_s: deadline of one agent, in seconds."""
+    def __init__(
+        self,
+        processes: AgentProcesses,
+        sampler: Sampler,
+        *,
+        timeout_s: float,
+        address: GatewayConfig | None = None,
+        engine: int = 0,
+    ):
+        """timeout_s: deadline of one agent, in seconds. address: keys of `rollout.gateway`. engine: its number."""
         from rollouts.agents.gateway import Gateway  # here, since only agents need aiohttp
 
         self.processes, self.sampler, self.timeout_s = processes, sampler, timeout_s
-        self.gateway = Gateway()
+        self.gateway = Gateway(address, engine)
         self.said_must_call = False
 
     async def play(self, prompt: Prompt, *, episode: int, seed_of_turn: Callable[[int | str], int]) -> list[Played]:

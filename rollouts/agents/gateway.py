@@ -25,8 +25,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from core.errors import shorten
+from configs.gateway_schema import GatewayConfig
+from core.errors import UserError, shorten
 from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
+from core.timing.progress import say
 from rollouts.agents.bounded_json import Unreadable, count_marks, read_json
 from rollouts.agents.dialects.chat import CHAT
 from rollouts.agents.dialects.messages import MESSAGES
@@ -37,8 +39,6 @@ from rollouts.agents.wire import BadRequest, ChatRequest, Dialect, list_models, 
 DIALECTS = (CHAT, RESPONSES, MESSAGES)
 """Protocols by which a reply is requested."""
 
-# Agents run on the worker's machine, and no other machine may use the endpoint.
-HOST = "127.0.0.1"
 # Images are part of the body, as data URIs.
 LARGEST_BODY = 64 * 2**20
 """Maximum size of a request body, in bytes."""
@@ -60,7 +60,9 @@ _LOG.addFilter(_is_ours)
 class Gateway:
     """HTTP server of one rollout worker. It starts with the first episode, in the same event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: GatewayConfig | None = None, engine: int = 0) -> None:
+        """config: keys of `rollout.gateway`. engine: number of the worker's engine."""
+        self.config, self.engine = config or GatewayConfig(), engine
         self.sessions: dict[str, AgentSession] = {}
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,7 +75,7 @@ class Gateway:
         await self._start()
         self.sessions[session.id] = session
         try:
-            yield f"http://{HOST}:{self.port}/s/{session.id}/v1"
+            yield f"{self.config.write_url(self.engine, self.port)}/s/{session.id}/v1"
         finally:
             # first, so that an ended episode takes no new request while the running ones are cancelled
             del self.sessions[session.id]
@@ -109,11 +111,25 @@ class Gateway:
                 auto_decompress=False,
             )
             await runner.setup()
-            # port 0: several workers share a machine, so the system picks a free port
-            site = web.TCPSite(runner, HOST, 0)
-            await site.start()
+            await self._listen(runner)
             self.port = runner.addresses[0][1]
             self._runner, self._loop = runner, asyncio.get_running_loop()
+            if self.config != GatewayConfig():
+                risk = ", in plain HTTP: keys and texts can be read on the way" if self.config.insecure else ""
+                url = self.config.write_url(self.engine, self.port)
+                say(f"rollout.gateway: agents reach engine {self.engine} at {url} (port {self.port}){risk}")
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        # port 0: several workers share a machine, so the system picks a free port
+        port = self.config.find_port(self.engine)
+        try:
+            await web.TCPSite(runner, self.config.listen, port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise UserError(
+                f"rollout.gateway: engine {self.engine} cannot listen on {self.config.listen}, port {port} "
+                f"({error.strerror}): free it, or choose another"
+            ) from error
 
     async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         try:

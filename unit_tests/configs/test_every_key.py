@@ -187,6 +187,9 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "driver/test_metrics.py": ("reward.max_failed_fraction",),
     "rollouts/test_vllm_adapter.py": ("model.lora.alpha",),
     "rollouts/test_episode.py": ("rollout.max_turns",),
+    "rollouts/test_routable_gateway.py": (
+        *("rollout.gateway.listen", "rollout.gateway.port", "rollout.gateway.url", "rollout.gateway.insecure"),
+    ),
     "rollouts/test_agents.py": ("rollout.agent.file", "rollout.agent.command"),
     "configs/test_recipes.py": ("epochs",),
     "driver/test_supervised.py": ("precompute_ref_logp",),
@@ -197,6 +200,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 SECTIONS = {
     *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
     *("capture", "profile", "tracking", "rollout.agent", "data.curriculum", "reward.judge_budget", "judge"),
+    "rollout.gateway",
 }
 
 
