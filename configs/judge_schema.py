@@ -1,4 +1,4 @@
-"""Keys of `judge`: a judge that the run serves."""
+"""Keys of `judge`, a judge that the run serves, and of `reward.judge_budget`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from core.strict_model import StrictModel
 
 POLICY = "policy"
 """Value of `judge.model` for the policy's own engines."""
+
+
+class JudgeBudgetConfig(StrictModel):
+    """Keys of `reward.judge_budget`: limits of what judges may cost, over training and evaluation."""
+
+    calls: int | None = Field(None, ge=1)
+    """Maximum number of requests that judges answer. Unset: unlimited."""
+    tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens of these requests and answers, as the server counts them. Unset: unlimited."""
 
 
 class JudgeConfig(StrictModel):

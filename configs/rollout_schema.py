@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from configs.gateway_schema import GatewayConfig, check_gateway
+from configs.judge_schema import JudgeBudgetConfig
 from core.strict_model import Seconds, StrictModel
 from core.types.truncation import EVERYTHING_KEPT, Truncation
 
@@ -38,15 +39,6 @@ def name_function(name_or_path: str) -> str:
     ('gsm8k', 'short')
     """
     return PurePath(name_or_path).stem
-
-
-class JudgeBudgetConfig(StrictModel):
-    """Keys of `reward.judge_budget`: limits of what judges may cost, over training and evaluation."""
-
-    calls: int | None = Field(None, ge=1)
-    """Maximum number of requests that judges answer. Unset: unlimited."""
-    tokens: int | None = Field(None, ge=1)
-    """Maximum number of tokens of these requests and answers, as the server counts them. Unset: unlimited."""
 
 
 class RewardConfig(StrictModel):

@@ -24,8 +24,9 @@ from algs.base import Algorithm, GroupRelative, PolicyGradient, TurnCredit
 from algs.terms import KL, Correction, Overlong
 from configs.data_schema import HoldOutConfig, SourceConfig
 from configs.eval_schema import EvalConfig, EvalDataConfig, EvalModelConfig, EvalRolloutConfig, EvalSetConfig
+from configs.judge_schema import JudgeBudgetConfig
 from configs.other_names import NOT_HERE, OTHER_NAMES
-from configs.rollout_schema import EngineRange, JudgeBudgetConfig, RolloutConfig
+from configs.rollout_schema import EngineRange, RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
 from core.loading import load_module

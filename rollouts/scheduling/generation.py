@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from configs.rollout_schema import JudgeBudgetConfig
+from configs.judge_schema import JudgeBudgetConfig
 from core.cluster.workers import Workers
 from core.errors import ProcessDied, RunStopped
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from configs.rollout_schema import JudgeBudgetConfig
+from configs.judge_schema import JudgeBudgetConfig
 from core import judge_metrics as names
 from core.types.samples import Group
 

@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -19,7 +20,9 @@ from configs.rollout_schema import RolloutConfig
 from core.errors import UserError
 from rollouts.agents.gateway import Gateway
 from unit_tests.helpers.other_packages import ROOT
+from unit_tests.helpers.runs import metrics_of
 from unit_tests.helpers.scripted_policy import Policy, check_exact, make_session
+from unit_tests.helpers.two_hosts import ADDRESS, Hosts, needs_two_hosts
 
 REFUSED = [
     ({"listen": "example.org"}, "must be an IP address"),
@@ -138,3 +141,39 @@ def test_nginx_of_the_page_brings_tls(qwen, tmp_path: Path):
     finally:
         server.terminate()
         server.wait()
+
+
+ON_NODE_B = """
+import json, os, sys, urllib.request
+
+task = json.load(sys.stdin)
+body = json.dumps({"model": "policy", "max_tokens": 9, "messages": task["messages"]}).encode()
+headers = {"x-api-key": os.environ["ANTHROPIC_API_KEY"]}
+request = urllib.request.Request(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", body, headers)
+reply = json.load(urllib.request.urlopen(request, timeout=60))
+os.write(3, json.dumps({"words": float(len(reply["content"])), "answered": 1.0}).encode() + b"\\n")
+"""
+
+
+@needs_two_hosts
+@pytest.mark.verify
+@pytest.mark.timeout(600)
+def test_an_agent_on_another_host_is_trained_on(recipe, tmp_path):
+    """The driver and the engine are on nodea; the agent's process is in the network of nodeb."""
+    (tmp_path / "agent.py").write_text(ON_NODE_B)
+    hosts = Hosts(tmp_path)
+    try:
+        hosts.connect()
+        command = ["ip", "netns", "exec", hosts.space("nodeb"), sys.executable, str(tmp_path / "agent.py")]
+        gateway = {"listen": ADDRESS["nodea"], "port": 18600, "insecure": True}
+        changes = {"rollout.agent": {"command": command}, "rollout.gateway": gateway}
+        config = recipe(changes | {"reward": {"function": "environment", "weights": {"answered": 1.0}}})
+        run = hosts.start_run("main_rl.py", "--config", config)
+        code, said = run.wait(timeout=300), (tmp_path / "run.log").read_text()
+    finally:
+        hosts.close()
+    assert code == 0 and f"agents reach engine 0 at http://{ADDRESS['nodea']}:18600" in said, said
+    assert "in plain HTTP: keys and texts can be read on the way" in said
+    [folder] = (tmp_path / "runs").iterdir()
+    steps = metrics_of(folder)
+    assert len(steps) == 2 and all(step["reward/answered"] == 1.0 for step in steps), steps[0].keys()
