@@ -188,7 +188,7 @@ def read_part(part: Any, where: str, until: float) -> Part:
 def read_call(id: Any, name: Any, arguments: Any, where: str, *, key: str, form: str) -> ToolCall:
     """Read a call of an assistant's turn. Raises BadRequest.
 
-    arguments: a JSON object, or the text of one. key: their name in the call. form: what the call must look like.
+    arguments: a JSON object, or the text of one. key: their name in the call. form: shape of a call, for the refusal.
     """
     if isinstance(arguments, str):
         try:
@@ -198,6 +198,12 @@ def read_call(id: Any, name: Any, arguments: Any, where: str, *, key: str, form:
     if not isinstance(arguments, dict) or not isinstance(name, str):
         raise BadRequest(f"{where} must be {form} with a JSON object as {key}", param=where)
     return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def make_tool(name: str, description: Any, parameters: Any, strict: Any) -> ToolSpec:
+    """Return a tool, without parts that the harness has not set. strict: false is the same as unset."""
+    given = {"name": name, "description": description, "parameters": parameters, "strict": strict or None}
+    return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
 def read_max_tokens(body: dict[str, Any], *names: str) -> int | None:

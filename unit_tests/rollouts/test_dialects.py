@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
 from core.types.messages import Message
 from rollouts.agents.dialects import chat, messages, responses
@@ -178,6 +181,33 @@ def test_a_reply_that_comes_back_is_the_reply():
             first, last = dialect.read({"model": "policy", **body}, temperature=1.0).messages
             assert is_repeated(reply, first) and first.get("reasoning") == reply.get("reasoning"), (dialect.path, first)
             assert last == {"role": "user", "content": "x"}
+
+
+def test_images_and_tools_are_the_same_in_every_protocol():
+    pixels = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(pixels, "PNG")
+    code = base64.b64encode(pixels.getvalue()).decode()
+    url = f"data:image/png;base64,{code}"
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": code}}
+    parts = [
+        [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": url}}],
+        [{"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": url, "detail": "auto"}],
+        [{"type": "text", "text": "Look:", "cache_control": {"type": "ephemeral"}}, block],
+    ]
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {}}},
+        {"type": "function", "name": "f", "parameters": {}, "strict": False},
+        {"name": "f", "input_schema": {}, "type": "custom"},
+    ]
+    asked = [
+        dialect.read(
+            {"model": "policy", key: [{"role": "user", "content": content}], "tools": [tool]},
+            temperature=1.0,
+        )
+        for dialect, key, content, tool in zip(DIALECTS, ("messages", "input", "messages"), parts, tools, strict=True)
+    ]
+    assert asked[0] == asked[1] == asked[2]
+    assert [part["type"] for part in asked[0].messages[0].get("parts", [])] == ["text", "image"]
 
 
 def test_a_stop_sequence_is_named(qwen):

@@ -24,6 +24,7 @@ from rollouts.agents.wire import (
     check_body,
     check_fields,
     make_message,
+    make_tool,
     read_call,
     read_max_tokens,
     read_part,
@@ -191,13 +192,7 @@ def _read_tool(given: Any, where: str) -> ToolSpec:
     check_fields(given, read, where, ignored=("cache_control", "eager_input_streaming"))
     if not isinstance(given.get("name"), str) or not isinstance(given.get("input_schema"), dict):
         raise BadRequest(f"{where} must be {{name, description, input_schema}}", param="tools")
-    function = {
-        "name": given["name"],
-        "description": given.get("description"),
-        "parameters": given["input_schema"],
-        "strict": given.get("strict"),
-    }
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    return make_tool(given["name"], given.get("description"), given["input_schema"], given.get("strict"))
 
 
 def write_answer(answer: ChatResponse, created: int) -> dict[str, Any]:

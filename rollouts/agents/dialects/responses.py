@@ -25,6 +25,7 @@ from rollouts.agents.wire import (
     check_body,
     check_fields,
     make_message,
+    make_tool,
     read_call,
     read_max_tokens,
     read_part,
@@ -193,9 +194,7 @@ def _read_tool(given: Any, where: str) -> ToolSpec:
     check_fields(given, ("type", "name", "description", "parameters", "strict"), where)
     if not isinstance(given.get("name"), str):
         raise BadRequest(f"{where} must be {{type: function, name, description, parameters}}", param="tools")
-    # what clients send for a tool that is not strict is left out, as clients of chat completions do
-    function = {name: given.get(name) or None for name in ("name", "description", "parameters", "strict")}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    return make_tool(given["name"], given.get("description"), given.get("parameters"), given.get("strict"))
 
 
 def write_answer(answer: ChatResponse, created: int) -> dict[str, Any]:
