@@ -4,6 +4,7 @@
     POST /s/<session>/v1/responses             the same, by OpenAI's Responses API
     POST /s/<session>/v1/messages              the same, as Anthropic's clients ask for it
     GET  /s/<session>/v1/models                the list of models, which is one
+    HEAD /s/<session>                          whether the episode is running
 
 A session is an episode with an API key. rollouts/agents/dialects/ parses requests and rollouts/agents/session.py
 answers them. This file is only HTTP.
@@ -98,6 +99,7 @@ class Gateway:
             for dialect in DIALECTS:
                 app.router.add_post(f"/s/{{session}}/v1/{dialect.path}", partial(self._complete, dialect))
             app.router.add_get("/s/{session}/v1/models", self._list_models)
+            app.router.add_head("/s/{session}", self._greet)
             app.router.add_route("*", "/{rest:.*}", self._refuse_path)
             # A dropped connection cancels its handler, so the request counts as undelivered and a retry receives the
             # same reply. Closing waits for no connection: an episode may end with requests open.
@@ -144,6 +146,10 @@ class Gateway:
             return _refuse(refusal, dialect)
         except ConnectionError:  # the harness closed the connection; the sampled reply is kept for a retry
             return web.Response(status=400)
+
+    async def _greet(self, http: web.Request) -> web.StreamResponse:
+        """Answer a client that looks whether the address exists, before it sends the key."""
+        return web.Response(status=200 if http.match_info["session"] in self.sessions else 404)
 
     async def _list_models(self, http: web.Request) -> web.StreamResponse:
         try:

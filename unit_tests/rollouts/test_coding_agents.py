@@ -82,5 +82,5 @@ def test_a_coding_agent_is_one_exact_sample(
     assert "It is 4711." in said, said[-2000:]
     [branch] = session.trace.list_branches()
     check_exact([branch], policy.log)
-    assert len(branch.turns) == 2 and session.trace.n_rewritten == 0
+    assert len(branch.turns) == 2 and session.trace.n_rewritten == session.counts.refused == 0
     assert [message["role"] for message in branch.messages[-3:]] == ["assistant", "tool", "assistant"]

@@ -312,6 +312,7 @@ def test_what_cannot_be_honoured_is_refused_in_the_clients_own_form(qwen):
                     assert answer.status_code == 400 and words in found["error"]["message"], (path, name, found)
                     assert found["error"]["type"] == "invalid_request_error"
                     assert (found.get("type") == "error") == (path == "messages"), "each vendor has a form of its own"
+            assert (await client.head(url.removesuffix("/v1"))).status_code == 200, "Claude Code looks first"
             answer = await client.post(f"{url}/messages", json={"model": "claude"}, headers={"x-api-key": "wrong"})
             assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
             answer = await client.post(f"{url}/messages", json={"model": "claude"})
