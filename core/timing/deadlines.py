@@ -41,6 +41,7 @@ VLLM_IMPORT_TIMEOUT_S = 300.0
 REWARD_EXIT_GRACE_S = 5.0
 AGENT_START_TIMEOUT_S = 120.0
 AGENT_END_TIMEOUT_S = 10.0
+AGENT_CANCEL_TIMEOUT_S = 5.0
 AGENT_REQUEST_TIMEOUT_S = 60.0
 # An int, because math-verify passes it to signal.alarm, which takes whole seconds.
 MATH_VERIFY_TIMEOUT_S = 2
@@ -155,8 +156,13 @@ TABLE = (
     ),
     Deadline(
         waits_for="the agent of one episode (`rollout.agent`)",
-        length="nine tenths of `rollout.timeout_s`",
-        after_it="its processes are killed and the episode has no reward",
+        length="`rollout.agent.timeout_s`; unset: nine tenths of `rollout.timeout_s`",
+        after_it="it is cancelled or killed, and `on_timeout` decides on the reward",
+    ),
+    Deadline(
+        waits_for="an agent's process with many episodes (`rollout.agent.serve`), to end one that was cancelled",
+        length=_seconds(AGENT_CANCEL_TIMEOUT_S),
+        after_it="the process is killed with its episodes, and another one started",
     ),
     Deadline(
         waits_for="the import of an agent's file (`rollout.agent.file`), in the process from which episodes fork",
