@@ -58,6 +58,8 @@ def play(
     agent_timeout_s: float = 50.0,
     prompt: Prompt = PROMPT,
     reward: str = "environment",
+    max_prompt_tokens: int = 400,
+    part: str = "solved",
     **rollout: Any,
 ) -> list[Sample]:
     """Return the samples of some groups, one after the other, after all processes are gone.
@@ -76,12 +78,12 @@ def play(
             policy.tokenizer,
             (lambda prompt: pytest.fail("an agent takes the place of an environment")) if is_agent else plan,
             pool,
-            reward=RewardConfig(function="environment", weights={"solved": 2.0}),
+            reward=RewardConfig(function="environment", weights={part: 2.0}),
             rollout=RolloutConfig(**{"max_new_tokens": 600, "max_turns": 8, "timeout_s": 60} | rollout),
             seed=11,
             stops=Stops(policy.tokenizer, [], []),
             parser=make_parser("hermes", policy.tokenizer),
-            max_prompt_tokens=400,
+            max_prompt_tokens=max_prompt_tokens,
             agents=AgentProcesses(plan) if is_agent else None,
         )
         if worker.agents is not None:
