@@ -2,7 +2,8 @@
 
 256 episodes of five calls with OpenAI's client and a tiny model, all at once. Ours: an agent's file through the gateway
 of a rollout worker, with one process for all episodes and with one for each (`serve: false`). Theirs: the same function
-in one process against `vllm serve`. Both have one engine on this machine and sample 8 tokens a call. Exit code 1 if the shared process takes more than 1.2 times as long as the same client alone.
+in one process against `vllm serve`. Both have one engine on this machine and sample 8 tokens a call. Exit code 1
+if the shared process takes more than 1.2 times as long as the same client alone.
 """
 
 from __future__ import annotations
