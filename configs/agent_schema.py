@@ -11,7 +11,7 @@ from core.strict_model import Seconds, StrictModel
 SHARE_OF_TIMEOUT = 0.9
 """Share of `rollout.timeout_s` for an agent. That key is the deadline of a whole group; the rest is for rewards."""
 TIMEOUTS, SLOW = "agent/timeouts", "agent/slow"
-"""Counts of a sample: its episode reached its deadline; it did, and the policy was idle for more than half of it."""
+"""Counts of a sample: the episode reached the deadline; and then the policy was idle for more than half of it."""
 OnTimeout = Literal["fail", "score"]
 
 
@@ -25,13 +25,13 @@ class AgentConfig(StrictModel):
     """Program with arguments that plays one episode, in any language. It reads the task as JSON from standard input,
     and writes the numbers as a line of JSON to file descriptor 3."""
     serve: bool | None = None
-    """true: one process per engine plays all its episodes, many at a time; a command reads a task per line. false: a
+    """true: one process per engine plays all episodes, many at a time; a command reads a task per line. false: a
     process per episode. Unset: true for a file with an async `run`."""
     timeout_s: Seconds | None = None
     """Deadline of an episode in seconds, which a row may lower by a column `timeout_s`. Unset: nine tenths of
     `rollout.timeout_s`, which is also the maximum."""
     on_timeout: OnTimeout | None = None
-    """Result of an episode that reaches its deadline. score: the last numbers of the agent, 0 for those it lacks; a
+    """Result of an episode that reaches the deadline. score: the last numbers of the agent, 0 for those it lacks; a
     failure if the policy was idle for more than half of the time. fail: a failed sample, which is not trained on.
     Unset: score for rows with a column `timeout_s`, else fail."""
 

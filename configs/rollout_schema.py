@@ -180,7 +180,7 @@ class RolloutConfig(StrictModel):
     """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
     address."""
     max_concurrency: int | None = Field(None, ge=1)
-    """Maximum number of episodes that run at a time, of the whole run: what a server of environments allows. Each
+    """Maximum number of episodes that run at a time, of the whole run, as a server of environments allows. Each
     engine gets an equal part, at least 1. Waiting counts towards `timeout_s`. Unset: unlimited."""
     num_engines: int | EngineRange = 1
     """Number of engines, each with a process and a copy of the weights. {min: 1, max: 8}: engines join and leave during

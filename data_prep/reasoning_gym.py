@@ -35,7 +35,7 @@ def make(
 
 
 def make_row(row_id: str, name: str, entry: dict[str, Any], prompt_form: str) -> Row:
-    """Return an entry as a row. Its answer holds all that the score needs, and the policy never sees it."""
+    """Return an entry as a row. The answer holds all that the score needs, and the policy never sees it."""
     return Row(
         id=row_id,
         messages=[{"role": "user", "content": prompt_form.format(question=entry["question"])}],

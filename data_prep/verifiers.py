@@ -2,7 +2,7 @@
 
     python -m data_prep.verifiers --env my-taskset --python .venv-verifiers/bin/python --out data/mine.jsonl
 
-The environment's package is installed beside verifiers, in an environment of its own, and runs there.
+The environment's package is installed beside verifiers, in another environment, and runs there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packages of environments and harnesses that other people wrote: which are there, and at what version.
+"""Packages of environments and harnesses that other people wrote, with the versions that are installed.
 
 They do not install beside ours. pip then falls silently to an ancient version, which imports and has another interface.
 """

@@ -46,6 +46,7 @@ AGENT_REQUEST_TIMEOUT_S = 60.0
 # An int, because math-verify passes it to signal.alarm, which takes whole seconds.
 MATH_VERIFY_TIMEOUT_S = 2
 MCP_START_TIMEOUT_S = 60.0
+OPENENV_CLOSE_TIMEOUT_S = 1.0
 SANDBOX_POLL_S = 0.1
 SANDBOX_EXIT_GRACE_S = 10.0
 SANDBOX_CHECK_TIMEOUT_S = 30.0
@@ -113,6 +114,16 @@ TABLE = (
         waits_for="an MCP server that an environment uses, to start and to list its tools",
         length=_seconds(MCP_START_TIMEOUT_S),
         after_it="the sample fails",
+    ),
+    Deadline(
+        waits_for="an answer of a server of OpenEnv (`rollout.env: openenv`)",
+        length="`timeout_s` of the environment's class (60 s)",
+        after_it="the sample fails",
+    ),
+    Deadline(
+        waits_for="such a server, to confirm that a session has ended",
+        length=_seconds(OPENENV_CLOSE_TIMEOUT_S),
+        after_it="the connection is closed",
     ),
     Deadline(
         waits_for="the next look at the memory and the files of code in the sandbox",

@@ -24,7 +24,7 @@ from rollouts.episode import Played
 from rollouts.transcript import Tokenizer, find_places
 
 TIMEOUT_COLUMN = "timeout_s"
-"""Column of a row that lowers the deadline of its episodes."""
+"""Column of a row that lowers the deadline of an episode."""
 
 
 class AgentRunner:
@@ -172,7 +172,7 @@ def count_requests(session: AgentSession, samples: Sequence[Sample]) -> dict[str
 def judge_timeout(
     result: AgentResult, plan: AgentPlan, prompt: Prompt, *, busy_s: float, deadline_s: float
 ) -> AgentResult:
-    """Return the result of an episode that reached its deadline: its last numbers, or a failure.
+    """Return the result of an episode that reached the deadline: the last numbers, or a failure.
 
     A time-out that is always discarded is an exit that the policy can learn to take. It is a failure where the policy
     was idle for most of the time, and cannot have caused it. busy_s: seconds in which the policy was sampling.
@@ -189,7 +189,7 @@ def judge_timeout(
 
 
 def count_timeouts(result: AgentResult) -> dict[str, float]:
-    """Return numbers of an episode for the log: whether it reached its deadline."""
+    """Return numbers of an episode for the log: whether it reached the deadline."""
     return {TIMEOUTS: float(result.timed_out), SLOW: float(result.was_slow)}
 
 

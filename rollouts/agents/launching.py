@@ -40,7 +40,7 @@ class AgentProcess:
         """Exit code; None while it runs, and if the guard was killed."""
 
     async def wait(self) -> None:
-        """Wait until the process and its descendants are gone."""
+        """Wait until the process and all descendants are gone."""
         if said := await _receive(self._control):
             self.status = json.loads(said)["status"]
 

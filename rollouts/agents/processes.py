@@ -1,6 +1,6 @@
 """Agent processes of a rollout worker: one per episode, or one that plays many (rollouts/agents/served.py).
 
-A harness that raises, hangs, dies, kills its parent or returns an invalid result fails only the episodes in its
+A harness that raises, hangs, dies, kills its parent or returns an invalid result fails only the episodes in that
 process, with one sentence. rollouts/agents/launching.py starts and ends the processes.
 """
 
@@ -49,7 +49,7 @@ class AgentProcesses:
     async def _run_process(
         self, given: str, environment: dict[str, str], *, timeout_s: float, log: bytearray
     ) -> AgentResult:
-        """Run an agent in a process of its own, to its end."""
+        """Run an agent in a separate process, to the end."""
         process: AgentProcess | None = None
         timed_out = False
         try:
@@ -86,7 +86,7 @@ def write_task(task: Task) -> str:
 
 
 def write_memory(text: str) -> int:
-    """Return a file descriptor of a new memory file with a text, at its beginning."""
+    """Return a file descriptor of a new memory file with a text, at the beginning."""
     # not a pipe: a task with images exceeds its buffer, and nobody reads it yet
     found = os.memfd_create("task")
     with open(found, "w", encoding="utf-8", closefd=False) as file:

@@ -1,4 +1,4 @@
-"""Results of agents' episodes, read from what their processes write."""
+"""Results of agents' episodes, read from the output of their processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AgentResult:
     parts: dict[str, float] = field(default_factory=dict[str, float])
     failure: str = ""
     timed_out: bool = False
-    """True if the episode reached its deadline."""
+    """True if the episode reached the deadline."""
     was_slow: bool = False
     """True if the policy was idle for more than half of that time."""
 
@@ -78,7 +78,7 @@ def read_so_far(written: bytes, *, is_file: bool) -> dict[str, float]:
 
 
 def read_result(written: bytes, *, is_file: bool) -> AgentResult:
-    """Return the result of a process that played one episode and ended well: its last line."""
+    """Return the result of a process that played one episode and ended well: the last line."""
     lines = written.decode(errors="replace").splitlines()
     if not is_file:
         return read_rewards(lines[-1] if lines else "")
@@ -105,7 +105,7 @@ def read_rewards(line: str) -> AgentResult:
 
 
 def describe_exit(status: int | None, log: bytearray) -> str:
-    """Describe the end of an agent's process. status: None if its guard was killed."""
+    """Describe the end of an agent's process. status: None if the guard was killed."""
     if status is None:
         return "the agent, or a process that it has started, killed the process that watches over the episode"
     how = f"exited with code {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"

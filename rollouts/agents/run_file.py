@@ -1,4 +1,4 @@
-"""Runner of an agent's file in its own process: one episode, or many at a time.
+"""Runner of an agent's file in a separate process: one episode, or many at a time.
 
 One episode: the task is the standard input, a JSON object. Many, with an async `run`: a line of JSON per message,
 {"id", "task"} or {"cancel": id}. rollouts/agents/served.py describes the messages.
@@ -104,7 +104,7 @@ async def serve_episodes(run: Run, path: str, task: int, write: Write) -> None:
 
 
 async def play_episode(run: Run, path: str, number: int, given: dict[str, Any], write: Write) -> None:
-    """Play one episode of many, and write its result. Never raises the user's errors."""
+    """Play one episode of many, and write the result. Never raises the user's errors."""
 
     def report(found: dict[str, Any]) -> None:
         write({"id": number} | found)
@@ -137,7 +137,7 @@ async def _wait(found: Awaitable[Any]) -> Any:
 
 
 def describe_error(error: BaseException, path: str) -> str:
-    """Describe an error of the agent, with the line in its file, or else the line that raised it."""
+    """Describe an error of the agent, with the line in the file, or else the line that raised it."""
     if isinstance(error, SystemExit):
         return f"the agent ended its process by sys.exit({error.code!r})"
     # asyncio.TaskGroup wraps errors in groups; the first of them is the cause

@@ -1,8 +1,8 @@
 """Process of an agent that plays all episodes of an engine, many at a time.
 
-Messages are lines of JSON. The process reads {"id": number, "task": task} and {"cancel": number} from its standard
+Messages are lines of JSON. The process reads {"id": number, "task": task} and {"cancel": number} from standard
 input. It writes {"id", "parts"} or {"id", "failure"} to file descriptor 3 when an episode has ended, also after a
-cancel, and may write {"id", "so_far"} before. One that does not obey a cancel, writes anything else or dies takes its
+cancel, and may write {"id", "so_far"} before. One that does not obey a cancel, writes anything else or dies takes all
 episodes with it, and the next episode starts another process.
 """
 
@@ -34,7 +34,7 @@ class ServedAgent:
     async def run(self, given: str, environment: dict[str, str], *, timeout_s: float, log: bytearray) -> AgentResult:
         """Play one episode. It is cancelled after `timeout_s` seconds, or with this call.
 
-        given: the task as JSON. log: receives the end of what the process printed meanwhile.
+        given: the task as JSON. log: receives the end of the process's output meanwhile.
         """
         number, server, timed_out = next(self._numbers), None, False
         found = AgentResult(failure=NO_START)
@@ -100,7 +100,7 @@ class _Server:
         return True
 
     async def play(self, number: int, given: str) -> None:
-        """Give the process an episode, and wait for its end."""
+        """Give the process an episode, and wait for the end."""
         answer = self._answers[number] = self._loop.create_future()
         self._printed[number] = self._process.output.printed
         self._process.output.show_more()
@@ -108,7 +108,7 @@ class _Server:
         await asyncio.wait([answer])
 
     async def end_episode(self, number: int, log: bytearray) -> AgentResult:
-        """Cancel an episode unless it has ended. Return its result; without one, the numbers so far."""
+        """Cancel an episode unless it has ended. Return the result; without one, the numbers so far."""
         answer = self._answers[number]
         if not answer.done():
             self._send(f'{{"cancel": {number}}}')
@@ -126,7 +126,7 @@ class _Server:
         return found if found.parts else AgentResult(parts=so_far, failure=found.failure)
 
     async def end(self, why: str) -> None:
-        """End the process, and fail its episodes."""
+        """End the process, and fail the episodes."""
         self.fail(why)
         await asyncio.wait([self._watching])
 

@@ -46,7 +46,7 @@ class Task:
     seed: int = 0
     """Seed for the agent's own randomness. A repeated run has the same seeds."""
     report: Callable[[dict[str, float]], None] = field(default=ignore_numbers, repr=False, compare=False)
-    """Function for numbers so far: those of an episode that reaches its deadline, with `on_timeout: score`."""
+    """Function for numbers so far: those of an episode that reaches the deadline, with `on_timeout: score`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the task as JSON for a command."""
@@ -80,7 +80,7 @@ class AgentPlan:
     timeout_s: float | None = None
     """Deadline of an episode, in seconds. None: from that of its group."""
     on_timeout: OnTimeout | None = None
-    """Result of an episode that reaches its deadline. None: by the row."""
+    """Result of an episode that reaches the deadline. None: by the row."""
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
-"""Agent command for environments of verifiers (0.4), run by the Python of an environment of its own.
+"""Agent command for environments of verifiers (0.4), run by the Python of another environment.
 
     PYTHON rollouts/agents/verifiers_agent.py play TASKSET    with serve: true
-    PYTHON rollouts/agents/verifiers_agent.py rows TASKSET    print its tasks as JSON, for data_prep/verifiers.py
+    PYTHON rollouts/agents/verifiers_agent.py rows TASKSET    print the tasks as JSON, for data_prep/verifiers.py
 
 A third argument of `play` holds settings of verifiers' AgentConfig as JSON, such as {"harness": {"id": "bash"}}. It
 imports nothing of FeynRL. One process plays many episodes: rollouts/agents/served.py describes the lines.
@@ -23,14 +23,14 @@ SETTINGS: dict[str, Any] = {"harness": {"id": "null"}, "runtime": {"type": "subp
 
 
 def load_tasks(name: str) -> list[Any]:
-    """Return the tasks of a taskset by its name."""
+    """Return the tasks of a taskset by name."""
     vf: Any = importlib.import_module("verifiers.v1")
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     return list(loaders.load_taskset(vf.TasksetConfig(id=name)))
 
 
 def print_rows(name: str) -> None:
-    """Print a line per task: its position, and its prompt as messages."""
+    """Print a line per task: the position, and the prompt as messages."""
     for idx, task in enumerate(load_tasks(name)):
         given, system = task.data, task.data.system_prompt
         messages = [{"role": "system", "content": system}] if system else []

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, on a server that speaks its WebSocket protocol. The package of OpenEnv is not needed.
+"""Environments of OpenEnv, on a server that speaks the WebSocket protocol. The package of OpenEnv is not needed.
 
 Columns of the row: `env_url` is the server's address (http://...), and `reset` the arguments of the reset, such as
 {"seed": 3}. An action with one text field takes the reply's text. Other actions are calls of a tool `act`, whose
@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import aiohttp
 
 from core.errors import UserError, name_error, quote
+from core.timing.deadlines import OPENENV_CLOSE_TIMEOUT_S
 from core.types.messages import Message, ToolSpec
 from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
@@ -26,8 +27,6 @@ CAPACITY = "CAPACITY_REACHED"
 """Code of the server's error without a free session."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 """Seconds between two requests for a session: doubled each time, up to a bound."""
-CLOSE_S = 1.0
-"""Seconds for the server to confirm that a session has ended."""
 LARGEST_ANSWER = 100 * 2**20
 """Maximum size of an answer, in bytes."""
 TOOL = "act"
@@ -125,7 +124,9 @@ class OpenEnv(Env):
             try:
                 address = f"{self.url.replace('http', 'ws', 1)}/ws"  # https:// becomes wss://
                 self._socket = await http.ws_connect(
-                    address, max_msg_size=LARGEST_ANSWER, timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
+                    address,
+                    max_msg_size=LARGEST_ANSWER,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=OPENENV_CLOSE_TIMEOUT_S),
                 )
                 return await self._ask("reset", self.prompt.extra.get("reset") or {})
             except NoSession:
@@ -190,7 +191,7 @@ def read_answer(text: str, url: str) -> dict[str, Any]:
 
 
 def read_observation(data: dict[str, Any]) -> list[Message]:
-    """Return an observation as messages: those that it holds, or its text, or else all of it as JSON."""
+    """Return an observation as messages: those that it holds, or the text, or else all of it as JSON."""
     observation = data["observation"]
     messages = observation.get("messages")
     if isinstance(messages, list) and messages and all(map(is_message, messages)):

@@ -83,7 +83,7 @@ def measure_ours(folder: Path, engine: str, episodes: int, *, serve: bool) -> fl
 
 
 def measure_theirs(folder: Path, episodes: int) -> float:
-    """Return the seconds of the same client against vLLM's server, in a process of its own."""
+    """Return the seconds of the same client against vLLM's server, in a separate process."""
     with serving(folder / "model") as url:
         done = subprocess.run(
             [sys.executable, "-m", "tools.benchmarks.agent_episodes", "--client", url, str(folder), str(episodes)],

@@ -66,7 +66,7 @@ def test_answers_that_are_code_are_not_evaluated(tmp_path):
 @pytest.mark.usefixtures("_package")
 @pytest.mark.verify
 @pytest.mark.timeout(600)
-def test_every_set_that_needs_no_arguments_makes_rows_that_score_their_own_answer():
+def test_every_set_without_arguments_scores_its_own_answer():
     from reasoning_gym.factory import DATASETS
 
     found: dict[str, Any] = {}

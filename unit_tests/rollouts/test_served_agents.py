@@ -1,4 +1,4 @@
-"""Agents whose process plays many episodes, and deadlines of episodes: what breaks one and what breaks all."""
+"""Agents whose process plays many episodes, and deadlines of episodes; faults of one, and of all."""
 
 from __future__ import annotations
 
