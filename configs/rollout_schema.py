@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
+from configs.agent_schema import AgentConfig
 from configs.gateway_schema import GatewayConfig, check_gateway
 from configs.judge_schema import JudgeBudgetConfig
 from core.strict_model import Seconds, StrictModel
@@ -137,25 +138,6 @@ class RewardConfig(StrictModel):
             )
 
 
-class AgentConfig(StrictModel):
-    """Keys of `rollout.agent`."""
-
-    file: str | None = None
-    """Python file with a function `run(task)`, plain or async, that plays one episode and returns named numbers. Set
-    either this or `command`."""
-    command: list[Annotated[str, Field(min_length=1)]] = Field([])
-    """Program with arguments that plays one episode, in any language. It reads the task as JSON from standard input,
-    and writes the numbers as a line of JSON to file descriptor 3."""
-
-    @model_validator(mode="after")
-    def is_a_file_or_a_command(self) -> AgentConfig:
-        if (self.file is None) == (not self.command):
-            raise ValueError("set file or command, and not both")
-        if self.file is not None and not self.file.endswith(".py"):
-            raise ValueError(f"file must be the path of a Python file (my_agent.py), found {self.file!r:.100}")
-        return self
-
-
 class EngineRange(StrictModel):
     """Keys of `rollout.num_engines` for a varying number of engines."""
 
@@ -189,9 +171,12 @@ class RolloutConfig(StrictModel):
     """
     agent: AgentConfig | None = None
     """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
-    address. Each episode has a process, killed after nine tenths of `timeout_s`."""
+    address."""
     gateway: GatewayConfig | None = None
     """Address of the policy for agents on other machines or in containers. Unset: loopback, and any free port."""
+    max_concurrency: int | None = Field(None, ge=1)
+    """Maximum number of episodes that run at a time, of the whole run, as a server of environments allows. Each
+    engine gets an equal part, at least 1. Waiting counts towards `timeout_s`. Unset: unlimited."""
     num_engines: int | EngineRange = 1
     """Number of engines, each with a process and a copy of the weights. {min: 1, max: 8}: engines join and leave during
     the run, as machines of the cluster do."""
@@ -273,6 +258,11 @@ class RolloutConfig(StrictModel):
         return not self.truncation.is_off
 
     @property
+    def episodes_per_engine(self) -> int | None:
+        """Maximum number of episodes that an engine runs at a time, or None."""
+        return None if self.max_concurrency is None else max(1, self.max_concurrency // self.most_engines)
+
+    @property
     def least_engines(self) -> int:
         """Number of engines at the start."""
         return self.num_engines if isinstance(self.num_engines, int) else self.num_engines.min
@@ -286,6 +276,8 @@ class RolloutConfig(StrictModel):
         if self.agent is not None and self.env != "single_turn":
             raise ValueError(f"env={self.env} and agent exclude each other: leave one of them out")
         check_gateway(self.gateway, has_agent=self.agent is not None, engines=self.most_engines)
+        if self.agent is not None:
+            self.agent.check_timeout(self.timeout_s)
         return self
 
 

@@ -64,6 +64,12 @@ ROLLOUT_TRAINED = _declare(
 ROLLOUT_FAILED = _declare(
     "rollout/failed", "samples", "episodes without a reward, because reward or environment failed: not trained on", RL
 )
+ROLLOUT_TIMEOUTS = _declare(
+    "rollout/timeouts", "samples", "episodes of the step that reached their deadline, failed or scored", _AGENTS
+)
+ROLLOUT_SLOW = _declare(
+    "rollout/failed/slow", "samples", "episodes that failed at their deadline, with a policy mostly idle", _AGENTS
+)
 ROLLOUT_TOKENS = _declare("rollout/tokens", "tokens", "sampled tokens of the step", RL)
 ROLLOUT_TOKENS_MEAN = _declare("rollout/tokens_mean", "tokens", "sampled tokens per episode, mean", RL)
 ROLLOUT_TOKENS_MAX = _declare("rollout/tokens_max", "tokens", "sampled tokens per episode, maximum", RL)

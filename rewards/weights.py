@@ -57,13 +57,18 @@ def find_weights(reward: RewardConfig, parts: Mapping[str, float], source: str) 
     for name, of_function in chosen.items():
         found |= _find_function_weights(name_function(name), of_function, parts)
     weights = _list_weights(reward, source)
-    if missing := [name for name in weights if name not in parts]:
+    if missing := list_missing(reward, parts, source):
         raise UserError(
             f"reward.weights names {missing[0]!r}, but the reward returns only {', '.join(sorted(parts))}: "
             "correct the name"
         )
     # parts with a weight by name alone: those of a single function, and of the environment
     return found | {**weights}
+
+
+def list_missing(reward: RewardConfig, parts: Mapping[str, float], source: str) -> list[str]:
+    """List the parts with a weight by name that are not there."""
+    return [name for name in _list_weights(reward, source) if name not in parts]
 
 
 def weigh_turns(weights: Mapping[str, float], turns: Sequence[Mapping[str, float]]) -> tuple[float, ...]:

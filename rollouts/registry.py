@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -79,14 +80,15 @@ def resolve_agent(agent: AgentConfig) -> AgentPlan:
     with needs_part("rollout.agent"):
         from rollouts.agents.task import AgentPlan
 
+    plan = AgentPlan(folder=os.getcwd(), serve=agent.serve, timeout_s=agent.timeout_s, on_timeout=agent.on_timeout)
     if agent.file is not None:
         spec = resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file")
-        return AgentPlan(file=spec, folder=os.getcwd())
+        return replace(plan, file=spec)
     if shutil.which(agent.command[0]) is None:
         raise UserError(
             f"rollout.agent.command: there is no program {quote(agent.command[0])}: give its path, or install it"
         )
-    return AgentPlan(command=tuple(agent.command), folder=os.getcwd())
+    return replace(plan, command=tuple(agent.command))
 
 
 def _has_engine(module: ModuleType) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from configs.agent_schema import SHARE_OF_TIMEOUT, TIMEOUTS
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.errors import UserError
 from core.tasks import start_task
@@ -21,7 +22,7 @@ from data_feeds.chat.demonstrations import TurnTokenizer, make_demonstration
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser
 from rewards.rewarder import Rewarder
 from rewards.scored import RewardResult, merge_results
-from rewards.weights import find_weights, weigh_parts, weigh_turns
+from rewards.weights import find_weights, list_missing, weigh_parts, weigh_turns
 from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
@@ -80,6 +81,9 @@ class RolloutWorker:
         self.timer, self.judge = ActivityTimer(*ENGINE_ACTIVITIES), judge
         self.second, self.rank = second, rank
         self.agents = None if agents is None else self._make_runner(agents)
+        most = rollout.episodes_per_engine
+        self._places = nullcontext() if most is None else asyncio.Semaphore(most)
+        """Places of running episodes."""
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
 
@@ -140,19 +144,21 @@ class RolloutWorker:
             in_environment=self._waiting_for_environment,
         )
         # except while the policy waits for the environment
-        with self.timer.measure(Activity.GENERATE):
-            played = await run_episode(self.engine, self.make_env, prompt, tokenizer, rules)
+        async with self._places:
+            with self.timer.measure(Activity.GENERATE):
+                played = await run_episode(self.engine, self.make_env, prompt, tokenizer, rules)
         with self.timer.measure(Activity.REWARD):
             return await self._reward_players(played)
 
     async def _run_agent(self, ticket: int, prompt: Prompt, sibling: int) -> Episode:
         assert self.agents is not None
-        with self.timer.measure(Activity.ENVIRONMENT):  # except while the engine samples for it
-            played = await self.agents.play(
-                prompt,
-                episode=sibling,
-                seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
-            )
+        async with self._places:
+            with self.timer.measure(Activity.ENVIRONMENT):  # except while the engine samples for it
+                played = await self.agents.play(
+                    prompt,
+                    episode=sibling,
+                    seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
+                )
         with self.timer.measure(Activity.REWARD):  # one reward per episode, shared by all branches
             return Episode(played=played, results=[await self._compute_reward(played[0])], is_shared=True)
 
@@ -208,6 +214,9 @@ class RolloutWorker:
             who = "environment" if self.agents is None else "agent"
             raise UserError(f"reward and {who} both return a part {min(twice)!r}: rename one of them")
         parts = result.reward_parts | sample.reward_parts
+        if sample.counts.get(TIMEOUTS):
+            # the agent had no time to return them
+            parts = dict.fromkeys(list_missing(self.reward, parts, prompt.source), 0.0) | parts
         weights = find_weights(self.reward, parts, prompt.source)
         try:
             turns = join_turns(sample, played.turn_scores, result.turn_parts)
@@ -232,7 +241,7 @@ class RolloutWorker:
             self.timer.begin_activity(Activity.GENERATE)
 
     def _make_runner(self, agents: AgentProcesses) -> AgentRunner:
-        from rollouts.agents.episode import SHARE_OF_TIMEOUT, AgentRunner
+        from rollouts.agents.episode import AgentRunner
         from rollouts.agents.session import Sampler
 
         assert self.stops is not None and self.max_prompt_tokens is not None
@@ -248,13 +257,8 @@ class RolloutWorker:
             max_model_len=self.max_prompt_tokens + self.rollout.max_new_tokens,
             truncation=self.rollout.truncation,
         )
-        return AgentRunner(
-            agents,
-            sampler,
-            timeout_s=SHARE_OF_TIMEOUT * self.rollout.timeout_s,
-            address=self.rollout.gateway,
-            engine=self.rank,
-        )
+        timeout_s = agents.plan.timeout_s or SHARE_OF_TIMEOUT * self.rollout.timeout_s
+        return AgentRunner(agents, sampler, timeout_s=timeout_s, address=self.rollout.gateway, engine=self.rank)
 
     async def start_trace(self, trace: bool, memory: bool) -> None:
         """Start to profile the engine."""

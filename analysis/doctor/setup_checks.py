@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from analysis.doctor.environment_packages import check_environments
 from analysis.doctor.findings import Finding, Level, Say, attempt, show_all
 from configs.schema import RLConfig, RunConfig
 from core.cluster.addresses import find_interface, list_interfaces, listen_at
@@ -50,6 +51,8 @@ def _look(loaded: Loaded[Any]) -> Iterator[Finding]:
     cfg: RunConfig = loaded.cfg
     yield check_python(platform.python_version(), read_required_python())
     yield from check_packages(read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8")), list_wanted(cfg))
+    if isinstance(cfg, RLConfig):
+        yield from check_environments(cfg.rollout.agent)
     yield attempt("devices", partial(describe_devices, cfg))
     yield attempt("rows", partial(measure_rows, cfg))
     try:

@@ -41,10 +41,12 @@ VLLM_IMPORT_TIMEOUT_S = 300.0
 REWARD_EXIT_GRACE_S = 5.0
 AGENT_START_TIMEOUT_S = 120.0
 AGENT_END_TIMEOUT_S = 10.0
+AGENT_CANCEL_TIMEOUT_S = 5.0
 AGENT_REQUEST_TIMEOUT_S = 60.0
 # An int, because math-verify passes it to signal.alarm, which takes whole seconds.
 MATH_VERIFY_TIMEOUT_S = 2
 MCP_START_TIMEOUT_S = 60.0
+OPENENV_CLOSE_TIMEOUT_S = 1.0
 SANDBOX_POLL_S = 0.1
 SANDBOX_EXIT_GRACE_S = 10.0
 SANDBOX_CHECK_TIMEOUT_S = 30.0
@@ -114,6 +116,16 @@ TABLE = (
         after_it="the sample fails",
     ),
     Deadline(
+        waits_for="an answer of a server of OpenEnv (`rollout.env: openenv`)",
+        length="`timeout_s` of the environment's class (60 s)",
+        after_it="the sample fails",
+    ),
+    Deadline(
+        waits_for="such a server, to confirm that a session has ended",
+        length=_seconds(OPENENV_CLOSE_TIMEOUT_S),
+        after_it="the connection is closed",
+    ),
+    Deadline(
         waits_for="the next look at the memory and the files of code in the sandbox",
         length=_seconds(SANDBOX_POLL_S),
         after_it="it looks again, or kills the sandbox",
@@ -155,8 +167,13 @@ TABLE = (
     ),
     Deadline(
         waits_for="the agent of one episode (`rollout.agent`)",
-        length="nine tenths of `rollout.timeout_s`",
-        after_it="its processes are killed and the episode has no reward",
+        length="`rollout.agent.timeout_s`; unset: nine tenths of `rollout.timeout_s`",
+        after_it="it is cancelled or killed, and `on_timeout` decides on the reward",
+    ),
+    Deadline(
+        waits_for="an agent's process with many episodes (`rollout.agent.serve`), to end one that was cancelled",
+        length=_seconds(AGENT_CANCEL_TIMEOUT_S),
+        after_it="the process is killed with its episodes, and another one started",
     ),
     Deadline(
         waits_for="the import of an agent's file (`rollout.agent.file`), in the process from which episodes fork",

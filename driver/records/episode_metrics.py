@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
+from configs.agent_schema import SLOW, TIMEOUTS
 from core import metrics as names
 from core.types.samples import Sample
 
@@ -21,7 +22,9 @@ FRACTIONS = {
     names.ROLLOUT_KEPT: ("tokens/kept", ("tokens/sampled",)),
 }
 """Metrics defined as a count, summed over episodes, divided by other counts."""
-WITHOUT_MEAN = (ERRORS, "assistant", "tokens", "judge", "second")
+SUMS = {TIMEOUTS: names.ROLLOUT_TIMEOUTS, SLOW: names.ROLLOUT_SLOW}
+"""Counts of which the metric is the sum over episodes."""
+WITHOUT_MEAN = (ERRORS, "assistant", "tokens", "judge", "second", "agent")
 """Prefixes of counts used only in other metrics."""
 
 
@@ -35,6 +38,9 @@ def measure_counts(samples: Sequence[Sample]) -> dict[str, float]:
             # An episode without this count is left out: it did not count 0.
             values = [counts[name] for counts in episodes if name in counts]
             measured[MEANS.get(name, names.ROLLOUT_COUNT.format(name))] = sum(values) / len(values)
+    measured |= {
+        metric: sum(one.get(name, 0.0) for one in episodes) for name, metric in SUMS.items() if name in counted
+    }
     return measured | _measure_errors(episodes) | _measure_fractions(episodes)
 
 

@@ -104,7 +104,7 @@ class RolloutPlan:
         Raises UserError if either cannot be used.
         """
         if self.agent is not None:
-            from rollouts.agents.processes import check_agent
+            from rollouts.agents.launching import check_agent
 
             check_agent(self.agent)
         return list_env_tools(load_env_class(self.env_spec), max_turns=self.rollout.max_turns)

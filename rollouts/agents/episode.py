@@ -6,23 +6,26 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from configs.agent_schema import SLOW, TIMEOUTS
 from configs.gateway_schema import GatewayConfig
+from core.errors import UserError
 from core.tasks import start_task
 from core.text.plain_text import escape_controls
-from core.text.secrets import HIDDEN
+from core.timing.phases import Activity
 from core.timing.progress import say
 from core.types.messages import Message
 from core.types.samples import Prompt, Sample
-from rollouts.agents.processes import AgentProcesses, AgentResult
+from rollouts.agents.processes import AgentProcesses
+from rollouts.agents.results import AgentResult, hide_keys
 from rollouts.agents.session import AgentSession, Sampler
-from rollouts.agents.task import Task
+from rollouts.agents.task import AgentPlan, Task
 from rollouts.agents.trace import Branch, Trace
 from rollouts.agents.wire import MODEL
 from rollouts.episode import Played
 from rollouts.transcript import Tokenizer, find_places
 
-SHARE_OF_TIMEOUT = 0.9
-"""Share of `rollout.timeout_s` for an agent. That key is the deadline of a whole group; the rest is for rewards."""
+TIMEOUT_COLUMN = "timeout_s"
+"""Column of a row that lowers the deadline of an episode."""
 
 
 class AgentRunner:
@@ -53,7 +56,11 @@ class AgentRunner:
         async with self.gateway.serving(session) as base_url:
             # "agent" is a key that no turn has
             task = make_task(prompt, session, base_url, seed=seed_of_turn("agent"))
-            result = await self._run_agent(session, task, log := bytearray())
+            deadline_s = self._find_deadline(prompt)
+            result = await self._run_agent(session, task, deadline_s, log := bytearray())
+            if result.timed_out:
+                busy_s = session.timer.read_seconds()[Activity.GENERATE]
+                result = judge_timeout(result, self.processes.plan, prompt, busy_s=busy_s, deadline_s=deadline_s)
         branches = session.trace.list_branches()
         failure = result.failure
         if not branches:
@@ -66,11 +73,11 @@ class AgentRunner:
             for branch in branches
         ]
         self._say_once(session)
-        counts = count_requests(session, samples)
+        counts = count_requests(session, samples) | count_timeouts(result)
         # The reward of all samples reads the branch with the last reply. Counts are logged once per episode.
         messages = cut_prompt(max(branches, key=lambda branch: branch.last).messages, trace)
         # once per episode too
-        first = {"counts": counts, "log": read_log(log, session.key)}
+        first = {"counts": counts, "log": read_log(log)}
         return [
             Played(sample=replace(sample, episode=episode, **({} if i else first)), messages=messages)
             for i, sample in enumerate(samples)
@@ -89,9 +96,18 @@ class AgentRunner:
         await self.gateway.close()
         await self.processes.close()
 
-    async def _run_agent(self, session: AgentSession, task: Task, log: bytearray) -> AgentResult:
+    def _find_deadline(self, prompt: Prompt) -> float:
+        """Return the deadline of an episode, in seconds. Raises UserError for an invalid column."""
+        given = prompt.extra.get(TIMEOUT_COLUMN)
+        if given is None:
+            return self.timeout_s
+        if type(given) not in (int, float) or not 0 < given < float("inf"):
+            raise UserError(f"row {prompt.id}: {TIMEOUT_COLUMN} is {given!r:.80}: give a number of seconds above 0")
+        return min(float(given), self.timeout_s)
+
+    async def _run_agent(self, session: AgentSession, task: Task, deadline_s: float, log: bytearray) -> AgentResult:
         """Return the agent's result or failure. log: receives what it prints. Raises the engine's errors."""
-        running = start_task(self.processes.run(task, timeout_s=self.timeout_s, log=log))
+        running = start_task(self.processes.run(task, timeout_s=deadline_s, log=log))
         try:
             # an engine error or too many refused requests end the episode, even while the agent still runs
             await asyncio.wait([running, session.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -135,9 +151,9 @@ def make_sample_of(
     )
 
 
-def read_log(log: bytearray, key: str) -> str:
-    """Return the output of an agent as text, without the key of its episode."""
-    return escape_controls(log.decode(errors="backslashreplace").replace(key, HIDDEN), keep="\n\t").strip()
+def read_log(log: bytearray) -> str:
+    """Return the output of an agent as text, without API keys of episodes."""
+    return escape_controls(hide_keys(log.decode(errors="backslashreplace")), keep="\n\t").strip()
 
 
 def cut_prompt(messages: list[Message], trace: Trace) -> list[Message]:
@@ -160,6 +176,30 @@ def count_requests(session: AgentSession, samples: Sequence[Sample]) -> dict[str
         "requests_not_appended": trace.n_not_appended,
     }
     return {name: float(n) for name, n in found.items()}
+
+
+def judge_timeout(
+    result: AgentResult, plan: AgentPlan, prompt: Prompt, *, busy_s: float, deadline_s: float
+) -> AgentResult:
+    """Return the result of an episode that reached the deadline: the last numbers, or a failure.
+
+    A time-out that is always discarded is an exit that the policy can learn to take. It is a failure where the policy
+    was idle for most of the time, and cannot have caused it. busy_s: seconds in which the policy was sampling.
+    """
+    of_row = prompt.extra.get(TIMEOUT_COLUMN)
+    chosen = plan.on_timeout or ("fail" if of_row is None else "score")
+    is_slow = busy_s < deadline_s / 2
+    if chosen == "score" and not is_slow:
+        return result
+    key = "rollout.timeout_s" if plan.timeout_s is None else "rollout.agent.timeout_s"
+    idle = f", and the policy was idle for {deadline_s - busy_s:.3g} s of them" if chosen == "score" else ""
+    why = f"the agent has not ended after {deadline_s:g} s (see {'the column timeout_s' if of_row else key}){idle}"
+    return replace(result, failure=why, was_slow=is_slow)
+
+
+def count_timeouts(result: AgentResult) -> dict[str, float]:
+    """Return numbers of an episode for the log: whether it reached the deadline."""
+    return {TIMEOUTS: float(result.timed_out), SLOW: float(result.was_slow)}
 
 
 def _make_empty_branch(tokenizer: Tokenizer, prompt: Prompt) -> Branch:

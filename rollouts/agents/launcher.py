@@ -4,15 +4,15 @@ It imports the agent's file once. Each episode is a fork, so imports are shared 
 executed in such a fork. Between the two stands a guard, one per episode: an agent that kills its parent ends its own
 episode, and the death of this process ends none.
 
-Messages over the socket FD are JSON objects, the plan first, answered by {"ready"} or {"refusal"}. {"environment"}
-starts an episode; four file descriptors (task, result, log, control) come with it. Over the control socket the guard
-says {"guard": process id}, and {"status"} once the agent's process and all descendants are gone. It kills them when
-the worker closes that socket or dies.
+Messages over the socket FD are JSON objects, the plan first, answered by {"serves"} or {"refusal"}. "serves" tells
+whether a process plays many episodes (rollouts/agents/served.py) or one. {"environment"} starts a process; four file
+descriptors (tasks, results, log, control) come with it. Over the control socket the guard says {"guard": process id},
+and {"status"} once the agent's process and all descendants are gone. It kills them when the worker closes that socket
+or dies.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -32,17 +32,17 @@ from typing import Any
 
 from core.errors import UserError
 from core.loading import FileSpec, load_module
-from rewards.calls import call_user_code
-from rewards.scored import LONGEST_FAILURE
+from core.timing.deadlines import AGENT_END_TIMEOUT_S
 from rewards.worker import PR_SET_PDEATHSIG
+from rollouts.agents.run_file import run_file
 from rollouts.agents.task import RESULT_FD, Task
 
 # From <linux/prctl.h>: Python has no constant for it.
 PR_SET_CHILD_SUBREAPER = 36
 LARGEST_MESSAGE = 2**16
 """Maximum size of a socket message, in bytes."""
-ONE_EPISODE = "--one-episode"
-"""Argument of a fresh interpreter that runs one episode. The task is on stdin; the result goes to RESULT_FD."""
+PLAY = "--play"
+"""Argument of a fresh interpreter that plays episodes. Tasks are on stdin; results go to RESULT_FD."""
 MOST_ROUNDS = 1000
 """Maximum number of generations of descendants that are killed: a bound for one that forks without end."""
 CANNOT_START = 127
@@ -62,11 +62,13 @@ def main(fd: int) -> None:
     plan = json.loads(given)
     try:
         run = load_agent(plan["file"])
+        serves = choose_serving(plan, run)
     except UserError as error:
         worker.send(json.dumps({"refusal": str(error)}).encode())
         return
     sys.stdout.flush()  # or every fork would print again what the import has printed
-    worker.send(json.dumps({"ready": True}).encode())
+    worker.send(json.dumps({"serves": serves}).encode())
+    plan["serve"] = serves
     Launcher(worker, plan, run, has_threads=threading.active_count() > 1).serve()
 
 
@@ -84,6 +86,17 @@ def find_run(module: ModuleType, path: str) -> Callable[[Task], Any]:
     if not callable(run):
         raise UserError(f"rollout.agent.file: {path} must define a function run(task) that returns named numbers")
     return run
+
+
+def choose_serving(plan: dict[str, Any], run: Callable[[Task], Any] | None) -> bool:
+    """Return whether one process plays all episodes. Raises UserError if it is to, and `run` is plain."""
+    is_async = inspect.iscoroutinefunction(run)
+    if plan["serve"] and run is not None and not is_async:
+        raise UserError(
+            f"rollout.agent.serve: {plan['file']['path']} must define run(task) by `async def`, since many episodes "
+            "share a process: do so, or leave serve out"
+        )
+    return is_async if plan["serve"] is None else plan["serve"]
 
 
 class Launcher:
@@ -108,8 +121,13 @@ class Launcher:
                 self._reap(pid)
             if self.worker.fileno() in ready and not self._take_message():
                 break
-        for pid in [*self.guards]:
-            os.kill(pid, signal.SIGKILL)
+        for pid, handle in [*self.guards.items()]:
+            # A guard ends by itself, since the worker has closed its control socket. One that was killed would leave
+            # its descendants to this process, which may be killed next.
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            if not poll.poll(1000 * AGENT_END_TIMEOUT_S):
+                os.kill(pid, signal.SIGKILL)
             self._reap(pid)
 
     def _take_message(self) -> bool:
@@ -176,12 +194,12 @@ class Launcher:
             for fd in (1, 2):
                 os.dup2(log, fd)
             if self.run is None:
-                self._become_command([task, result], self.plan["command"])
+                return self._become_command([task, result], self.plan["command"])
             # A lock of a lost thread may stay locked for ever in a fork, so a fresh interpreter imports the file again.
             if self.has_threads:
-                again = ["-P", "-m", "rollouts.agents.launcher", ONE_EPISODE, json.dumps(self.plan["file"])]
+                again = ["-P", "-m", "rollouts.agents.launcher", PLAY, json.dumps(self.plan)]
                 self._become_command([task, result], [sys.executable, *again])
-            status = run_file(self.run, self.plan["file"]["path"], task, result)
+            status = run_file(self.run, self.plan["file"]["path"], task, result, many=self.plan["serve"])
         except BaseException:  # a border: the process ends here, whatever the user's code raises
             traceback.print_exc()
         finally:
@@ -219,52 +237,6 @@ def watch_agent(agent: int, worker: socket.socket) -> None:
         worker.send(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def run_file(run: Callable[[Task], Any] | None, path: str, task: int, result: int) -> int:
-    """Run one episode of an agent's file. task, result: file descriptors. Return the exit code."""
-    with open(task, encoding="utf-8") as file:
-        given = json.load(file)
-    line = json.dumps(run_agent(run, Task(**given), path))
-    with open(result, "w", encoding="utf-8") as file:
-        file.write(line + "\n")
-    return 0
-
-
-def run_agent(run: Callable[[Task], Any] | None, task: Task, path: str) -> dict[str, Any]:
-    """Run the agent's function. Return {"parts", "failure"}: named numbers, or a failure."""
-    assert run is not None
-    failures: list[str] = []
-
-    def call() -> Any:
-        try:
-            found = run(task)
-            return asyncio.run(_wait(found)) if inspect.isawaitable(found) else found
-        except SystemExit as error:
-            failures.append(f"the agent ended its process by sys.exit({error.code!r})")
-        except BaseExceptionGroup as error:
-            failures.append(name_failure(error, path))
-        except Exception as error:  # a border: the user's code
-            failures.append(name_failure(error, path))
-        return {}
-
-    parts, failure = call_user_code(call, "run()")
-    return {"parts": parts, "failure": failures[0] if failures else failure}
-
-
-async def _wait(found: Any) -> Any:
-    return await found
-
-
-def name_failure(error: BaseException, path: str) -> str:
-    """Describe an error, with the line in the agent's file, or else the line that raised it."""
-    # asyncio.TaskGroup wraps errors in groups; the first of them is the cause
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == path] or frames
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_FAILURE]
-    return f"{said} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else said
-
-
 def end_children(*, spared: Collection[int] = ()) -> None:
     """Kill and reap the children of this process except `spared`, and then theirs, which become its own."""
     for _ in range(MOST_ROUNDS):
@@ -293,7 +265,9 @@ def list_children(parent: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == ONE_EPISODE:
-        spec = json.loads(sys.argv[2])
-        os._exit(run_file(load_agent(spec), spec["path"], 0, RESULT_FD))
+    if sys.argv[1] == PLAY:
+        given = json.loads(sys.argv[2])
+        found = load_agent(given["file"])
+        assert found is not None  # a command is executed by the launcher itself
+        os._exit(run_file(found, given["file"]["path"], 0, RESULT_FD, many=given["serve"]))
     main(int(sys.argv[1]))

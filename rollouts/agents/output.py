@@ -7,6 +7,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 
 from core.text.plain_text import escape_controls
 from core.timing.deadlines import AGENT_END_TIMEOUT_S
@@ -22,15 +23,17 @@ AT_ONCE = 2**16
 
 
 class Output:
-    """Result and log of one episode. Both are bounded, however much the agent writes."""
+    """Result and log of a process. Both are bounded, however much the agent writes."""
 
-    def __init__(self, log: bytearray):
-        """log: receives the last KEPT_OF_LOG bytes that the agent prints."""
+    def __init__(self, log: bytearray, deliver: Callable[[bytes], object] | None = None):
+        """log: receives the last KEPT_OF_LOG bytes that the agent prints. deliver: takes each line of the result, in
+        another thread; without it `result` keeps them."""
         pipes = os.pipe(), os.pipe()
         self._result_end, self._log_end = (near for near, _ in pipes)
         self.far_ends = [far for _, far in pipes]
         """Ends for the agent's process: of the result and of the log."""
         self.result, self.log, self.is_too_long = b"", log, False
+        self.printed, self._deliver = 0, deliver
         self._shown, self._line = 0, b""
         self._stop = os.eventfd(0)
         # A thread: in the event loop, an agent that prints without end would delay every other episode. A daemon,
@@ -43,6 +46,10 @@ class Output:
         for end in self.far_ends:
             os.close(end)
         self._thread.start()
+
+    def show_more(self) -> None:
+        """Show as many bytes of the log again, as of a new episode."""
+        self._shown = 0
 
     async def finish(self) -> None:
         """Read the rest. To call when the processes of the episode are gone."""
@@ -76,6 +83,7 @@ class Output:
 
     def _take(self, end: int, given: bytes) -> None:
         if end == self._log_end:
+            self.printed += len(given)
             self.log += given
             del self.log[:-KEPT_OF_LOG]
             *lines, self._line = (self._line + given).split(b"\n") if self._shown < SHOWN_OF_LOG else [b""]
@@ -88,6 +96,11 @@ class Output:
             self.is_too_long = True  # the rest is read and discarded, or the agent would block on a full pipe
         else:
             self.result += given
+        if self._deliver is not None and end != self._log_end:
+            # a line that is too long is delivered in part, which is no valid message
+            *lines, self.result = [self.result, b""] if self.is_too_long else self.result.split(b"\n")
+            for line in lines:
+                self._deliver(line)
         if self.is_too_long or self._shown >= SHOWN_OF_LOG:
             time.sleep(0.001)  # what is discarded must not cost a core
 

@@ -120,6 +120,8 @@ class AgentSession:
         self.n_started = 0
         self.counts = Counts()
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.timer = ActivityTimer(Activity.GENERATE)
+        """Seconds in which the policy was sampling for this episode, and was idle."""
         self._calls: dict[str, _Call] = {}
         self._running: set[asyncio.Task[tuple[ChatResponse, Node]]] = set()
         self._contexts: Counter[str] = Counter()
@@ -280,7 +282,7 @@ class AgentSession:
     async def _sample(self, planned: Planned, max_new_tokens: int) -> Completion:
         sampler = self.sampler
         seed = self.seed_of_turn(self._choose_seed(planned))
-        with sampler.timer.measure(Activity.GENERATE):
+        with sampler.timer.measure(Activity.GENERATE), self.timer.measure(Activity.GENERATE):
             done = await sampler.engine.generate(
                 planned.context, max_new_tokens=max_new_tokens, seed=seed, **as_argument(planned.images)
             )

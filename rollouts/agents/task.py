@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.loading import FileSpec
 from core.types.images import write_data_uri
 from core.types.messages import Message, ToolSpec
 
+if TYPE_CHECKING:  # pydantic is heavy
+    from configs.agent_schema import OnTimeout
+
 # 0 to 2 are the standard streams, which the command uses as it likes.
 RESULT_FD = 3
 """File descriptor for a command's rewards, written as one line of JSON."""
+
+
+def ignore_numbers(parts: dict[str, float]) -> None:
+    """Default of `Task.report`, for a task that nobody plays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +45,15 @@ class Task:
     """Maximum number of replies."""
     seed: int = 0
     """Seed for the agent's own randomness. A repeated run has the same seeds."""
+    report: Callable[[dict[str, float]], None] = field(default=ignore_numbers, repr=False, compare=False)
+    """Function for numbers so far: those of an episode that reaches the deadline, with `on_timeout: score`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the task as JSON for a command."""
         # without messages, whose images asdict would copy
-        return asdict(replace(self, messages=[])) | {"messages": [*map(write_content, self.messages)]}
+        fields = asdict(replace(self, messages=[]))
+        del fields["report"]
+        return fields | {"messages": [*map(write_content, self.messages)]}
 
 
 def write_content(message: Message) -> dict[str, Any]:
@@ -63,6 +75,12 @@ class AgentPlan:
     command: tuple[str, ...] = ()
     folder: str = "."
     """Working folder of the started program. Other processes may have another folder."""
+    serve: bool | None = None
+    """True if one process plays all episodes of an engine. None: it does if `run` is async."""
+    timeout_s: float | None = None
+    """Deadline of an episode, in seconds. None: from that of its group."""
+    on_timeout: OnTimeout | None = None
+    """Result of an episode that reaches the deadline. None: by the row."""
 
     @property
     def name(self) -> str:

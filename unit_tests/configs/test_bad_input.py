@@ -44,6 +44,8 @@ NUMBERS = {
     "rollout.temperature": [0, 1e-6, 1e30, float("nan"), True],
     "rollout.max_new_tokens": [0, True, HUGE],
     "rollout.timeout_s": [0, 1e30, float("inf")],
+    "rollout.agent": [{"command": ["true"], "timeout_s": 811}],
+    "rollout.max_concurrency": [0, True],
     "rollout.kv_cache_gib": [0, float("inf"), True],
     "reward.weights": [{}, {"correct": float("nan")}, {"correct": 1e30}, {"correct": "much"}],
     "reward.timeout_s": [0, float("nan")],

@@ -191,6 +191,9 @@ SHOWN: dict[str, tuple[str, ...]] = {
         *("rollout.gateway.listen", "rollout.gateway.port", "rollout.gateway.url", "rollout.gateway.insecure"),
     ),
     "rollouts/test_agents.py": ("rollout.agent.file", "rollout.agent.command"),
+    "rollouts/test_served_agents.py": (
+        *("rollout.agent.serve", "rollout.agent.timeout_s", "rollout.agent.on_timeout", "rollout.max_concurrency"),
+    ),
     "configs/test_recipes.py": ("epochs",),
     "driver/test_supervised.py": ("precompute_ref_logp",),
     "driver/test_killed.py": ("on_failure", "max_resumes", "rollout.kv_cache_gib"),

@@ -45,6 +45,7 @@ COUNTS = dict.fromkeys(
     [
         *("turns", "tool_calls", "tool_seconds", "tool_errors", "tool_errors/raised", "anything"),
         *("assistant/repeated", "assistant/rewritten", "tokens/sampled", "tokens/kept"),
+        *("agent/timeouts", "agent/slow"),
     ],
     1.0,
 )

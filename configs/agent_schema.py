@@ -1,0 +1,52 @@
+"""Keys of `rollout.agent`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from core.strict_model import Seconds, StrictModel
+
+SHARE_OF_TIMEOUT = 0.9
+"""Share of `rollout.timeout_s` for an agent. That key is the deadline of a whole group; the rest is for rewards."""
+TIMEOUTS, SLOW = "agent/timeouts", "agent/slow"
+"""Counts of a sample: the episode reached the deadline; and then the policy was idle for more than half of it."""
+OnTimeout = Literal["fail", "score"]
+
+
+class AgentConfig(StrictModel):
+    """Keys of `rollout.agent`."""
+
+    file: str | None = None
+    """Python file with a function `run(task)`, plain or async, that plays one episode and returns named numbers. Set
+    either this or `command`."""
+    command: list[Annotated[str, Field(min_length=1)]] = Field([])
+    """Program with arguments that plays one episode, in any language. It reads the task as JSON from standard input,
+    and writes the numbers as a line of JSON to file descriptor 3."""
+    serve: bool | None = None
+    """true: one process per engine plays all episodes, many at a time; a command reads a task per line. false: a
+    process per episode. Unset: true for a file with an async `run`."""
+    timeout_s: Seconds | None = None
+    """Deadline of an episode in seconds, which a row may lower by a column `timeout_s`. Unset: nine tenths of
+    `rollout.timeout_s`, which is also the maximum."""
+    on_timeout: OnTimeout | None = None
+    """Result of an episode that reaches the deadline. score: the last numbers of the agent, 0 for those it lacks; a
+    failure if the policy was idle for more than half of the time. fail: a failed sample, which is not trained on.
+    Unset: score for rows with a column `timeout_s`, else fail."""
+
+    @model_validator(mode="after")
+    def is_a_file_or_a_command(self) -> AgentConfig:
+        if (self.file is None) == (not self.command):
+            raise ValueError("set file or command, and not both")
+        if self.file is not None and not self.file.endswith(".py"):
+            raise ValueError(f"file must be the path of a Python file (my_agent.py), found {self.file!r:.100}")
+        return self
+
+    def check_timeout(self, of_group: float) -> None:
+        """Raise ValueError if an episode may take longer than its group. of_group: `rollout.timeout_s`."""
+        if self.timeout_s is not None and self.timeout_s > SHARE_OF_TIMEOUT * of_group:
+            raise ValueError(
+                f"agent.timeout_s={self.timeout_s:g} is more than nine tenths of timeout_s={of_group:g}, the deadline "
+                "of a group with its rewards: raise rollout.timeout_s"
+            )

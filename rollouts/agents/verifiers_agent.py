@@ -1,0 +1,100 @@
+"""Agent command for environments of verifiers (0.4), run by the Python of another environment.
+
+    PYTHON rollouts/agents/verifiers_agent.py play TASKSET    with serve: true
+    PYTHON rollouts/agents/verifiers_agent.py rows TASKSET    print the tasks as JSON, for data_prep/verifiers.py
+
+A third argument of `play` holds settings of verifiers' AgentConfig as JSON, such as {"harness": {"id": "bash"}}. It
+imports nothing of FeynRL. One process plays many episodes: rollouts/agents/served.py describes the lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+RESULT_FD = 3
+SETTINGS: dict[str, Any] = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+"""Settings in place of verifiers' own, whose runtime is a paid cloud."""
+
+
+def load_tasks(name: str) -> list[Any]:
+    """Return the tasks of a taskset by name."""
+    vf: Any = importlib.import_module("verifiers.v1")
+    loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
+    return list(loaders.load_taskset(vf.TasksetConfig(id=name)))
+
+
+def print_rows(name: str) -> None:
+    """Print a line per task: the position, and the prompt as messages."""
+    for idx, task in enumerate(load_tasks(name)):
+        given, system = task.data, task.data.system_prompt
+        messages = [{"role": "system", "content": system}] if system else []
+        if isinstance(given.prompt, str) or given.prompt is None:
+            messages.append({"role": "user", "content": given.prompt or ""})
+        else:
+            messages += [{"role": one.role, "content": str(one.content)} for one in given.prompt]
+        print(json.dumps({"idx": idx, "messages": messages}))
+
+
+async def play(given: dict[str, Any], tasks: list[Any], settings: dict[str, Any], key_name: str) -> dict[str, Any]:
+    """Play an episode. Return {"parts"} or {"failure"}."""
+    vf: Any = importlib.import_module("verifiers.v1")
+    os.environ[key_name] = given["api_key"]  # verifiers reads a key from a variable only
+    client = {"type": "eval", "base_url": given["base_url"], "api_key_var": key_name}
+    try:
+        config = vf.AgentConfig(model=given["model"], client=client, max_turns=given["max_turns"], **settings)
+        agent = vf.make_agent(config)
+        async with agent:
+            trace = await agent.run(tasks[int(given["extra"]["idx"])])
+    finally:
+        del os.environ[key_name]
+    if trace.last_error is not None:
+        return {"failure": f"{trace.last_error.type}: {trace.last_error.message}"}
+    return {"parts": {"return": float(trace.reward), "turns": float(trace.num_turns)}}
+
+
+async def serve(tasks: list[Any], settings: dict[str, Any]) -> None:
+    """Play the episodes of the standard input at the same time, until it ends."""
+    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(number: int, given: dict[str, Any]) -> None:
+        try:
+            found = await play(given, tasks, settings, f"FEYNRL_KEY_{number}")
+        except asyncio.CancelledError:
+            found = {"failure": "the episode was cancelled"}
+        except Exception as error:  # a border: whatever an environment raises fails its episode
+            found = {"failure": f"{type(error).__name__}: {error}"[:500]}
+        os.write(RESULT_FD, json.dumps({"id": number} | found).encode() + b"\n")
+
+    def take(message: dict[str, Any]) -> None:
+        if "cancel" in message:
+            if message["cancel"] in running:
+                running[message["cancel"]].cancel()
+            return
+        number = message["id"]
+        running[number] = loop.create_task(answer(number, message["task"]))
+        running[number].add_done_callback(lambda _: running.pop(number))
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(take, json.loads(line))
+        loop.call_soon_threadsafe(is_over.set)
+
+    threading.Thread(target=read, daemon=True).start()
+    await is_over.wait()
+
+
+if __name__ == "__main__":
+    what, taskset, *more = sys.argv[1:]
+    if what == "rows":
+        print_rows(taskset)
+    else:
+        # a runtime starts programs such as uv by their name
+        os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+        asyncio.run(serve(load_tasks(taskset), SETTINGS | (json.loads(more[0]) if more else {})))

