@@ -11,8 +11,8 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from core.strict_model import StrictModel
 
 COLUMNS = (
-    *("id", "messages", "completion", "tools", "answer", "demonstration", "chosen", "rejected", "label"),
-    *("image", "images"),
+    *("id", "messages", "completion", "tools", "answer", "demonstration", "episodes", "chosen", "rejected"),
+    *("label", "image", "images"),
 )
 OURS = "ours"
 """Form of rows with our columns."""
@@ -38,7 +38,7 @@ class SourceConfig(StrictModel):
     fits the columns and the first 200 rows; the run says which it is, and its config.yaml names it."""
     columns: dict[str, str] = Field({})
     """Mapping from our column names to those of the data set, if they differ. Ours: id, messages, completion, tools,
-    answer, demonstration, chosen, rejected, label, image, images. Theirs may be a dotted path, such as
+    answer, demonstration, episodes, chosen, rejected, label, image, images. Theirs may be a dotted path, such as
     reward_model.ground_truth. With `form: auto`, no form is recognised, and `messages` as plain text is a user turn,
     after the row's images; `completion` is the reply to it."""
     lazy: Literal["auto"] | bool = "auto"

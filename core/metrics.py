@@ -51,6 +51,9 @@ REWARD_LENGTH_CORR = _declare(
 REWARD_MEAN_DRAWN = _declare(
     "reward/mean_drawn", "", "mean reward over all groups drawn for the step, rejected ones included", RL
 )
+REWARD_OTHERS = _declare(
+    "reward/others", "", "mean reward of demonstrations and recorded episodes, which count in no other reward", RL
+)
 REWARD_PART = "reward/{}"
 _declare("reward/<part>", "", "mean of one part of the reward, unweighted; or of the rewards of one data source", RL)
 

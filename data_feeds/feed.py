@@ -14,6 +14,7 @@ from core.types.samples import Group, Prompt, Rows
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.turns import TrainOn
 from data_feeds.disk_source import open_lazy
+from data_feeds.rows.episodes import Sampling
 from data_feeds.rows.form_settings import read_checked
 from data_feeds.rows.forms import RowKind
 from data_feeds.rows.hold_out import choose_held_out
@@ -93,12 +94,12 @@ def load_prompts(
     *,
     seed: int,
     env_tools: Sequence[ToolSpec] = (),
-    max_new_tokens: int | None = None,
+    sampling: Sampling | None = None,
 ) -> Feed[Prompt]:
     """Load and validate prompts. Raises UserError for a source with too few valid rows.
 
-    env_tools: tools of the environment. Their tokens count towards the length of every prompt. max_new_tokens: limit of
-    a demonstration, after the longest prompt; None: demonstrations are not read.
+    env_tools: tools of the environment. Their tokens count towards the length of every prompt. sampling: that of the
+    policy; None: demonstrations and recorded episodes are not read.
     """
     return _load_feed(
         data,
@@ -107,7 +108,7 @@ def load_prompts(
         ROW_TYPES["prompts"],
         seed=seed,
         max_tokens=data.max_prompt_tokens,
-        max_reply_tokens=max_new_tokens,
+        sampling=sampling,
         env_tools=env_tools,
     )
 
@@ -179,7 +180,7 @@ def _load_feed(
     *,
     seed: int,
     max_tokens: int,
-    max_reply_tokens: int | None = None,
+    sampling: Sampling | None = None,
     train_on: TrainOn = (),
     env_tools: Sequence[ToolSpec] = (),
     most: int | None = None,
@@ -199,7 +200,7 @@ def _load_feed(
             key=f"data.{of}{f'[{i}]' if mixed else ''}={config.path}",
             prefix=f"{config.log_name}/" if mixed else "",
             max_tokens=max_tokens,
-            max_reply_tokens=max_reply_tokens,
+            sampling=sampling,
             max_image_pixels=data.max_image_pixels,
             train_on=train_on,
             system_prompt=data.system_prompt,
