@@ -24,7 +24,8 @@ class SourceConfig(StrictModel):
 
     path: str
     """Parquet, JSONL, JSON, CSV or Arrow file (also .jsonl.gz, .json.gz, .csv.gz), folder written by
-    datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
+    datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG). A file or folder may be in a store: s3://, gs://, hf://,
+    https:// and other protocols of fsspec; it is downloaded once."""
     # No slash, because the name is one part of a metric's name: data/<name>/rows.
     name: str = Field("", pattern="^[^/]*$")
     """Name of the source in the log, without "/" and unique in a mixture. Unset: name of the file or data set."""
@@ -62,7 +63,8 @@ class SourceConfig(StrictModel):
             return self.name
         if self.path.startswith("hub:"):
             return self.path.removeprefix("hub:").split("/")[:2][-1]
-        name = PurePath(self.path)
+        # an address may have parameters
+        name = PurePath(self.path.split("?")[0] if "://" in self.path else self.path)
         # train.jsonl.gz has two suffixes.
         return PurePath(name.stem).stem if name.suffix == ".gz" else name.stem
 

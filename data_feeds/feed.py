@@ -20,6 +20,7 @@ from data_feeds.rows.forms import RowKind
 from data_feeds.rows.hold_out import choose_held_out
 from data_feeds.rows.mixture import Curriculum, Mixture, whole_parts
 from data_feeds.rows.read_source import SourceRows, read_source
+from data_feeds.rows.remote_files import fetch_source
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter, RowType
 from data_feeds.source import Item
 from data_feeds.source import Source as Source
@@ -196,8 +197,8 @@ def _load_feed(
         RowConverter(
             row_type=row_type,
             tokenizer=tokenizer,
-            source=config,
-            key=f"data.{of}{f'[{i}]' if mixed else ''}={config.path}",
+            source=fetch_source(config, key := f"data.{of}{f'[{i}]' if mixed else ''}={config.path}"),
+            key=key,
             prefix=f"{config.log_name}/" if mixed else "",
             max_tokens=max_tokens,
             sampling=sampling,
