@@ -44,8 +44,8 @@ class SourceConfig(StrictModel):
     after the row's images; `completion` is the reply to it."""
     lazy: Literal["auto"] | bool = "auto"
     """true: find rows by an index and convert them when they are drawn, so that a run of any size starts at once.
-    false: read, check and convert all rows before the start. auto: true for Parquet, JSONL and save_to_disk above 2
-    GiB."""
+    false: read, check and convert all rows before the start. auto: true for Parquet, JSONL, Arrow and save_to_disk
+    above 2 GiB."""
     replacement: bool = False
     """true: draw each row at random from all rows. false: draw every row once per epoch."""
 
