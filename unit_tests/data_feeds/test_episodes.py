@@ -11,12 +11,14 @@ from algs.gpg import GPG
 from algs.grpo import GRPO
 from algs.rloo import RLOO
 from algs.terms import Correction
+from configs.data_schema import PromptDataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from core.errors import UserError
 from core.types.allowed_tokens import AllowedTokens
 from core.types.samples import Prompt, RecordedEpisode
 from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.feed import load_prompts
 from data_feeds.rows.episodes import Sampling, read_episodes
 from data_feeds.rows.invalid_rows import InvalidRow
 from driver.checks.terms import check_demonstrated, check_recorded
@@ -25,12 +27,24 @@ from driver.records.rollout_metrics import measure_groups
 from rewards import resolve_reward
 from rewards.rewarder import Rewarder
 from rollouts.worker import RolloutWorker
-from unit_tests.data_feeds.test_demonstrations import load, write
 from unit_tests.helpers.chat_families import assistant, user
 from unit_tests.helpers.episodes import Scripted, Tool
 from unit_tests.helpers.examples import run_here, through_checkpoint
 from unit_tests.helpers.one_reward import one_reward
 from unit_tests.helpers.runs import LUCK, file_of, folder_of, metrics_of, samples_of
+
+
+def write(tmp_path, *rows) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(chat, path, *, max_new_tokens: int | None = 20):
+    data = PromptDataConfig(train=path, max_prompt_tokens=20)
+    sampling = None if max_new_tokens is None else Sampling(max_new_tokens=max_new_tokens)
+    return load_prompts(data, "train", chat, seed=0, sampling=sampling)
+
 
 EXACT = {"alg.correction": {"level": "sequence", "high": float("inf")}}
 
