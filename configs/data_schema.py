@@ -12,7 +12,7 @@ from core.strict_model import StrictModel
 
 COLUMNS = (
     *("id", "messages", "completion", "tools", "answer", "demonstration", "episodes", "chosen", "rejected"),
-    *("label", "image", "images"),
+    *("label", "completions", "rewards", "image", "images"),
 )
 OURS = "ours"
 """Form of rows with our columns."""
@@ -39,9 +39,9 @@ class SourceConfig(StrictModel):
     fits the columns and the first 200 rows; the run says which it is, and its config.yaml names it."""
     columns: dict[str, str] = Field({})
     """Mapping from our column names to those of the data set, if they differ. Ours: id, messages, completion, tools,
-    answer, demonstration, episodes, chosen, rejected, label, image, images. Theirs may be a dotted path, such as
-    reward_model.ground_truth. With `form: auto`, no form is recognised, and `messages` as plain text is a user turn,
-    after the row's images; `completion` is the reply to it."""
+    answer, demonstration, episodes, chosen, rejected, label, completions, rewards, image, images. Theirs may be a
+    dotted path, such as reward_model.ground_truth. With `form: auto`, no form is recognised, and `messages` as plain
+    text is a user turn, after the row's images; `completion` is the reply to it."""
     lazy: Literal["auto"] | bool = "auto"
     """true: find rows by an index and convert them when they are drawn, so that a run of any size starts at once.
     false: read, check and convert all rows before the start. auto: true for Parquet, JSONL, Arrow and save_to_disk
@@ -147,7 +147,7 @@ class DataConfig(TemplateConfig):
     train: str | list[SourceConfig]
     """Training rows: a source's `path` (data_prep/ creates such files), or a mixture as a list of sources with path and
     ratio. Columns: id, messages, answer, and tools available to the policy. Pairs also have chosen and rejected,
-    unpaired rows label."""
+    unpaired rows label, scored rows completions and rewards."""
     eval: EvalRows | None = None
     """Held-out rows: a source of their own, or {from_train: 200} for rows of `train`. Reward (or loss) on them is
     measured before and after training."""

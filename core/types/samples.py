@@ -63,8 +63,9 @@ TOKEN_REWARDS = "token_rewards"
 """Column of the shares of `Sample.reward` that tokens earned; the last trained token earned the remainder. Samples may
 lack it, and no loss sees it."""
 
-Rows = Literal["conversations", "pairs", "unpaired"]
-"""Kind of supervised row: conversation, chosen and rejected completion, or completion with a label."""
+Rows = Literal["conversations", "pairs", "unpaired", "scored"]
+"""Kind of supervised row: conversation, chosen and rejected completion, completion with a label, or several completions
+with rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ import numpy as np
 
 from configs.data_schema import SourceConfig
 from core.errors import UserError
-from core.loading import needs_part
 from core.types.messages import Message, ToolSpec, find_images, name_of_tool
 from core.types.samples import Group, Prompt, Sample
 from data_feeds.chat.demonstrations import mark_replies
@@ -23,12 +22,13 @@ from data_feeds.chat.template_append import ImagesDoNotFit, TemplateRefuses, Tem
 from data_feeds.chat.template_coverage import TemplateCoverage
 from data_feeds.chat.tokenizer import ChatTokenizer, Encoded, join_encoded
 from data_feeds.chat.turns import Piece, TrainOn, count_written, find_turns
-from data_feeds.rows.check_replies import check_ends_in_reply, check_replies, normalize_message
+from data_feeds.rows.check_replies import check_ends_in_reply, check_replies, normalize_message, read_scored
 from data_feeds.rows.convert_form import IMAGES
 from data_feeds.rows.episodes import Sampling, read_episodes
 from data_feeds.rows.forms import RowKind
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.sources import COMPLETION, Record, find_folder
+from data_feeds.rows.row_images import open_images
+from data_feeds.rows.sources import COMPLETION, Record
 
 if TYPE_CHECKING:
     from data_feeds.images.read_images import ImageReader
@@ -69,15 +69,7 @@ class RowConverter:
     @cached_property
     def images(self) -> ImageReader:
         """Image loader, shared by all rows of the source."""
-        # imported here, since rows of text work without data_feeds/images
-        with needs_part(f"{self.key}, which holds images,", otherwise="leave its images out"):
-            from data_feeds.images.read_images import ImageReader
-
-        return ImageReader(
-            folder=find_folder(self.source.path),
-            max_pixels=self.max_image_pixels,
-            max_pixels_key="data.max_image_pixels",
-        )
+        return open_images(self.key, self.source.path, self.max_image_pixels)
 
     def convert(self, record: Record) -> EncodeRequest[Any]:
         """Convert a record to a Prompt or Group. The first step raises InvalidRow if the record has a flaw."""
@@ -131,11 +123,8 @@ class RowConverter:
                 yield from self._check_text(record, prompt, episode.messages, longest)
         return replace(prompt, recorded=recorded)
 
-    def _check_text(
-        self, record: Record, prompt: Prompt, answered: list[Message], longest: int
-    ) -> EncodeRequest[Sample]:
-        shown = replace(prompt, tools=[*prompt.tools, *self.env_tools])
-        marked = mark_replies(prompt.messages, answered)
+    def _check_text(self, record: Record, prompt: Prompt, answer: list[Message], longest: int) -> EncodeRequest[Sample]:
+        shown, marked = replace(prompt, tools=[*prompt.tools, *self.env_tools]), mark_replies(prompt.messages, answer)
         return (yield from self._build_sample(record, shown, marked, (), longest=longest))
 
     def make_conversation(self, record: Record) -> EncodeRequest[Group]:
@@ -179,6 +168,15 @@ class RowConverter:
             raise InvalidRow("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
         prompt = self._build_prompt(record, messages[:-1])
         return [(yield from self._build_sample(record, prompt, messages, "last_reply", float(label)))]
+
+    def make_scored(self, record: Record) -> EncodeRequest[Group]:
+        """Convert a prompt with several completions to a Group with their rewards, trained on the completions."""
+        prompt = self._build_prompt(record, self._with_system(self._read_messages(record, "messages")))
+        group: Group = []
+        for text, reward in read_scored(prompt.messages, record.columns):
+            whole: list[Message] = [*prompt.messages, {"role": "assistant", "content": text}]
+            group.append((yield from self._build_sample(record, prompt, whole, "last_reply", reward)))
+        return group
 
     def _read_messages(
         self, record: Record, column: str, *, text_is: str = "user", is_reply: bool = False, may_train: bool = False
@@ -346,5 +344,6 @@ _ROW_TYPES = (
     RowType(kind="conversations", needed=("messages",), optional=(COMPLETION,), make=RowConverter.make_conversation),
     RowType(kind="pairs", needed=("chosen", "rejected"), make=RowConverter.make_pair),
     RowType(kind="unpaired", needed=("messages", "label"), optional=(COMPLETION,), make=RowConverter.make_unpaired),
+    RowType(kind="scored", needed=("messages", "completions", "rewards"), make=RowConverter.make_scored),
 )
 ROW_TYPES: dict[RowKind, RowType] = {row_type.kind: row_type for row_type in _ROW_TYPES}
