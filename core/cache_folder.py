@@ -1,4 +1,4 @@
-"""Folder of the user for what can be made again: copies of remote files, and indices of large ones."""
+"""Cache folder of the user: copies of remote files, and indices of large ones."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _describe(store: Any, path: str) -> dict[str, dict[str, Any]]:
 
 
 def _find_version(found: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return a hash of what the store tells of the files; None if it tells only their sizes."""
+    """Return a hash of the marks of all files; None if the store gives only sizes."""
     marks = {path: [(k, str(info[k])) for k in VERSION_KEYS if info.get(k)] for path, info in found.items()}
     if not all(marks.values()):
         return None

@@ -1,10 +1,10 @@
 """Data size: what many rows cost a run. python -m tools.benchmarks.data_size [--rows N] [--bytes N ...] [--keep FOLDER]
 
-Makes N rows of each size, as JSONL and as Parquet, and reads them as a lazy source of an RL run in a process of its
-own: seconds until the first prompt, peak memory, beside those of a thousand rows, and draws per second, without and
+Makes N rows of each size, as JSONL and as Parquet, and reads them as a lazy source of an RL run in a new process:
+seconds until the first prompt, peak memory, beside those of a thousand rows, and draws per second, without and
 with conversion. cold: the file is not in the page cache, and no index is kept; index kept: not in the page cache. Then
-it reads conversations of 900 tokens as a supervised run does, a step ahead; CPU seconds do not depend on what else the
-machine does.
+it reads conversations of 900 tokens as a supervised run does, a step ahead; CPU seconds do not depend on the load of
+the machine.
 """
 
 from __future__ import annotations
