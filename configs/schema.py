@@ -176,7 +176,7 @@ class RLConfig(RunConfig):
     """Steps between two samples printed with their reward. 0: none."""
     record_tokens: bool = False
     """true: the sample files also hold token ids and log-probabilities, so that data.train of another run may name this
-    run's folder, and its episodes join the groups of their prompts."""
+    run's folder, whose episodes join the groups of their prompts."""
     reward: RewardConfig
     judge: JudgeConfig | None = None
     """Judge that the run serves. Unset: rewards ask none, or the address in their settings."""

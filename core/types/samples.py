@@ -70,7 +70,7 @@ with rewards."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEpisode:
-    """Episode that was sampled before the run, or by another policy, to join the group of its prompt."""
+    """Episode that was sampled before the run, or by another policy, to join a group of the same prompt."""
 
     messages: list[Message]
     """Messages after the prompt, ending in a reply."""

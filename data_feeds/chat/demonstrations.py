@@ -53,7 +53,7 @@ def make_demonstration(tokenizer: TurnTokenizer, prompt: Prompt) -> Sample:
 
 
 def make_recorded(tokenizer: TurnTokenizer, prompt: Prompt, recorded: RecordedEpisode) -> Sample:
-    """Return the sample of a recorded episode, without a reward: a demonstration if its tokens are not known."""
+    """Return the sample of a recorded episode, without a reward: a demonstration if it has no tokens."""
     if not recorded.token_ids:
         shown = make_demonstration(tokenizer, replace(prompt, demonstration=recorded.messages))
         return replace(shown, prompt=prompt)

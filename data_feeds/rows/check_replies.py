@@ -34,7 +34,7 @@ def normalize_message(message: Message) -> Message:
 
 
 def read_scored(asked: Sequence[Message], columns: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return the completions of a prompt, each with its reward. Raises InvalidRow for fewer than two."""
+    """Return the completions of a prompt, each with a reward. Raises InvalidRow for fewer than two."""
     if asked[-1]["role"] == "assistant":
         raise InvalidRow("ends_in_reply", "messages end with an assistant turn, and completions are replies to them")
     given = [columns.get(name) for name in ("completions", "rewards")]

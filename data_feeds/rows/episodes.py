@@ -92,7 +92,7 @@ def _read_episode(
 
 
 def _read_turns(one: dict[str, Any], text: str | None) -> list[Message]:
-    """Return the messages of an episode, or its text as the only reply."""
+    """Return the messages of an episode, or the text as the only reply."""
     if "messages" in one:
         return check_ends_in_reply(read_messages(one["messages"], "episodes", fills_gaps=True), "episodes")
     if not text:

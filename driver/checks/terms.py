@@ -1,4 +1,4 @@
-"""Check the terms of an algorithm against the data set: its demonstrations, recorded episodes and sources."""
+"""Check the terms of an algorithm against the data set: demonstrations, recorded episodes and sources."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def make_sample_record(sample: Sample, group: int, sampling: dict[str, Any] | No
 
 
 def describe_sampling(cfg: RLConfig) -> dict[str, Any] | None:
-    """Return the settings that a run samples with, to record with its tokens; None if it records none."""
+    """Return the settings that a run samples with, to record with the tokens; None if it records none."""
     if not cfg.record_tokens:
         return None
     rollout = cfg.rollout
