@@ -11,8 +11,8 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from core.strict_model import StrictModel
 
 COLUMNS = (
-    *("id", "messages", "completion", "tools", "answer", "demonstration", "chosen", "rejected", "label"),
-    *("image", "images"),
+    *("id", "messages", "completion", "tools", "answer", "demonstration", "episodes", "chosen", "rejected"),
+    *("label", "completions", "rewards", "image", "images"),
 )
 OURS = "ours"
 """Form of rows with our columns."""
@@ -24,7 +24,8 @@ class SourceConfig(StrictModel):
 
     path: str
     """Parquet, JSONL, JSON, CSV or Arrow file (also .jsonl.gz, .json.gz, .csv.gz), folder written by
-    datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
+    datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG). A file or folder may be in a store: s3://, gs://, hf://,
+    https:// and other protocols of fsspec; it is downloaded once."""
     # No slash, because the name is one part of a metric's name: data/<name>/rows.
     name: str = Field("", pattern="^[^/]*$")
     """Name of the source in the log, without "/" and unique in a mixture. Unset: name of the file or data set."""
@@ -38,13 +39,13 @@ class SourceConfig(StrictModel):
     fits the columns and the first 200 rows; the run says which it is, and its config.yaml names it."""
     columns: dict[str, str] = Field({})
     """Mapping from our column names to those of the data set, if they differ. Ours: id, messages, completion, tools,
-    answer, demonstration, chosen, rejected, label, image, images. Theirs may be a dotted path, such as
-    reward_model.ground_truth. With `form: auto`, no form is recognised, and `messages` as plain text is a user turn,
-    after the row's images; `completion` is the reply to it."""
+    answer, demonstration, episodes, chosen, rejected, label, completions, rewards, image, images. Theirs may be a
+    dotted path, such as reward_model.ground_truth. With `form: auto`, no form is recognised, and `messages` as plain
+    text is a user turn, after the row's images; `completion` is the reply to it."""
     lazy: Literal["auto"] | bool = "auto"
     """true: find rows by an index and convert them when they are drawn, so that a run of any size starts at once.
-    false: read, check and convert all rows before the start. auto: true for Parquet, JSONL and save_to_disk above 2
-    GiB."""
+    false: read, check and convert all rows before the start. auto: true for Parquet, JSONL, Arrow and save_to_disk
+    above 2 GiB."""
     replacement: bool = False
     """true: draw each row at random from all rows. false: draw every row once per epoch."""
 
@@ -62,7 +63,8 @@ class SourceConfig(StrictModel):
             return self.name
         if self.path.startswith("hub:"):
             return self.path.removeprefix("hub:").split("/")[:2][-1]
-        name = PurePath(self.path)
+        # an address may have parameters
+        name = PurePath(self.path.split("?")[0] if "://" in self.path else self.path)
         # train.jsonl.gz has two suffixes.
         return PurePath(name.stem).stem if name.suffix == ".gz" else name.stem
 
@@ -145,7 +147,7 @@ class DataConfig(TemplateConfig):
     train: str | list[SourceConfig]
     """Training rows: a source's `path` (data_prep/ creates such files), or a mixture as a list of sources with path and
     ratio. Columns: id, messages, answer, and tools available to the policy. Pairs also have chosen and rejected,
-    unpaired rows label."""
+    unpaired rows label, scored rows completions and rewards."""
     eval: EvalRows | None = None
     """Held-out rows: a source of their own, or {from_train: 200} for rows of `train`. Reward (or loss) on them is
     measured before and after training."""

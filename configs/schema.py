@@ -174,6 +174,9 @@ class RLConfig(RunConfig):
     as eval/second_reward/<part>, and not trained on. Unset: none."""
     show_samples: int = Field(0, ge=0)
     """Steps between two samples printed with their reward. 0: none."""
+    record_tokens: bool = False
+    """true: the sample files also hold token ids and log-probabilities, so that data.train of another run may name this
+    run's folder, whose episodes join the groups of their prompts."""
     reward: RewardConfig
     judge: JudgeConfig | None = None
     """Judge that the run serves. Unset: rewards ask none, or the address in their settings."""
@@ -215,7 +218,7 @@ class RLConfig(RunConfig):
                 "backend: local is one process: set rollout.num_engines and rollout.tensor_parallel_size to 1"
             )
         # all of these are logged as reward/<name>, sources of a mixture too: two of a name would overwrite each other
-        taken = {"mean", "std", "mean_drawn", "length_corr", *self.reward.weights}
+        taken = {"mean", "std", "mean_drawn", "length_corr", "others", *self.reward.weights}
         names = {source.log_name for source in self.data.list_sources("train")}
         if len(names) > 1 and (clash := taken & names):
             said = f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"

@@ -51,6 +51,9 @@ REWARD_LENGTH_CORR = _declare(
 REWARD_MEAN_DRAWN = _declare(
     "reward/mean_drawn", "", "mean reward over all groups drawn for the step, rejected ones included", RL
 )
+REWARD_OTHERS = _declare(
+    "reward/others", "", "mean reward of demonstrations and recorded episodes, which count in no other reward", RL
+)
 REWARD_PART = "reward/{}"
 _declare("reward/<part>", "", "mean of one part of the reward, unweighted; or of the rewards of one data source", RL)
 
@@ -254,6 +257,8 @@ _declare("train/odds_loss", "", "odds-ratio term of the loss", "orpo")
 _declare("train/kto/z0", "", "KTO's reference point", "kto")
 _declare("train/kto/accuracy", "fraction", "completions on the side of z0 that their label says", "kto")
 
+_ON_SIDE = "completions whose log-ratio is on the side of the row's mean that their reward is on"
+_declare("train/offline_dro/accuracy", "fraction", _ON_SIDE, "offline_dro")
 _declare("train/bco/reward", "", "mean of beta times the log-ratio to the reference", "bco")
 _declare("train/bco/accuracy", "fraction", "completions on the side of delta that their label says", "bco")
 ALG_STATE, ALG_SCHEDULED = "alg/state/{}", "alg/{}"
@@ -277,6 +282,7 @@ EVAL_PAIR_ACCURACY = _declare("eval/pair/<metric>", "", "train/pair/<metric> on 
     "<metric>", "accuracy"
 )
 _declare("eval/kto/<metric>", "", "train/kto/<metric> on data.eval", "kto")
+_declare("eval/offline_dro/<metric>", "", "train/offline_dro/<metric> on data.eval", "offline_dro")
 _declare("eval/bco/<metric>", "", "train/bco/<metric> on data.eval", "bco")
 _declare("eval/reward/<part>", "", "reward/<part> on data.eval", RL)
 _declare("eval/rollout/failed", "samples", "samples of data.eval without a reward", RL)

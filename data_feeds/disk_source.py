@@ -22,6 +22,7 @@ from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.open_rows import open_disk_rows
 from data_feeds.rows.read_source import convert_batch
 from data_feeds.rows.row_types import RowConverter
+from data_feeds.rows.run_samples import list_sample_files
 from data_feeds.rows.sources import RecordPlan
 from data_feeds.source import Item, Source
 
@@ -148,12 +149,17 @@ def open_source(
 
 def open_lazy(data: DataConfig, converter: RowConverter, stream: str, *, most: int | None) -> Source[Any] | None:
     """Return a source of `data.train` if it is lazy, and None if not. Raises UserError if it cannot be read so."""
-    disk = open_disk_rows(converter.source, converter.key)
+    source, key = converter.source, converter.key
+    if converter.row_type.kind == "prompts" and list_sample_files(source.path):
+        if source.lazy is True:
+            raise UserError(f"{key} is a recorded run, whose groups are put together before the start: set lazy: false")
+        return None
+    disk = open_disk_rows(source, key)
     if disk is None:
         return None
     if data.held_out_rows:
         raise UserError(
-            f"{converter.key} is lazy, and data.eval.from_train reads all rows to hold some out: name another source "
+            f"{key} is lazy, and data.eval.from_train reads all rows to hold some out: name another source "
             "in data.eval, or set lazy: false for this one"
         )
     return open_source(disk, converter, stream, max_invalid_fraction=data.max_invalid_fraction, most=most)

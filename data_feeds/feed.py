@@ -14,11 +14,13 @@ from core.types.samples import Group, Prompt, Rows
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.turns import TrainOn
 from data_feeds.disk_source import open_lazy
+from data_feeds.rows.episodes import Sampling
 from data_feeds.rows.form_settings import read_checked
 from data_feeds.rows.forms import RowKind
 from data_feeds.rows.hold_out import choose_held_out
 from data_feeds.rows.mixture import Curriculum, Mixture, whole_parts
 from data_feeds.rows.read_source import SourceRows, read_source
+from data_feeds.rows.remote_files import fetch_source
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter, RowType
 from data_feeds.source import Item
 from data_feeds.source import Source as Source
@@ -93,12 +95,12 @@ def load_prompts(
     *,
     seed: int,
     env_tools: Sequence[ToolSpec] = (),
-    max_new_tokens: int | None = None,
+    sampling: Sampling | None = None,
 ) -> Feed[Prompt]:
     """Load and validate prompts. Raises UserError for a source with too few valid rows.
 
-    env_tools: tools of the environment. Their tokens count towards the length of every prompt. max_new_tokens: limit of
-    a demonstration, after the longest prompt; None: demonstrations are not read.
+    env_tools: tools of the environment. Their tokens count towards the length of every prompt. sampling: that of the
+    policy; None: demonstrations and recorded episodes are not read.
     """
     return _load_feed(
         data,
@@ -107,7 +109,7 @@ def load_prompts(
         ROW_TYPES["prompts"],
         seed=seed,
         max_tokens=data.max_prompt_tokens,
-        max_reply_tokens=max_new_tokens,
+        sampling=sampling,
         env_tools=env_tools,
     )
 
@@ -179,7 +181,7 @@ def _load_feed(
     *,
     seed: int,
     max_tokens: int,
-    max_reply_tokens: int | None = None,
+    sampling: Sampling | None = None,
     train_on: TrainOn = (),
     env_tools: Sequence[ToolSpec] = (),
     most: int | None = None,
@@ -195,11 +197,11 @@ def _load_feed(
         RowConverter(
             row_type=row_type,
             tokenizer=tokenizer,
-            source=config,
-            key=f"data.{of}{f'[{i}]' if mixed else ''}={config.path}",
+            source=fetch_source(config, key := f"data.{of}{f'[{i}]' if mixed else ''}={config.path}"),
+            key=key,
             prefix=f"{config.log_name}/" if mixed else "",
             max_tokens=max_tokens,
-            max_reply_tokens=max_reply_tokens,
+            sampling=sampling,
             max_image_pixels=data.max_image_pixels,
             train_on=train_on,
             system_prompt=data.system_prompt,

@@ -98,6 +98,7 @@ def hash_row(prompt: Prompt) -> str:
     row = [describe_messages(prompt.messages), prompt.tools, prompt.answer, prompt.extra]
     if prompt.demonstration:
         row.append(describe_messages(prompt.demonstration))
+    row += [[describe_messages(one.messages), one.token_ids, one.logp] for one in prompt.recorded]
     return _hash(json.dumps(row, default=str).encode())
 
 

@@ -14,11 +14,9 @@ from core.errors import RunStopped
 from core.types.images import EncodedImage, MaySee, PlacedImage
 from core.types.kept_sets import KeptSets
 from core.types.messages import Message, ToolSpec, find_images
-from core.types.samples import Prompt, Sample, Stop
+from core.types.samples import LOGP_ROUNDING, Prompt, Sample, Stop
 from rollouts.engines.base import Completion, CompletionStop
 
-LOGP_ROUNDING = 1e-4
-"""Largest log-probability treated as 0, for rounding errors."""
 LARGEST_ID = 2**31 - 1
 """Largest token id that fits a Sample (int32)."""
 

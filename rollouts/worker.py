@@ -17,8 +17,8 @@ from core.tasks import start_task
 from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES, Activity
 from core.timing.timeouts import wait_or_cancel
-from core.types.samples import Group, Prompt, Sample
-from data_feeds.chat.demonstrations import TurnTokenizer, make_demonstration
+from core.types.samples import Group, Prompt, RecordedEpisode, Sample
+from data_feeds.chat.demonstrations import TurnTokenizer, make_demonstration, make_recorded
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser
 from rewards.rewarder import Rewarder
 from rewards.scored import RewardResult, merge_results
@@ -91,7 +91,7 @@ class RolloutWorker:
         """Run `size` episodes of a prompt concurrently. Return None, and cancel them, after `rollout.timeout_s`.
 
         An episode yields one sample, one per player, or one per branch of an agent's conversations. The prompt's
-        demonstration comes last.
+        demonstration and recorded episodes come last.
         """
         if self.judge is not None:
             await self.judge.start()
@@ -104,12 +104,13 @@ class RolloutWorker:
             self.groups.remove(task)
 
     async def _make_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
+        # samples refer to their prompt, which need not repeat what joins the group as samples
+        recorded, prompt = prompt.recorded, replace(prompt, recorded=())
         run = self._run_agent
         if self.agents is None:
             run = partial(self._run_episode, SharedPrompt(self.tokenizer))
         episodes = await asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
-        if (demonstrated := await self._reward_demonstration(episodes)) is not None:
-            episodes.append(demonstrated)
+        episodes += await self._reward_given(episodes, recorded)
         if self.rewards.scores_groups(prompt.source):
             with self.timer.measure(Activity.REWARD):
                 episodes = await self._reward_siblings(prompt, episodes)
@@ -119,17 +120,18 @@ class RolloutWorker:
         with self.timer.measure(Activity.REWARD):
             return await asyncio.gather(*(self.second.add(played.messages, sample) for played, sample in made))
 
-    async def _reward_demonstration(self, episodes: Sequence[Episode]) -> Episode | None:
-        """Return the demonstration of the group's prompt, rewarded; None without one."""
+    async def _reward_given(self, episodes: Sequence[Episode], recorded: Sequence[RecordedEpisode]) -> list[Episode]:
+        """Return the demonstration of the group's prompt and its recorded episodes, rewarded."""
         group = [played.sample for episode in episodes for played in episode.played]
         # as the policy saw it, with the tools of the environment; an episode that failed may not have seen them
         prompt = next((s.prompt for s in group if not s.failure), group[0].prompt)
-        if not prompt.demonstration:
-            return None
         # a tokenizer without turns, such as a simulator's, has no demonstrations
-        sample = make_demonstration(cast(TurnTokenizer, self.tokenizer), prompt)
+        tokenizer = cast(TurnTokenizer, self.tokenizer)
+        played = [Played(sample=make_recorded(tokenizer, prompt, one), messages=one.messages) for one in recorded]
+        if prompt.demonstration:
+            played.insert(0, Played(sample=make_demonstration(tokenizer, prompt), messages=prompt.demonstration))
         with self.timer.measure(Activity.REWARD):
-            return await self._reward_players([Played(sample=sample, messages=prompt.demonstration)])
+            return await asyncio.gather(*(self._reward_players([one]) for one in played))
 
     async def _run_episode(self, tokenizer: SharedPrompt, ticket: int, prompt: Prompt, sibling: int) -> Episode:
         rules = EpisodeRules(

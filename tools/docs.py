@@ -104,6 +104,7 @@ def forms() -> str:
         "conversations": "Conversations, for supervised learning",
         "pairs": "Pairs (DPO, reward models)",
         "unpaired": "Replies with a label (KTO, BCO)",
+        "scored": "Replies with rewards (offline DRO)",
         "prompts": "Prompts, for reinforcement learning",
     }
     for kind, title in titles.items():

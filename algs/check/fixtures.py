@@ -51,6 +51,7 @@ STEP: dict[Kind, list[list[float]]] = {
     "conversations": SAMPLED,
     "pairs": [[1.0, 0.0]] * 6,
     "unpaired": [[1.0], [0.0], [1.0], [0.0], [0.0], [1.0]],
+    "scored": [[1.0, 0.0, 0.3], [0.0, 1.0], [0.4] * 3, [1.0, 0.2], [0.2, -0.5, 1.5]],
 }
 USUAL, EQUAL, SINGLE = 1, 2, 3
 CORNERS: dict[Kind, dict[str, int]] = {
@@ -58,6 +59,7 @@ CORNERS: dict[Kind, dict[str, int]] = {
     "conversations": {"one conversation": SINGLE},
     "pairs": {"one pair": SINGLE},
     "unpaired": {"one desirable completion": EQUAL, "one undesirable completion": SINGLE},
+    "scored": {"equal rewards in a row": EQUAL, "two completions": SINGLE},
 }
 
 

@@ -310,4 +310,6 @@ APPLICABLE: dict[fixtures.Kind, str] = {
     "conversations": "abcegimnop",
     "pairs": "abcegimnop",
     "unpaired": "abcegimnop",
+    # not (i): a completion is compared with the others of its row
+    "scored": "abcegmnop",
 }

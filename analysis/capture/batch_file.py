@@ -111,7 +111,8 @@ def read_images(folder: Path) -> dict[str, EncodedImage]:
 
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:
     """Return a prompt as JSON, with images by name."""
-    as_it_is = {f.name: getattr(prompt, f.name) for f in fields(prompt)}
+    # a sample's prompt has no recorded episodes: they are samples of its group
+    as_it_is = {f.name: getattr(prompt, f.name) for f in fields(prompt) if f.name != "recorded"}
     messages = {name: describe_messages(as_it_is[name]) for name in ("messages", "demonstration")}
     return as_it_is | messages
 

@@ -17,12 +17,12 @@ def say(text: str) -> None:
 class Progress:
     """Lines such as `data.train: 30,000 of 100,000 rows read`, one every PROGRESS_EVERY_S seconds."""
 
-    def __init__(self, what: str, total: int):
-        self.what, self.total = what, total
+    def __init__(self, what: str, total: int, unit: str = "rows read"):
+        self.what, self.total, self.unit = what, total, unit
         self.next_line = time.monotonic() + PROGRESS_EVERY_S
 
     def show(self, done: int) -> None:
-        """Print the number of rows read, if the last line is old enough."""
+        """Print how far it is, if the last line is old enough."""
         if time.monotonic() >= self.next_line:
-            say(f"{self.what}: {done:,} of {self.total:,} rows read")
+            say(f"{self.what}: {done:,} of {self.total:,} {self.unit}")
             self.next_line = time.monotonic() + PROGRESS_EVERY_S

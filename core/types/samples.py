@@ -56,12 +56,31 @@ values, or the column of a frozen model."""
 Column = str
 """Name of a per-token quantity that the trainer computes or compute_advantages adds (returns, reference_point)."""
 
+LOGP_ROUNDING = 1e-4
+"""Amount by which rounding may lift a log-probability above 0."""
+
 TOKEN_REWARDS = "token_rewards"
 """Column of the shares of `Sample.reward` that tokens earned; the last trained token earned the remainder. Samples may
 lack it, and no loss sees it."""
 
-Rows = Literal["conversations", "pairs", "unpaired"]
-"""Kind of supervised row: conversation, chosen and rejected completion, or completion with a label."""
+Rows = Literal["conversations", "pairs", "unpaired", "scored"]
+"""Kind of supervised row: conversation, chosen and rejected completion, completion with a label, or several completions
+with rewards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedEpisode:
+    """Episode that was sampled before the run, or by another policy, to join a group of the same prompt."""
+
+    messages: list[Message]
+    """Messages after the prompt, ending in a reply."""
+    completion: str
+    """Decoded text from the first sampled token on."""
+    token_ids: list[int] = field(default_factory=list[int])
+    """Ids of prompt and episode, [L]; empty if only the text is known, which is then a demonstration."""
+    logp: list[float | None] = field(default_factory=list[float | None])
+    """Log-probability of each sampled token, [L]; None for tokens that were not sampled."""
+    stop: Stop = "eos"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +101,8 @@ class Prompt:
     demonstration: list[Message] = field(default_factory=list[Message])
     """Messages after the prompt, ending in a reply, of a demonstration that joins the group; never sent to the engine.
     """
+    recorded: tuple[RecordedEpisode, ...] = ()
+    """Recorded episodes that join the group. The prompts of samples have none."""
 
 
 # eq=False: the generated == would compare arrays, and an array of booleans has no truth value.

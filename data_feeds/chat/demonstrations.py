@@ -1,15 +1,16 @@
-"""Demonstrations: replies given as text, tokenised as the rows of supervised learning are."""
+"""Demonstrations, given as text and tokenised as rows of supervised learning; and recorded episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from core.types.images import EncodedImage, PlacedImage
 from core.types.messages import Message, ToolSpec, find_images
-from core.types.samples import Prompt, Sample
+from core.types.samples import Prompt, RecordedEpisode, Sample, make_sample
 from data_feeds.chat.encoding import Encoded, join_encoded
 from data_feeds.chat.turns import Piece, TrainOn
 
@@ -48,4 +49,23 @@ def make_demonstration(tokenizer: TurnTokenizer, prompt: Prompt) -> Sample:
         completion="".join(m["content"] for m in prompt.demonstration if m["role"] == "assistant"),
         transcript=[] if len(prompt.demonstration) == 1 else prompt.demonstration,
         images=places,
+    )
+
+
+def make_recorded(tokenizer: TurnTokenizer, prompt: Prompt, recorded: RecordedEpisode) -> Sample:
+    """Return the sample of a recorded episode, without a reward: a demonstration if it has no tokens."""
+    if not recorded.token_ids:
+        shown = make_demonstration(tokenizer, replace(prompt, demonstration=recorded.messages))
+        return replace(shown, prompt=prompt)
+    return make_sample(
+        prompt=prompt,
+        token_ids=recorded.token_ids,
+        action_mask=[logp is not None for logp in recorded.logp],
+        rollout_logp=[logp or 0.0 for logp in recorded.logp],
+        # no version of this run sampled it
+        versions=[-1] * len(recorded.token_ids),
+        origin="other",
+        stop=recorded.stop,
+        completion=recorded.completion,
+        transcript=[] if len(recorded.messages) == 1 else recorded.messages,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from core.errors import UserError
@@ -19,33 +20,38 @@ def encode_pieces(hf: Any, pieces: list[Piece]) -> list[Encoded]:
     encoded: list[Encoded] = []
     for batch in _split_by_size(pieces):
         texts = [text for text, _ in batch]
-        # offsets of every token take time and memory, and only ranges need them
-        wants_offsets = hf.is_fast and any(isinstance(learnt, list) and learnt for _, learnt in batch)
-        found = hf(texts, add_special_tokens=False, return_offsets_mapping=wants_offsets)
-        offsets = found["offset_mapping"] if wants_offsets else [None] * len(batch)
-        for ids, places, (text, learnt) in zip(found["input_ids"], offsets, batch, strict=True):
+        found = hf(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+        # the library keeps the offsets of all tokens; as Python's objects they would take longer than the encoding
+        kept = found.encodings or [None] * len(batch)
+        for ids, places, (text, learnt) in zip(found["input_ids"], kept, batch, strict=True):
             if not isinstance(learnt, list) or not learnt:
                 encoded.append((ids, [bool(learnt)] * len(ids)))
             elif places is None:
                 encoded.append((ids, _mask_by_prefixes(hf, text, ids, learnt)))
             else:
-                encoded.append((ids, _mask_by_offsets(hf, ids, places, learnt)))
+                encoded.append((ids, mask_by_offsets(ids, places.token_to_chars, learnt, hf.added_tokens_decoder)))
     return encoded
 
 
-def _mask_by_offsets(hf: Any, ids: list[int], places: Sequence[tuple[int, int]], learnt: list[range]) -> list[bool]:
+def mask_by_offsets(
+    ids: list[int], find: Callable[[int], tuple[int, int]], learnt: list[range], added: Container[int]
+) -> list[bool]:
+    """Return the mask of the tokens in some ranges of characters.
+
+    find: offsets [begin, end) of a token by number; both rise from token to token. added: ids of added tokens.
+    """
     mask = [False] * len(ids)
-    waiting = sorted(learnt, key=lambda span: span.start)
-    at = 0
-    for n, (begin, end) in enumerate(places):
-        while at < len(waiting) and begin >= waiting[at].stop:
-            at += 1
-        if at == len(waiting):
-            break
-        start = waiting[at].start
+    before = 0
+    for span in sorted(learnt, key=lambda span: span.start):
+        first = bisect_left(range(len(ids)), span.start, key=lambda n: find(n)[0])
+        after = bisect_left(range(len(ids)), span.stop, lo=first, key=lambda n: find(n)[0])
+        mask[first:after] = [True] * (after - first)
         # A token of the header that holds the first characters of the turn too is trained, unless it is an added token:
-        # some of those swallow the white space around them.
-        mask[n] = begin >= start or (end > start and ids[n] not in hf.added_tokens_decoder)
+        # some of those swallow the white space around them. Several tokens may write one character.
+        while first and (place := find(first - 1))[1] > span.start and place[0] >= before:
+            first -= 1
+            mask[first] = ids[first] not in added
+        before = span.stop
     return mask
 
 

@@ -12,6 +12,7 @@ import mmap
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from core.errors import UserError, first_line
 from core.text.text_files import parse_json, read_ends
 from data_feeds.rows.invalid_rows import InvalidRow
+from data_feeds.rows.line_index import MIB, index_lines
 from data_feeds.rows.mixture import pick_row
 from data_feeds.rows.permute import permute
 
@@ -33,7 +35,6 @@ WINDOW = 20_000
 """Least number of rows of Parquet that are shuffled together."""
 LARGEST_GROUP = 50_000
 """Largest row group of Parquet, in rows: two windows are held in memory."""
-MIB = 2**20
 
 
 class DiskRows(Protocol):
@@ -64,7 +65,7 @@ class JsonlRows:
         if path.stat().st_size == 0:
             raise UserError(f"{key} has no rows")
         self.key = key
-        self.starts = find_lines(path)
+        self.starts = index_lines(path)
         with path.open("rb") as file:
             self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.digest = hash_file_ends(path, self.starts)
@@ -107,6 +108,57 @@ class DatasetRows:
 
     def pick(self, stream: str, draw: int) -> int:
         return shuffle_whole(stream, draw, len(self))
+
+
+class ArrowRows:
+    """Rows of an Arrow file or stream, which is mapped into memory."""
+
+    kind = "rows of Arrow, shuffled as a whole"
+
+    def __init__(self, path: Path, key: str):
+        import pyarrow
+
+        self.file = pyarrow.memory_map(str(path))
+        self.batches: list[Any] = []
+        allocated = pyarrow.total_allocated_bytes()
+        try:
+            for batch in _read_batches(self.file):
+                self.batches.append(batch)
+                # batches that are mapped take no memory
+                if pyarrow.total_allocated_bytes() - allocated > max(MIB, batch.nbytes // 2):
+                    raise UserError(
+                        f"{key} is compressed, so it cannot be mapped into memory: write it with "
+                        "datasets.save_to_disk or as Parquet, or set lazy: false for the source"
+                    )
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{key} cannot be read as Arrow: {first_line(error)}") from error
+        self.starts = [0, *accumulate(batch.num_rows for batch in self.batches)]
+        if not len(self):
+            raise UserError(f"{key} has no rows")
+        self.digest = hash_file_ends(path, np.array(self.starts, dtype=np.uint64))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def read(self, row: int) -> Row:
+        batch = bisect_right(self.starts, row) - 1
+        return self.batches[batch].slice(row - self.starts[batch], 1).to_pylist()[0]
+
+    def pick(self, stream: str, draw: int) -> int:
+        return shuffle_whole(stream, draw, len(self))
+
+
+def _read_batches(file: Any) -> Iterator[Any]:
+    """Yield the record batches of an Arrow file, or of a stream as datasets writes it."""
+    import pyarrow
+
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    if not is_file:
+        yield from pyarrow.ipc.open_stream(file)
+        return
+    reader = pyarrow.ipc.open_file(file)
+    yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
 
 
 class ParquetRows:
@@ -174,21 +226,6 @@ def shuffle_whole(stream: str, draw: int, rows: int) -> int:
         return pick_row(stream, draw, rows)
     nth, place = divmod(draw, rows)
     return permute(place, rows, f"{stream}/{nth}")
-
-
-def find_lines(path: Path) -> NDArray[np.uint64]:
-    """Return the offsets of the lines of a file that are not empty."""
-    ends: list[NDArray[np.uint64]] = []
-    at = 0
-    with path.open("rb") as file:
-        while chunk := file.read(16 * MIB):
-            found = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
-            ends.append(found.astype(np.uint64) + np.uint64(at))
-            at += len(chunk)
-    stops = np.append(np.concatenate(ends), np.uint64(at))
-    starts = np.insert(stops[:-1] + np.uint64(1), 0, np.uint64(0))
-    # rows reach to the start of the next one: the white space of empty lines is no part of JSON
-    return starts[stops > starts]
 
 
 def hash_file_ends(path: Path, index: NDArray[np.uint64]) -> str:

@@ -12,6 +12,7 @@ from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.invalid_rows import InvalidRows
 from data_feeds.rows.read_source import read_source
+from data_feeds.rows.remote_files import fetch_source
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter
 
 
@@ -40,8 +41,8 @@ def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[Too
         converter = RowConverter(
             row_type=ROW_TYPES["prompts"],
             tokenizer=tokenizer,
-            source=one.source,
-            key=f"data.sets[{i}]={one.path}",
+            source=fetch_source(one.source, key := f"data.sets[{i}]={one.path}"),
+            key=key,
             max_tokens=cfg.data.max_prompt_tokens,
             max_image_pixels=cfg.data.max_image_pixels,
             system_prompt=cfg.data.system_prompt,

@@ -22,6 +22,7 @@ PROGRAMS: Mapping[RowKind, str] = {
     "conversations": "conversations, for alg.name: sft of main_sl.py",
     "pairs": "pairs, for alg.name: dpo of main_sl.py",
     "unpaired": "replies with a label, for alg.name: kto of main_sl.py",
+    "scored": "completions with rewards, for alg.name: offline_dro of main_sl.py",
     "prompts": "prompts, for main_rl.py",
 }
 Row = Mapping[str, Any]
@@ -263,7 +264,7 @@ def _explain_misfit(kind: RowKind, probe: Probe, *, key: str, path: str) -> str:
                 f"{find_value(probe.rows[n], column)!r:.60}): repair it, or write "
                 f"{write_source(key, path, form=form.name)}, which counts such rows as invalid"
             )
-    kinds: tuple[RowKind, ...] = ("conversations", "pairs", "unpaired", "prompts")
+    kinds: tuple[RowKind, ...] = ("conversations", "pairs", "unpaired", "scored", "prompts")
     for other in kinds:
         if other != kind and (found := list_fitting(other, probe)) and found[0].name != OURS:
             return (

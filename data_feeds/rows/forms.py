@@ -248,6 +248,8 @@ FORMS: tuple[Form, ...] = (
         needs={f"{_CHATS}|messages": "turns", "label|kto_tag": "any"},
         fields={"messages": Turns(system="system", whole=f"{_CHATS}|messages"), "label": "label|kto_tag"},
     ),
+    # replies with rewards
+    Form(name=OURS, kind="scored", needs={"messages": "own_turns", "completions": "list", "rewards": "list"}),
     # prompts of reinforcement learning
     Form(name=OURS, kind="prompts", needs={"messages": "own_turns"}, excludes=("system",)),
     Form(

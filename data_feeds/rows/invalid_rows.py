@@ -22,6 +22,7 @@ Reason = Literal[
     "not_one_prompt",
     "same_reply",
     "bad_label",
+    "bad_episode",
     "too_long",
 ]
 

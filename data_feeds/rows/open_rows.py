@@ -7,7 +7,7 @@ from pathlib import Path
 
 from configs.data_schema import SourceConfig
 from core.errors import UserError
-from data_feeds.rows.disk_rows import DatasetRows, DiskRows, JsonlRows, ParquetRows
+from data_feeds.rows.disk_rows import ArrowRows, DatasetRows, DiskRows, JsonlRows, ParquetRows
 from data_feeds.rows.read_files import HUB, load_hub, load_saved
 
 LARGE_BYTES = 2 * 2**30
@@ -30,10 +30,12 @@ def open_disk_rows(source: SourceConfig, key: str) -> DiskRows | None:
             return JsonlRows(path, key)
         case ".parquet":
             return ParquetRows(path, key)
+        case ".arrow" | ".feather":
+            return ArrowRows(path, key)
         case _:
             raise UserError(
-                f"{key}: lazy is true, and only .parquet, .jsonl (not packed), folders of datasets.save_to_disk and "
-                "data sets of the hub have an index: write one of them, or set lazy: false"
+                f"{key}: lazy is true, and only .parquet, .jsonl (not packed), .arrow, folders of "
+                "datasets.save_to_disk and data sets of the hub have an index: write one of them, or set lazy: false"
             )
 
 
@@ -41,4 +43,8 @@ def _is_large(path: str) -> bool:
     """Tell whether a source that may be lazy is larger than LARGE_BYTES."""
     if os.path.isdir(path):
         return sum(file.stat().st_size for file in Path(path).rglob("*.arrow")) > LARGE_BYTES
-    return path.endswith((".jsonl", ".parquet")) and os.path.isfile(path) and os.path.getsize(path) > LARGE_BYTES
+    return (
+        path.endswith((".jsonl", ".parquet", ".arrow", ".feather"))
+        and os.path.isfile(path)
+        and os.path.getsize(path) > LARGE_BYTES
+    )

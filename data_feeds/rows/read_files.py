@@ -30,7 +30,7 @@ def read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:
         case ".parquet" if not is_packed:
             return _read_parquet(file, key)
         case ".jsonl":
-            return _read_jsonl(read_packed_text(file, key) if is_packed else read_text(file, key), key)
+            return read_jsonl(read_packed_text(file, key) if is_packed else read_text(file, key), key)
         case ".json":
             text = read_packed_text(file, key) if is_packed else read_text(file, key)
             return _read_json(text, source.split, key)
@@ -64,7 +64,8 @@ def _read_parquet(file: Path, key: str) -> list[dict[str, Any]]:
         raise UserError(f"{key} cannot be read: {first_line(error)}") from error
 
 
-def _read_jsonl(text: str, key: str) -> list[dict[str, Any]]:
+def read_jsonl(text: str, key: str) -> list[dict[str, Any]]:
+    """Parse lines of JSON objects. Raises UserError, beginning with `key`, for a line that is none."""
     rows: list[dict[str, Any]] = []
     for n, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -81,7 +82,7 @@ def _read_json(text: str, split: str, key: str) -> list[dict[str, Any]]:
     lines = text.strip().split("\n", 1)
     # many files of lines have the shorter suffix
     if len(lines) == 2 and _is_whole_object(lines[0]):
-        return _read_jsonl(text, key)
+        return read_jsonl(text, key)
     whole = parse_json(text, key)
     if isinstance(whole, dict):
         if split not in whole or not isinstance(whole[split], list):

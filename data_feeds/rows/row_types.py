@@ -15,7 +15,6 @@ import numpy as np
 
 from configs.data_schema import SourceConfig
 from core.errors import UserError
-from core.loading import needs_part
 from core.types.messages import Message, ToolSpec, find_images, name_of_tool
 from core.types.samples import Group, Prompt, Sample
 from data_feeds.chat.demonstrations import mark_replies
@@ -23,10 +22,13 @@ from data_feeds.chat.template_append import ImagesDoNotFit, TemplateRefuses, Tem
 from data_feeds.chat.template_coverage import TemplateCoverage
 from data_feeds.chat.tokenizer import ChatTokenizer, Encoded, join_encoded
 from data_feeds.chat.turns import Piece, TrainOn, count_written, find_turns
+from data_feeds.rows.check_replies import check_ends_in_reply, check_replies, normalize_message, read_scored
 from data_feeds.rows.convert_form import IMAGES
+from data_feeds.rows.episodes import Sampling, read_episodes
 from data_feeds.rows.forms import RowKind
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.sources import COMPLETION, Record, find_folder
+from data_feeds.rows.row_images import open_images
+from data_feeds.rows.sources import COMPLETION, Record
 
 if TYPE_CHECKING:
     from data_feeds.images.read_images import ImageReader
@@ -54,8 +56,8 @@ class RowConverter:
     """System turn for rows that have none."""
     continue_final_message: bool = False
     """Accept prompts that end with the beginning of a reply."""
-    max_reply_tokens: int | None = None
-    """Tokens of a demonstration after the prompt; None: demonstrations are not read."""
+    sampling: Sampling | None = None
+    """How the policy samples, for demonstrations and recorded episodes; None: neither is read."""
     env_tools: Sequence[ToolSpec] = ()
     """Tools of the environment, shown in prompts besides those of the row."""
 
@@ -67,15 +69,7 @@ class RowConverter:
     @cached_property
     def images(self) -> ImageReader:
         """Image loader, shared by all rows of the source."""
-        # imported here, since rows of text work without data_feeds/images
-        with needs_part(f"{self.key}, which holds images,", otherwise="leave its images out"):
-            from data_feeds.images.read_images import ImageReader
-
-        return ImageReader(
-            folder=find_folder(self.source.path),
-            max_pixels=self.max_image_pixels,
-            max_pixels_key="data.max_image_pixels",
-        )
+        return open_images(self.key, self.source.path, self.max_image_pixels)
 
     def convert(self, record: Record) -> EncodeRequest[Any]:
         """Convert a record to a Prompt or Group. The first step raises InvalidRow if the record has a flaw."""
@@ -104,22 +98,38 @@ class RowConverter:
         [(ids, _)] = yield [(text, False)]
         self._check_length(len(ids), self.max_tokens)
         self._apply_template(record, lambda: self.tokenizer.place(ids, find_images(prompt.messages)))
-        return (yield from self._with_demonstration(record, prompt))
+        prompt = yield from self._with_demonstration(record, prompt)
+        return (yield from self._with_episodes(record, prompt, ids))
 
     def _with_demonstration(self, record: Record, prompt: Prompt) -> EncodeRequest[Prompt]:
         """Return the prompt with the row's demonstration, whose length and template are checked here."""
-        if self.max_reply_tokens is None or "demonstration" not in record.columns:
+        if self.sampling is None or "demonstration" not in record.columns:
             return prompt
         whole = self._join_reply(record, "demonstration", prompt.messages)
         answered = whole[len(prompt.messages) :]
-        shown = replace(prompt, tools=[*prompt.tools, *self.env_tools])
-        longest = self.max_tokens + self.max_reply_tokens
-        yield from self._build_sample(record, shown, mark_replies(prompt.messages, answered), (), longest=longest)
+        yield from self._check_text(record, prompt, answered, self.max_tokens + self.sampling.max_new_tokens)
         return replace(prompt, demonstration=answered)
+
+    def _with_episodes(self, record: Record, prompt: Prompt, ids: list[int]) -> EncodeRequest[Prompt]:
+        """Return the prompt with the row's recorded episodes. ids: tokens of the prompt in this run."""
+        if self.sampling is None or "episodes" not in record.columns:
+            return prompt
+        if find_images(prompt.messages):
+            raise InvalidRow("bad_episode", "it has images, and recorded episodes are read of text alone")
+        longest = self.max_tokens + self.sampling.max_new_tokens
+        recorded = read_episodes(record.columns["episodes"], ids, self.tokenizer, self.sampling, longest)
+        for episode in recorded:
+            if not episode.token_ids:
+                yield from self._check_text(record, prompt, episode.messages, longest)
+        return replace(prompt, recorded=recorded)
+
+    def _check_text(self, record: Record, prompt: Prompt, answer: list[Message], longest: int) -> EncodeRequest[Sample]:
+        shown, marked = replace(prompt, tools=[*prompt.tools, *self.env_tools]), mark_replies(prompt.messages, answer)
+        return (yield from self._build_sample(record, shown, marked, (), longest=longest))
 
     def make_conversation(self, record: Record) -> EncodeRequest[Group]:
         """Convert a row to a Group of one Sample, trained on the turns that `train_on` names."""
-        messages = self._with_system(_check_replies(self._read_messages(record, "messages", may_train=True)))
+        messages = self._with_system(check_replies(self._read_messages(record, "messages", may_train=True)))
         prompt = self._build_prompt(record, messages)
         sample = yield from self._build_sample(record, prompt, messages, self.train_on)
         if not sample.n_trained:
@@ -134,7 +144,7 @@ class RowConverter:
         chosen, rejected = (self._with_system(self._join_reply(record, c, asked)) for c in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1]:
             raise InvalidRow("not_one_prompt", "chosen and rejected differ before their last reply")
-        if _strip(chosen[-1]) == _strip(rejected[-1]):
+        if normalize_message(chosen[-1]) == normalize_message(rejected[-1]):
             raise InvalidRow("same_reply", "chosen and rejected are the same")
         prompt = self._build_prompt(record, chosen[:-1])
         group = [
@@ -152,12 +162,21 @@ class RowConverter:
 
     def make_unpaired(self, record: Record) -> EncodeRequest[Group]:
         """Convert a row to a Group of one Sample with reward 1 or 0, trained on the last reply."""
-        messages = self._with_system(_check_ends_in_reply(self._read_messages(record, "messages"), "messages"))
+        messages = self._with_system(check_ends_in_reply(self._read_messages(record, "messages"), "messages"))
         label = record.get_column("label")
         if not isinstance(label, bool | int | float) or label not in (0, 1):
             raise InvalidRow("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
         prompt = self._build_prompt(record, messages[:-1])
         return [(yield from self._build_sample(record, prompt, messages, "last_reply", float(label)))]
+
+    def make_scored(self, record: Record) -> EncodeRequest[Group]:
+        """Convert a prompt with several completions to a Group with their rewards, trained on the completions."""
+        prompt = self._build_prompt(record, self._with_system(self._read_messages(record, "messages")))
+        group: Group = []
+        for text, reward in read_scored(prompt.messages, record.columns):
+            whole: list[Message] = [*prompt.messages, {"role": "assistant", "content": text}]
+            group.append((yield from self._build_sample(record, prompt, whole, "last_reply", reward)))
+        return group
 
     def _read_messages(
         self, record: Record, column: str, *, text_is: str = "user", is_reply: bool = False, may_train: bool = False
@@ -187,7 +206,7 @@ class RowConverter:
             raise InvalidRow(
                 "not_one_prompt", f"{column} is neither the reply to messages nor a conversation that begins with them"
             )
-        whole = _check_ends_in_reply(turns if begins_with_asked else [*(asked or []), *turns], column)
+        whole = check_ends_in_reply(turns if begins_with_asked else [*(asked or []), *turns], column)
         if len(whole) < 2:
             raise InvalidRow("missing_column", f"it has no messages, and {column} is a reply alone")
         if whole[-2]["role"] == "assistant":
@@ -294,26 +313,6 @@ class RowConverter:
         return f"{key}={longest}" if longest == self.max_tokens else f"{key} + rollout.max_new_tokens={longest}"
 
 
-def _check_ends_in_reply(messages: list[Message], column: str) -> list[Message]:
-    if messages[-1]["role"] != "assistant":
-        raise InvalidRow("no_reply", f"{column} must end in an assistant turn, found a turn of {messages[-1]['role']}")
-    return _check_replies(messages)
-
-
-def _check_replies(messages: list[Message]) -> list[Message]:
-    if any(m["role"] == "assistant" and not m["content"].strip() and "tool_calls" not in m for m in messages):
-        raise InvalidRow("empty", "an assistant turn is empty")
-    return messages
-
-
-def _strip(message: Message) -> Message:
-    """Normalize a message for comparison: strip the content, and blank the call ids."""
-    stripped: Message = {**message, "content": message["content"].strip()}
-    if "tool_calls" in message:
-        stripped["tool_calls"] = [{**call, "id": ""} for call in message["tool_calls"]]
-    return stripped
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowType:
     """Kind of row. To add a kind, add an entry to ROW_TYPES and a method to RowConverter."""
@@ -338,12 +337,13 @@ _ROW_TYPES = (
     RowType(
         kind="prompts",
         needed=("messages",),
-        optional=("demonstration",),
+        optional=("demonstration", "episodes"),
         make=RowConverter.make_prompt,
         max_tokens_key="data.max_prompt_tokens",
     ),
     RowType(kind="conversations", needed=("messages",), optional=(COMPLETION,), make=RowConverter.make_conversation),
     RowType(kind="pairs", needed=("chosen", "rejected"), make=RowConverter.make_pair),
     RowType(kind="unpaired", needed=("messages", "label"), optional=(COMPLETION,), make=RowConverter.make_unpaired),
+    RowType(kind="scored", needed=("messages", "completions", "rewards"), make=RowConverter.make_scored),
 )
 ROW_TYPES: dict[RowKind, RowType] = {row_type.kind: row_type for row_type in _ROW_TYPES}

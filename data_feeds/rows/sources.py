@@ -18,6 +18,7 @@ from data_feeds.rows.forms import ANSWERS, OURS, RowKind, Turns
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.read_files import HUB, read_rows
 from data_feeds.rows.read_messages import read_messages
+from data_feeds.rows.run_samples import list_sample_files, read_run
 from data_feeds.rows.values import check_characters, find_value, load_json, parse_turns, to_text
 
 COMPLETION = "completion"
@@ -113,7 +114,10 @@ def read_records(
 
     needed: columns that at least one row must have. known: all columns read under our names.
     """
-    read, _ = plan_records(source, read_rows(source, key), key=key, kind=kind, needed=needed, known=known)
+    # supervised learning reads a run's samples as prompts and completions
+    of_run = list_sample_files(source.path) if kind == "prompts" else []
+    rows = read_run(of_run, key) if of_run else read_rows(source, key)
+    read, _ = plan_records(source, rows, key=key, kind=kind, needed=needed, known=known)
     return replace(read, items=_number_repeated_ids(read.items))
 
 

@@ -7,6 +7,7 @@ from configs.schema import RLConfig
 from core.errors import UserError, quote
 from core.types.allowed_tokens import AllowedTokens
 from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.rows.episodes import Sampling
 from driver.start.devices import uses_gpus
 from modeling.hf_config import is_text_use, needs_images, read_config
 from rollouts.allowed_tokens import resolve_allowed_tokens
@@ -116,3 +117,14 @@ def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> Allo
             "EngineConfig.allowed_tokens, as in rollouts/engines/hf.py, and say so in its capabilities"
         )
     return allowed_tokens
+
+
+def make_sampling(cfg: RLConfig, allowed: AllowedTokens) -> Sampling:
+    """Return how the policy samples, for the rows whose episodes are recorded already."""
+    return Sampling(
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        temperature=cfg.rollout.temperature,
+        allowed=allowed,
+        allowed_texts=tuple(cfg.rollout.allowed_tokens),
+        is_truncated=cfg.rollout.is_truncated,
+    )

@@ -29,7 +29,7 @@ from modeling.freeze import find_frozen
 from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model, needs_images
 from trainers.optimizer_probe import probe_optimizer
 
-ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
+ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows", "scored": "rows"}
 
 
 def explain(loaded: Loaded[Any]) -> str:

@@ -83,9 +83,10 @@ def _show_item(item: Any, tokenizer: ChatTokenizer, kind: RowKind) -> Iterator[s
         yield _indent(_write(tokenizer, ids, [False] * len(ids), places))
         return
     samples: list[Sample] = item
-    names = ("chosen, ", "rejected, ") if kind == "pairs" else ("",)
+    names = ("chosen, ", "rejected, ") if kind == "pairs" else ("",) * len(samples)
     for name, sample in zip(names, samples, strict=True):
         label = f", label {bool(sample.reward)}" if kind == "unpaired" else ""
+        label = f", reward {sample.reward:g}" if kind == "scored" else label
         size = f"{len(sample.token_ids)} tokens, {sample.n_trained} trained on"
         yield _plain(f"row {sample.prompt.id}: {name}{size}{label}")
         yield _indent(_write(tokenizer, sample.token_ids.tolist(), sample.loss_mask.tolist(), sample.images))

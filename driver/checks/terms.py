@@ -1,8 +1,8 @@
-"""Check the terms of an algorithm against the data set: its demonstrations and its sources."""
+"""Check the terms of an algorithm against the data set: demonstrations, recorded episodes and sources."""
 
 from __future__ import annotations
 
-from algs.base import Algorithm
+from algs.base import Algorithm, GroupRelative
 from configs.schema import RLConfig
 from core.errors import UserError
 from core.types.samples import Prompt
@@ -23,9 +23,15 @@ def check_sources(alg: Algorithm, prompts: Feed[Prompt]) -> None:
         raise UserError(f"no term of {type(alg).__name__} trains on the source {missing[0]!r} of data.train: add one")
 
 
+def check_given(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:
+    """Raise UserError for replies of the data set that the algorithm or the reward cannot use."""
+    check_demonstrated(cfg, alg, prompts)
+    check_recorded(cfg, alg, prompts)
+
+
 def check_demonstrated(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:
     """Raise UserError for demonstrations that nothing trains on or scores, and for an algorithm that lacks them."""
-    who, given = type(alg).__name__, [p for p in prompts.all() if p.demonstration]
+    who, given = type(alg).__name__, [p for p in prompts.all() if _has_demonstration(p)]
     imitates = any(term.on == "demonstrated" for term in alg.terms)
     if not given:
         if imitates:
@@ -36,12 +42,47 @@ def check_demonstrated(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> 
         return
     if not imitates and not any(callable(term.on) for term in alg.terms):
         raise UserError(
-            f"data.train has the column demonstration (as in {given[0].id}), and {who} trains on none: use an "
-            "algorithm with a term on demonstrated tokens (alg.name=chord), or remove the column"
+            f"data.train has demonstrations, or episodes without logp (as in {given[0].id}), and {who} trains on none: "
+            "use an algorithm with a term on demonstrated tokens (alg.name=chord), or remove them; a weight of 1 for "
+            "tokens of unknown log-probability would point the gradient elsewhere"
         )
+    _check_scorer(cfg, given[0])
+
+
+def _has_demonstration(prompt: Prompt) -> bool:
+    return bool(prompt.demonstration) or any(not episode.token_ids for episode in prompt.recorded)
+
+
+def check_recorded(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:
+    """Raise UserError for recorded episodes that the algorithm would weigh or compare wrongly."""
+    given = [p for p in prompts.all() if any(episode.token_ids for episode in p.recorded)]
+    if not given:
+        return
+    where = f"data.train has recorded episodes (as in {given[0].id})"
+    # a method of another name may compare all samples of a group with one another
+    overrides = type(alg).compute_advantages is not GroupRelative.compute_advantages
+    if not isinstance(alg, GroupRelative) or overrides or alg.whiten or alg.credit == "turn":
+        raise UserError(
+            f"{where}, and {type(alg).__name__} has no baseline of the policy's own episodes to compare them with: use "
+            "an algorithm of group means (alg.name=grpo, rloo), with alg.credit: episode and without alg.whiten"
+        )
+    level = alg.correction.level
+    if level != "sequence" and not alg.anchored_on_rollout:
+        is_wrong = "weighs them by 1" if level == "none" else "is biased over a sequence"
+        raise UserError(
+            f"{where}, and alg.correction.level={level} {is_wrong}: set it to sequence (and alg.correction.high to "
+            ".inf for the exact weight)"
+        )
+    if cfg.weight_sync.max_kl is not None:
+        raise UserError(f"{where}, which are far from the policy, and weight_sync.max_kl would count them: unset it")
+    _check_scorer(cfg, given[0])
+
+
+def _check_scorer(cfg: RLConfig, prompt: Prompt) -> None:
+    """Raise UserError if the reward cannot score episodes that the run does not play."""
     scorer = "reward.function=environment" if cfg.reward.function == "environment" else "rollout.agent"
     if cfg.reward.function == "environment" or cfg.rollout.agent is not None:
         raise UserError(
-            f"{scorer} scores episodes that were played, and the demonstrations of data.train (as of {given[0].id}) "
-            "are text: use a reward function of text, or remove the column demonstration"
+            f"{scorer} scores episodes that were played, and the demonstrations and recorded episodes of data.train "
+            f"(as of {prompt.id}) are text: use a reward function of text, or remove them"
         )

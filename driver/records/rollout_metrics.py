@@ -58,6 +58,7 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
     sources: names of a mixture's sources, whose mean rewards are also measured. by_turn: rewards of turns are also a
     training signal.
     """
+    others = [s.reward for g in groups for s in g if s.origin != "policy" and s.reward is not None]
     groups = select_policy(groups)
     samples = [s for g in groups for s in g]
     episodes = [[list_episodes(part) for part in split_players(g)] for g in groups]  # each as one sample
@@ -89,6 +90,8 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
         for part in sorted({name for s in rewarded for name in s.reward_parts}):
             values = [s.reward_parts[part] for s in rewarded if part in s.reward_parts]
             measured[names.REWARD_PART.format(part)] = sum(values) / len(values)
+    if others:
+        measured[names.REWARD_OTHERS] = sum(others) / len(others)
     for source in sources:
         if (name := names.REWARD_PART.format(source)) in measured:
             raise RunStopped(f"{name} is a part of the reward and a source of data.train: give the source another name")

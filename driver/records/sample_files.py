@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.schema import RLConfig
 from core.errors import writing
 from core.text.atomic_write import append_lines
 from core.types.messages import describe_message, describe_messages
@@ -30,10 +31,13 @@ class SampleFiles:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._waiting: deque[Future[None]] = deque()
 
-    async def write(self, step: int, groups: list[Group]) -> None:
-        """Write the samples of a step in the background. Raises RunStopped if an earlier write failed."""
+    async def write(self, step: int, groups: list[Group], sampling: dict[str, Any] | None = None) -> None:
+        """Write the samples of a step in the background. Raises RunStopped if an earlier write failed.
+
+        sampling: see make_sample_record.
+        """
         path = self.folder / f"step_{step:05d}.jsonl"
-        self._waiting.append(self._thread.submit(write_samples, path, groups))
+        self._waiting.append(self._thread.submit(write_samples, path, groups, sampling))
         while self._waiting and self._waiting[0].done():  # without a turn of the loop, which has other work by now
             self._waiting.popleft().result()
         while len(self._waiting) > MAX_WAITING:
@@ -58,17 +62,20 @@ class SampleFiles:
         return [str(error) for error in failures]
 
 
-def write_samples(path: Path, groups: list[Group]) -> None:
+def write_samples(path: Path, groups: list[Group], sampling: dict[str, Any] | None = None) -> None:
     """Write a JSON object per sample: prompt, completion, reward and parts, advantage, versions, turns."""
-    records = (make_sample_record(sample, ticket) for ticket, group in enumerate(groups) for sample in group)
+    records = (make_sample_record(sample, ticket, sampling) for ticket, group in enumerate(groups) for sample in group)
     lines = "".join(json.dumps(record) + "\n" for record in records).encode()
     meaning = "the steps before are logged"
     with writing(path, meaning=meaning, needs=lambda: len(lines)), path.open("wb", buffering=0) as file:
         append_lines(file, lines)
 
 
-def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
-    """Return a sample's JSON record; tools, turns, counts, notes and log only if not empty."""
+def make_sample_record(sample: Sample, group: int, sampling: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a sample's JSON record; tools, turns, counts, notes and log only if not empty.
+
+    sampling: settings that the tokens were sampled with, to record with them; None: tokens are not recorded.
+    """
     record = {
         "group": group,
         "id": sample.prompt.id,
@@ -97,7 +104,20 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
         more["player"] = sample.player
     if sample.origin != "policy":
         more["origin"] = sample.origin
+    if sampling is not None and sample.origin != "demonstration":
+        logp = zip(sample.action_mask.tolist(), sample.rollout_logp.tolist(), strict=True)
+        more |= {"token_ids": sample.token_ids.tolist(), "logp": [x if chosen else None for chosen, x in logp]}
+        record |= sampling
     return record | {name: value for name, value in more.items() if value not in ([], {}, "")}
+
+
+def describe_sampling(cfg: RLConfig) -> dict[str, Any] | None:
+    """Return the settings that a run samples with, to record with the tokens; None if it records none."""
+    if not cfg.record_tokens:
+        return None
+    rollout = cfg.rollout
+    cut = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p} if rollout.is_truncated else {}
+    return {"temperature": rollout.temperature, "allowed_tokens": rollout.allowed_tokens, **cut}
 
 
 def list_turns(sample: Sample) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from driver.records.rollout_metrics import (
     measure_staleness,
     name_train_metrics,
 )
+from driver.records.sample_files import describe_sampling
 from driver.records.time_account import TimeBreakdown
 from driver.rl.colocation import Colocation
 from driver.rl.evaluation import RunEvaluation
@@ -238,7 +239,7 @@ class Run:
         self.context.early_stop.end(self.generation.judges.describe_excess())
         self.context.log(step, measured)
         with self.context.clock.phase(Phase.LOG):  # last: the thread that writes them takes this one's time
-            await self.context.folder.samples.write(step, groups)
+            await self.context.folder.samples.write(step, groups, describe_sampling(self.cfg))
 
     async def evaluate_if_due(self, steps_done: int) -> dict[str, float]:
         """Evaluate after every `eval_every` steps, in place or beside training."""

@@ -26,7 +26,7 @@ from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.feed import Feed, load_prompts
 from driver.alg_state import restore_algorithm
 from driver.checkpoint import Checkpoint
-from driver.checks.engine import check_images, check_sampling
+from driver.checks.engine import check_images, check_sampling, make_sampling
 from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
@@ -39,7 +39,7 @@ from driver.checks.models import (
 )
 from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
-from driver.checks.terms import check_demonstrated, check_sources
+from driver.checks.terms import check_given, check_sources
 from driver.context import RunContext
 from driver.evaluation.evaluator import Evaluator
 from driver.load_recipe import Loaded, with_forms
@@ -127,11 +127,11 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     allowed_tokens = check_sampling(cfg, tokenizer)
     check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)
-    longest = cfg.rollout.max_new_tokens
-    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools, max_new_tokens=longest)
+    sampling = make_sampling(cfg, allowed_tokens)
+    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools, sampling=sampling)
     check_teacher_sources(alg.teachers, {prompt.source for prompt in prompts.all()})
     check_sources(alg, prompts)
-    check_demonstrated(cfg, alg, prompts)
+    check_given(cfg, alg, prompts)
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)

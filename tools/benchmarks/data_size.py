@@ -1,9 +1,10 @@
-"""Data size: what many rows cost a run. python -m tools.benchmarks.data_size [--rows N] [--bytes N] [--keep FOLDER]
+"""Data size: what many rows cost a run. python -m tools.benchmarks.data_size [--rows N] [--bytes N ...] [--keep FOLDER]
 
-Makes N rows of about --bytes each, as JSONL and as Parquet, and reads them as a lazy source of an RL run in a process
-of its own: seconds until the first prompt (cold: the file is dropped from the page cache first), peak memory, beside
-those of a thousand rows, and draws per second, without and with conversion. Then it reads conversations of 900 tokens
-as a supervised run does, a step ahead.
+Makes N rows of each size, as JSONL and as Parquet, and reads them as a lazy source of an RL run in a new process:
+seconds until the first prompt, peak memory, beside those of a thousand rows, and draws per second, without and
+with conversion. cold: the file is not in the page cache, and no index is kept; index kept: not in the page cache. Then
+it reads conversations of 900 tokens as a supervised run does, a step ahead; CPU seconds do not depend on the load of
+the machine.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +87,13 @@ def measure(path: Path, model: Path, *, reply: bool) -> dict[str, float]:
     [source] = feed.sources
     assert isinstance(source, DiskSource)
     if reply:
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         for step in range(CONVERSATIONS // PER_STEP):
             for ticket in range(step * PER_STEP, (step + 1) * PER_STEP):
                 feed.draw(ticket)
             feed.prepare(range((step + 1) * PER_STEP, (step + 2) * PER_STEP))
-        return found | {"tokenised rows/s": CONVERSATIONS / (time.perf_counter() - begin)}
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        return found | {"tokenised rows/s": CONVERSATIONS / seconds, "rows/CPU s": CONVERSATIONS / cpu}
     begin = time.perf_counter()
     for nth in range(DRAWS):
         source.disk.read(source.disk.pick("0", nth))
@@ -121,7 +125,7 @@ def main() -> None:
         prog="python -m tools.benchmarks.data_size", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--bytes", type=int, default=200, help="bytes of JSON of a row")
+    parser.add_argument("--bytes", type=int, nargs="+", default=[200, 1700], help="bytes of JSON of a row")
     parser.add_argument("--keep", type=Path, help="folder for the files; by default they are deleted")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
@@ -136,17 +140,19 @@ def main() -> None:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         tiny_model.make(folder / "model")
-        for suffix in ("jsonl", "parquet"):
-            for rows in (1000, args.rows):
-                path = folder / f"{rows}-{args.bytes}.{suffix}"
-                if not path.is_file():
-                    begin = time.perf_counter()
-                    write_rows(path, make_rows(rows, args.bytes))
-                    print(f"{path.name}: {path.stat().st_size / 2**20:.0f} MiB in {time.perf_counter() - begin:.0f} s")
-                for cache in ("cold", "warm") if rows > 1000 else ("warm",):
-                    if cache == "cold":
-                        drop_cache(path)
-                    show(f"{path.name}, {cache}", measure_apart(path, folder / "model"))
+        os.environ["FEYNRL_CACHE"] = str(folder / "cache")
+        for size, suffix, rows in product(args.bytes, ("jsonl", "parquet"), (1000, args.rows)):
+            path = folder / f"{rows}-{size}.{suffix}"
+            if not path.is_file():
+                begin = time.perf_counter()
+                write_rows(path, make_rows(rows, size))
+                print(f"{path.name}: {path.stat().st_size / 2**20:.0f} MiB in {time.perf_counter() - begin:.0f} s")
+            for cache in ("cold", "index kept", "warm") if rows > 1000 else ("warm",):
+                if cache == "cold":
+                    shutil.rmtree(folder / "cache", ignore_errors=True)
+                if cache != "warm":
+                    drop_cache(path)
+                show(f"{path.name}, {cache}", measure_apart(path, folder / "model"))
         path = folder / "conversations.jsonl"
         write_rows(path, make_rows(20_000, TOKENS + 110, reply=True))
         show(f"{TOKENS} tokens a row", measure_apart(path, folder / "model", reply=True))

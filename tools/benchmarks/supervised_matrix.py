@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
@@ -60,6 +61,7 @@ MATRIX: dict[str, Task] = {
     "AOT": Task(alg={"name": "aot"}, rows="pairs", steps=120, metric="pair/accuracy"),
     "KTO": Task(alg={"name": "kto"}, rows="labelled", steps=240, metric="kto/accuracy"),
     "BCO": Task(alg={"name": "bco"}, rows="labelled", steps=240, metric="bco/accuracy"),
+    "offline DRO": Task(alg={"name": "offline_dro"}, rows="scored", metric="offline_dro/accuracy"),
     "reward model": Task(alg={"name": "reward_model"}, rows="pairs", steps=600, metric="pair/accuracy"),
 }
 JUDGES = {"reward model"}
@@ -94,6 +96,10 @@ def make_rows(folder: Path) -> None:
         held_out = len(rows) // 5
         pq.write_table(rows.slice(held_out), data / f"{name}.parquet")
         pq.write_table(rows.slice(0, held_out), data / f"{name}_held_out.parquet")
+    for name in ("pairs", "pairs_held_out"):
+        pairs = pq.read_table(data / f"{name}.parquet").to_pylist()
+        scored = [{**row, "completions": [row["chosen"], row["rejected"]], "rewards": [1.0, 0.0]} for row in pairs]
+        pq.write_table(pa.Table.from_pylist(scored), data / f"{name.replace('pairs', 'scored')}.parquet")
     learn(TEACHER, 0, folder)
     recipe = folder / "distilled.yaml"
     recipe.write_text(yaml.safe_dump(make_recipe(TEACHER, 0, folder)))

@@ -37,7 +37,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
     assert supervised == (
-        name in ("sft", "distill", "dpo", "dpo_nll", "wpo", "orpo", "kto", "bco", "aot", "reward_model")
+        name in ("sft", "distill", "dpo", "dpo_nll", "wpo", "orpo", "kto", "bco", "aot", "offline_dro", "reward_model")
     )
 
 

@@ -126,6 +126,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     ),
     "driver/test_two_hosts.py": ("ship_code",),
     "data_feeds/test_decoding.py": ("rollout.skip_special_tokens",),
+    "data_feeds/test_episodes.py": ("record_tokens",),
     "configs/test_bad_input.py": ("save_to",),
     "analysis/test_profile.py": ("profile.steps", "profile.trace", "profile.memory"),
     "driver/test_prometheus.py": ("tracking.prometheus_port", "tracking.prometheus_host"),

@@ -20,6 +20,7 @@ from core.types.samples import Prompt
 from data_feeds.chat.demonstrations import make_demonstration
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_groups, load_prompts
+from data_feeds.rows.episodes import Sampling
 from driver.checks.terms import check_demonstrated, check_sources
 from driver.load_recipe import load_recipe
 from driver.records.rollout_metrics import measure_groups, measure_staleness
@@ -46,7 +47,8 @@ def write(tmp_path, *rows) -> str:
 
 def load(chat, path: str, *, max_new_tokens: int | None = 20, **settings) -> Feed[Prompt]:
     data = PromptDataConfig(train=path, **{"max_prompt_tokens": 20, "max_invalid_fraction": 1.0} | settings)
-    return load_prompts(data, "train", chat, seed=0, max_new_tokens=max_new_tokens)
+    sampling = None if max_new_tokens is None else Sampling(max_new_tokens=max_new_tokens)
+    return load_prompts(data, "train", chat, seed=0, sampling=sampling)
 
 
 def test_a_demonstration_has_the_tokens_of_a_supervised_row(chat, tmp_path):

@@ -1,12 +1,15 @@
 """Lazy sources: rows found by an index and converted when they are drawn, in an order without memory."""
 
 import json
+import os
 import threading
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from datasets import Dataset
@@ -16,6 +19,7 @@ from core.errors import RunStopped, UserError
 from data_feeds.disk_source import DiskSource
 from data_feeds.feed import Feed, load_groups, load_prompts
 from data_feeds.rows.disk_rows import ParquetRows, shuffle_whole
+from data_feeds.rows.line_index import find_lines, index_lines
 from data_feeds.rows.permute import permute
 from data_prep.regroup import regroup
 
@@ -37,6 +41,11 @@ def write(path, rows: list[dict], *, group: int = 7) -> str:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=group)
     elif path.suffix == ".jsonl":
         path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    elif path.suffix == ".arrow":
+        table = pyarrow.Table.from_pylist(rows)
+        make = pyarrow.ipc.new_stream if "stream" in path.name else pyarrow.ipc.new_file
+        with make(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=group)
     else:
         Dataset.from_list(rows).save_to_disk(str(path))
     return str(path)
@@ -59,7 +68,7 @@ def test_a_keyed_permutation_has_each_number_once_and_keys_differ():
     assert sum((cells[i, j] - 50) ** 2 / 50 for i in range(10) for j in range(10)) < 126
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.arrow", "rows.stream.arrow", "rows"])
 def test_every_pass_has_every_row_once_with_what_it_holds(tmp_path, tokenizer, name):
     feed = load(write(tmp_path / name, rows_of(50)), tokenizer)
     again = load(str(tmp_path / name), tokenizer)
@@ -72,7 +81,7 @@ def test_every_pass_has_every_row_once_with_what_it_holds(tmp_path, tokenizer, n
     assert "50 " in feed.summary("data.train")[0][0] and "read when they are drawn" in feed.summary("data.train")[0][0]
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.arrow", "rows"])
 def test_a_small_set_has_the_same_rows_lazy_and_not(tmp_path, tokenizer, name):
     path = write(tmp_path / name, rows_of(20))
     lazy, eager = (load(path, tokenizer, lazy=lazy) for lazy in (True, False))
@@ -147,12 +156,17 @@ def test_rows_of_the_next_step_are_converted_by_a_thread_in_the_background(tmp_p
         ("rows.csv", {}, "lazy is true, and only .parquet, .jsonl"),
         ("no.jsonl", {}, "there is no such file"),
         ("rows.jsonl", {"eval": {"from_train": 3}}, "is lazy, and data.eval.from_train reads all rows"),
+        ("packed.arrow", {}, r"is compressed, so it cannot be mapped into memory: .*, or set lazy: false"),
+        ("text.arrow", {}, "cannot be read as Arrow"),
         ("rows.parquet", {}, r"has a row group of 9 rows, .*python -m data_prep.regroup .*, or set lazy: false"),
     ],
 )
 def test_what_cannot_be_lazy_is_refused_with_the_remedy(tmp_path, tokenizer, monkeypatch, name, others, says):
     monkeypatch.setattr("data_feeds.rows.disk_rows.LARGEST_GROUP", 8)
     (tmp_path / "rows.csv").write_text("messages,answer\nhi,1\n")
+    (tmp_path / "text.arrow").write_text("messages,answer\nhi,1\n")
+    long = pyarrow.Table.from_pylist([row | {"text": "x" * 2**18} for row in rows_of(9)])
+    pyarrow.feather.write_feather(long, str(tmp_path / "packed.arrow"), compression="lz4")
     for file in ("rows.jsonl", "rows.parquet"):
         write(tmp_path / file, rows_of(9), group=9)
     with pytest.raises(UserError, match=says):
@@ -190,3 +204,51 @@ def test_a_resolved_recipe_says_which_sources_are_lazy(tmp_path, tokenizer):
     assert data.with_forms("train", ["ours"], [False]).train == path
     [source] = data.with_forms("train", ["ours"], [True]).list_sources("train")
     assert source.lazy is True and source.form == "ours"
+
+
+def test_a_kept_index_counts_only_for_the_file_that_it_is_of(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEYNRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("data_feeds.rows.line_index.KEPT_BYTES", 1)
+    searched: list[Path] = []
+
+    def search(path: Path):
+        searched.append(path)
+        return find_lines(path)
+
+    monkeypatch.setattr("data_feeds.rows.line_index.find_lines", search)
+    path, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+
+    def count_searches(file: Path) -> int:
+        searched.clear()
+        assert np.array_equal(index_lines(file), find_lines(file))
+        return len(searched)
+
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert [count_searches(path) for _ in range(2)] == [1, 0]
+    [kept] = (tmp_path / "cache/indices").iterdir()
+    # a file of the same size and ends, with another line end in between, and the time of the first
+    filler = "x" * 2**21
+    for text in (filler + "\n" + filler, filler[1:] + "\n" + filler + "x"):
+        path.write_text("[\n" + text + "\n]")
+        os.utime(path, ns=(0, 0))
+        assert [count_searches(path) for _ in range(2)] == [1, 0]
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:-8], whole[:-1] + bytes([whole[-1] ^ 1]), b"not JSON\n" + whole):
+        kept.write_bytes(damaged)
+        assert [count_searches(path) for _ in range(2)] == [1, 0]
+    # the index of another file under the name of this one
+    other.write_text("a\nb\nc\n")
+    index_lines(other)
+    [of_other] = [file for file in kept.parent.iterdir() if file != kept]
+    kept.write_bytes(of_other.read_bytes())
+    assert count_searches(path) == 1
+
+
+def test_an_index_that_cannot_be_kept_is_said(tmp_path, monkeypatch, capfd):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("FEYNRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("data_feeds.rows.line_index.KEPT_BYTES", 1)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n{}\n")
+    assert len(index_lines(path)) == 2
+    assert "is not kept" in capfd.readouterr().err

@@ -31,6 +31,7 @@ from unit_tests.helpers.row_forms import (
     PLAIN,
     PROMPTS,
     REFUSED,
+    SCORED,
     TALK,
     UNPAIRED,
     Q,
@@ -189,10 +190,11 @@ def spoil(value: Any, random: Random) -> Any:
     return [*value[:i], spoil(value[i], random), *value[i + 1 :]]
 
 
-@pytest.mark.parametrize("kind", ["conversations", "pairs", "unpaired", "prompts"])
+@pytest.mark.parametrize("kind", ["conversations", "pairs", "unpaired", "scored", "prompts"])
 def test_a_broken_row_is_invalid_and_no_traceback(kind):
     """Of each form, rows after the first 200, which no recognition has looked at."""
-    cases = {"conversations": CONVERSATIONS | PLAIN, "pairs": PAIRS, "unpaired": UNPAIRED, "prompts": PROMPTS}[kind]
+    replies = {"pairs": PAIRS, "unpaired": UNPAIRED, "scored": SCORED}
+    cases = ({"conversations": CONVERSATIONS | PLAIN, "prompts": PROMPTS} | replies)[kind]
     random = Random(0)
     for case in cases.values():
         fit = find_form(kind, [case[0]], key="data.train=x", path="x")
@@ -212,6 +214,7 @@ def find_form_or_refuse(kind: Any, row: dict[str, Any]) -> None:
 def test_every_form_of_the_table_is_tested():
     tested = {("conversations", c[1]) for c in [*CONVERSATIONS.values(), *PLAIN.values()]}
     tested |= {("pairs", c[1]) for c in PAIRS.values()} | {("unpaired", c[1]) for c in UNPAIRED.values()}
+    tested |= {("scored", c[1]) for c in SCORED.values()}
     tested |= {("prompts", c[1]) for c in PROMPTS.values()}
     tested |= {("conversations", "tokens"), ("conversations", "stepwise"), ("pairs", "hh_rlhf")}
     assert {(form.kind, form.name) for form in FORMS} - tested == {("prompts", "messages_system")}

@@ -6,15 +6,17 @@ The families are those of test_template_families.py.
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BatchEncoding
 
 from configs.data_schema import PromptDataConfig, RowDataConfig, TemplateConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
-from data_feeds.chat.encoding import encode_pieces
+from data_feeds.chat.encoding import encode_pieces, mask_by_offsets
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
 from driver.checks.explain_texts import describe_texts, find_tokenizer
@@ -234,14 +236,12 @@ def test_an_end_in_letters_is_refused_by_the_engine_unless_it_is_a_stop(tokenize
 class WithoutOffsets:
     """A tokenizer of the library's, as one in Python would be: without offsets."""
 
-    is_fast = False
-
     def __init__(self, hf: Any):
         self.hf = hf
 
-    def __call__(self, texts: list[str], *, add_special_tokens: bool, return_offsets_mapping: bool) -> Any:
-        assert not return_offsets_mapping
-        return self.hf(texts, add_special_tokens=add_special_tokens)
+    def __call__(self, texts: list[str], **settings: bool) -> Any:
+        # of the fast tokenizers alone, the answer holds what the library found
+        return BatchEncoding(dict(self.hf(texts, **settings)))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self.hf.encode(text, add_special_tokens=add_special_tokens)
@@ -272,3 +272,24 @@ def test_explain_says_where_a_reply_ends_and_what_stands_around_a_text(tmp_path)
     assert "<|user|>, with which the chat template begins the next turn" in glm["a reply"]
     assert plain["a text"].startswith("<s> before it, and nothing after a document")
     assert explained("gemma 2")["a text"] == "begins with <bos>, as the chat template writes it"
+
+
+def test_a_mask_by_offsets_is_that_of_every_token_alone():
+    rng = random.Random(0)
+    for _ in range(300):
+        # tokens with gaps between them, tokens of one character together, and tokens without any
+        places: list[tuple[int, int]] = []
+        while len(places) < 30:
+            begin = (places[-1][1] if places else 0) + rng.choice((0, 0, 1))
+            places += [(begin, begin + rng.choice((0, 1, 1, 2, 3)))] * rng.choice((1, 1, 2))
+        cuts = sorted(rng.sample(range(places[-1][1] + 4), 6))
+        spans = [range(*cuts[i : i + 2]) for i in (0, 2, 4)]
+        rng.shuffle(spans)
+        ids = [rng.randrange(4) for _ in places]
+        expected = []
+        for (begin, end), token in zip(places, ids, strict=True):
+            # the first span that does not end before the token
+            span = min((s for s in spans if s.stop > begin), key=lambda s: s.start, default=None)
+            holds = span is not None and (begin >= span.start or (end > span.start and token != 3))
+            expected.append(holds)
+        assert mask_by_offsets(ids, places.__getitem__, spans, {3}) == expected

@@ -54,6 +54,7 @@ JUDGED = {
     f"judge/{name}": 1.0 for name in ("calls", "cached", "unreadable", "votes", "agreed", "anchors", "anchor_errors")
 }
 """What a judge counts."""
+SCORED = [{"messages": f"{i} plus 1", "completions": [f"{i + 1}", "no"], "rewards": [1.0, 0.0]} for i in range(6)]
 UNPAIRED = [{"messages": f"{i} plus 1", "label": i % 2 == 0} for i in range(6)]
 
 
@@ -129,17 +130,18 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     sft = str(sums / "sft.parquet")
     sl = {"data.train": [{"path": sft, "name": "a"}, {"path": sft, "name": "b"}], "data.eval": sft, "eval_every": 1}
     assert run_here(main_sl, "--config", recipe(sl, kind="sl"), "name=sl") == (0, "")
-    for name, alg, rows in (("pairs", "orpo", PAIRS), ("unpaired", "kto", UNPAIRED), ("binary", "bco", UNPAIRED)):
+    kinds = [("pairs", "orpo", PAIRS), ("unpaired", "kto", UNPAIRED), ("binary", "bco", UNPAIRED)]
+    for name, alg, rows in (*kinds, ("scored", "offline_dro", SCORED)):
         file = tmp_path / f"{name}.jsonl"
         turns = [row | {"messages": [{"role": "user", "content": row["messages"]}]} for row in rows]
-        if name != "pairs":
+        if name not in ("pairs", "scored"):
             turns = [row | {"messages": [*row["messages"], {"role": "assistant", "content": "2"}]} for row in turns]
         file.write_text("\n".join(map(json.dumps, turns)))
         changes = {"data.train": str(file), "data.eval": str(file), "eval_every": 1, "alg": {"name": alg}}
         assert run_here(main_sl, "--config", recipe(changes, kind="sl"), f"name={name}") == (0, "")
     by_runs = {
         m
-        for name in ("rl", "turns", "sl", "pairs", "unpaired", "binary")
+        for name in ("rl", "turns", "sl", "pairs", "unpaired", "binary", "scored")
         for m in metrics_of_run(folder_of(tmp_path, name))
     }
     assert {name for name in by_runs if find_metric(name) is None} == set()
@@ -148,6 +150,7 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     spend = JudgeSpend()
     spend.count([judged])
     everything |= {*measure_judges([judged]), *spend.measure()}
+    everything |= {*measure_groups([[judged, fixtures.as_demonstration(judged)]])}
     everything |= {*play(SYNC, "thompson", seed=0)[1][-1]}
     second = [replace(judged, reward=r, counts={"second/failed": 0.0, "second/mean": r}) for r in (0.0, 1.0)]
     everything |= {f"eval/{name}" for name in measure_second([second])}

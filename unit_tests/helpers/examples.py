@@ -145,8 +145,8 @@ def some_answers(rows: Rows, n: int = 4, *, seed: int = 0) -> list[Group]:
     groups: list[Group] = []
     for g in range(n):
         prompt = [rng.randrange(2, 64) for _ in range(rng.randint(2, 6))]
-        rewards = {"conversations": [1.0], "pairs": [1.0, 0.0], "unpaired": [float(g % 2)]}[rows]
-        groups.append([an_answer(rng, prompt, reward, row=g) for reward in rewards])
+        some = {"conversations": [1.0], "pairs": [1.0, 0.0], "unpaired": [float(g % 2)], "scored": [1.0, 0.0, 0.5]}
+        groups.append([an_answer(rng, prompt, reward, row=g) for reward in some[rows]])
     return groups
 
 

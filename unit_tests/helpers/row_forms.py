@@ -114,6 +114,9 @@ UNPAIRED: dict[str, tuple[Any, str]] = {
     "LLaMA-Factory, ShareGPT": ({"conversations": [HUMAN, GPT], "kto_tag": True}, "sharegpt"),
     "LLaMA-Factory, OpenAI": ({"messages": TALK, "kto_tag": True}, "kto_tag"),
 }
+SCORED: dict[str, tuple[Any, str]] = {
+    "ours": ({"messages": [ASKED], "completions": [A, B], "rewards": [1.0, 0.0]}, "ours"),
+}
 PROMPTS: dict[str, tuple[Any, str, str]] = {
     # name: (a row, the form, the answer)
     "ours": ({"messages": [ASKED], "answer": "4"}, "ours", "4"),

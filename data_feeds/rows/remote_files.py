@@ -1,0 +1,148 @@
+"""Copies of files in object stores and on web servers, read through fsspec.
+
+A file is downloaded once per version. A version is told by the size, the time and the hash that the store reports; a
+store that reports none of the latter two is downloaded from at every start, for its file may have changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from configs.data_schema import SourceConfig
+from core.cache_folder import find_cache_folder
+from core.errors import UserError, first_line, name_error
+from core.hub import prepare_hub
+from core.timing.progress import Progress, say
+
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+"""Package that reads a protocol, where fsspec and the hub's client do not."""
+VERSION_KEYS = (
+    *("ETag", "etag", "Content-MD5", "md5Hash", "crc32c", "content_settings", "blob_id", "lfs", "Last-Modified"),
+    *("LastModified", "last_modified", "mtime", "updated", "created", "generation", "version_id", "VersionId"),
+)
+"""Keys of a store's description of a file that change with the content."""
+MIB = 2**20
+
+
+def is_remote(path: str) -> bool:
+    """Tell whether a path has a protocol, such as s3://."""
+    return "://" in path
+
+
+def fetch_source(source: SourceConfig, key: str) -> SourceConfig:
+    """Return the source with the path of a local copy, if the path is remote. Raises UserError if it cannot be read."""
+    if not is_remote(source.path):
+        return source
+    return source.model_copy(update={"path": str(fetch(source.path, key))})
+
+
+def fetch(url: str, key: str) -> Path:
+    """Return the path of a local copy of a remote file, or of a folder of save_to_disk."""
+    store, path = _open_store(url, key)
+    try:
+        found = _describe(store, path)
+    except Exception as error:  # a border: each store raises errors of its own
+        # fsspec says of a server that is silent, too, that it has no such file
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
+            raise UserError(f"{key}: there is no such file in the store") from error
+        raise UserError(f"{key} cannot be reached: {name_error(cause)}") from error
+    mark = _find_version(found)
+    of_url = find_cache_folder("files") / hashlib.sha256(url.encode()).hexdigest()[:16]
+    name = PurePosixPath(url.split("?")[0].rstrip("/")).name
+    copy = of_url / (mark or "unmarked") / name
+    if mark is not None and copy.exists():
+        say(f"{key}: read from the copy in {copy.parent}")
+        return copy
+    if mark is None:
+        say(f"{key}: the store tells neither time nor hash of the file, so it is downloaded at every start")
+    total = sum(int(one.get("size") or 0) for one in found.values())
+    say(f"{key}: downloading {total / MIB:,.1f} MiB to {copy.parent}")
+    of_url.mkdir(parents=True, exist_ok=True)
+    # complete before it has the name: another run may look for it meanwhile
+    partial = Path(tempfile.mkdtemp(dir=of_url, prefix="partial-"))
+    try:
+        _download(store, path, found, partial / name, Progress(key, total, "bytes downloaded"), key)
+        _put_in_place(partial, copy.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return copy
+
+
+def _open_store(url: str, key: str) -> tuple[Any, str]:
+    """Return the store of a URL, and the path in it."""
+    import fsspec
+    import fsspec.core
+
+    protocol = url.split("://")[0]
+    if protocol == "hf":
+        prepare_hub(key)
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        package = PACKAGES.get(protocol)
+        fix = f"pip install {package}" if package else first_line(error)
+        raise UserError(f"{key}: {protocol}:// needs a package that is not installed: {fix}") from error
+    except ValueError as error:
+        known = ", ".join(f"{name}://" for name in ("s3", "gs", "hf", "https", "memory"))
+        raise UserError(f"{key}: fsspec knows no protocol {protocol}://: use one that it knows, as {known}") from error
+    except Exception as error:  # a border: a store may look for credentials here
+        raise UserError(f"{key} cannot be reached: {name_error(error)}") from error
+
+
+def _describe(store: Any, path: str) -> dict[str, dict[str, Any]]:
+    """Return the description of a file, or of each file of a folder, by path."""
+    info = store.info(path)
+    if info["type"] != "directory":
+        return {path: info}
+    found: dict[str, dict[str, Any]] = store.find(path, detail=True)
+    if not found:
+        raise FileNotFoundError(path)
+    return found
+
+
+def _find_version(found: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return a hash of the marks of all files; None if the store gives only sizes."""
+    marks = {path: [(k, str(info[k])) for k in VERSION_KEYS if info.get(k)] for path, info in found.items()}
+    if not all(marks.values()):
+        return None
+    told = [(path, info.get("size"), marks[path]) for path, info in sorted(found.items())]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def _download(
+    store: Any, path: str, found: Mapping[str, Mapping[str, Any]], to: Path, progress: Progress, key: str
+) -> None:
+    from fsspec.callbacks import Callback
+
+    class Show(Callback):
+        def relative_update(self, inc: int = 1) -> None:
+            self.value += inc
+            progress.show(done + self.value)
+
+    done = 0
+    for remote, info in found.items():
+        local = to if remote == path else to / PurePosixPath(remote).relative_to(path)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            store.get_file(remote, str(local), callback=Show())
+        except Exception as error:  # a border: each store raises errors of its own
+            raise UserError(f"{key} cannot be downloaded: {name_error(error)}") from error
+        size = local.stat().st_size
+        if info.get("size") is not None and size != info["size"]:
+            raise UserError(f"{key}: {size:,} of {info['size']:,} bytes came, so it changed: start the run again")
+        done += size
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    if folder.exists():  # of a store without marks, or another run was faster
+        shutil.rmtree(folder)
+    os.replace(partial, folder)

@@ -1,0 +1,164 @@
+"""Files of object stores and web servers: downloaded once per version, or refused with the remedy."""
+
+import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+
+from configs.data_schema import PromptDataConfig, RowDataConfig
+from core.errors import UserError
+from data_feeds.feed import Feed, load_groups, load_prompts
+from data_feeds.rows.remote_files import fetch
+from driver.run_inputs import hash_rows
+
+
+@pytest.fixture
+def tokenizer(qwen):
+    return qwen
+
+
+def rows_of(n: int, first: int = 0) -> list[dict]:
+    return [
+        {"id": f"r{i}", "messages": [{"role": "user", "content": f"What is {i}?"}], "answer": str(i)}
+        for i in range(first, first + n)
+    ]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    else:
+        Dataset.from_list(rows).save_to_disk(str(path))
+    return str(path)
+
+
+def load(path: str, tokenizer, *, lazy: bool) -> Feed:
+    data = PromptDataConfig(train=[{"path": path, "lazy": lazy}])
+    return load_prompts(data, "train", tokenizer, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("FEYNRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A function that puts a file or folder into the memory store, and returns its address."""
+    store = fsspec.filesystem("memory")
+
+    def put(path: str) -> str:
+        name = f"{tmp_path.name}/{Path(path).name}"
+        store.put(path, f"/{name}", recursive=True)
+        return f"memory://{name}"
+
+    yield put
+    store.rm(f"/{tmp_path.name}", recursive=True)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Server of a folder that counts downloads. `tells`: whether it says when a file changed."""
+
+    gets: list[str]
+    tells = True
+
+    def do_GET(self) -> None:
+        self.gets.append(self.path)
+        super().do_GET()
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if self.tells or keyword != "Last-Modified":
+            super().send_header(keyword, value)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    handler = type("Served", (Quiet,), {"gets": []})
+    folder = tmp_path / "served"
+    folder.mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as found:
+        thread = threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        yield folder, f"http://127.0.0.1:{found.server_address[1]}", handler
+        found.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rows_of_a_store_are_those_of_the_file(tmp_path, tokenizer, memory, name, lazy):
+    path = write(tmp_path / name, rows_of(9))
+    feed, local = load(memory(path), tokenizer, lazy=lazy), load(path, tokenizer, lazy=lazy)
+    assert [feed.draw(t) for t in range(20)] == [local.draw(t) for t in range(20)]
+    assert feed.sources[0].name == "rows" and feed.sources[0].digest == local.sources[0].digest
+
+
+def test_a_file_is_downloaded_once_and_again_when_it_changed(tmp_path, tokenizer, memory, capfd):
+    url = memory(write(tmp_path / "rows.jsonl", rows_of(9)))
+    first = hash_rows(load(url, tokenizer, lazy=False).all())
+    assert "downloading" in capfd.readouterr().err
+    assert hash_rows(load(url, tokenizer, lazy=False).all()) == first
+    assert "downloading" not in capfd.readouterr().err
+    memory(write(tmp_path / "rows.jsonl", rows_of(9, first=1)))  # of the same size
+    assert hash_rows(load(url, tokenizer, lazy=False).all()) != first
+
+
+def test_a_web_server_is_read_and_asked_for_changes(tmp_path, tokenizer, server):
+    folder, address, handler = server
+    write(folder / "rows.jsonl", rows_of(9))
+    for _ in range(2):
+        feed = load(f"{address}/rows.jsonl?token=a/b", tokenizer, lazy=False)
+    assert len(feed.all()) == 9 and feed.sources[0].name == "rows"
+    assert len(handler.gets) == 1
+    handler.tells = False
+    for n in (2, 3):
+        fetch(f"{address}/rows.jsonl", "data.train=x")
+        assert len(handler.gets) == n, "a file without time and hash may have changed"
+
+
+def test_what_cannot_be_read_is_one_sentence(tmp_path, tokenizer, server, monkeypatch):
+    _, address, _ = server
+    wrong = [
+        ("s3://bucket/rows.jsonl", r"s3:// needs a package that is not installed: pip install s3fs"),
+        ("nope://rows.jsonl", r"fsspec knows no protocol nope://"),
+        (f"{address}/gone.jsonl", r"data.train=.*/gone.jsonl: there is no such file in the store"),
+        ("memory://gone.jsonl", r"there is no such file in the store"),
+        ("http://127.0.0.1:9/rows.jsonl", r"cannot be reached"),
+    ]
+    for url, why in wrong:
+        with pytest.raises(UserError, match=why):
+            load(url, tokenizer, lazy=False)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_download_that_is_cut_off_leaves_no_copy(tmp_path, memory, cache, monkeypatch):
+    url = memory(write(tmp_path / "rows.jsonl", rows_of(9)))
+
+    def cut(self, remote, local, **others):
+        Path(local).write_bytes(b"{")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fsspec.filesystem("memory")), "get_file", cut)
+        with pytest.raises(UserError, match=r"1 of .* bytes came, so it changed"):
+            fetch(url, "data.train=x")
+    assert not [file for file in cache.rglob("*") if file.is_file()]
+    assert fetch(url, "data.train=x").read_bytes() == (tmp_path / "rows.jsonl").read_bytes()
+
+
+def test_supervised_rows_come_from_a_store_too(tmp_path, tokenizer, memory):
+    rows = [{"messages": [*row["messages"], {"role": "assistant", "content": "yes"}]} for row in rows_of(5)]
+    url = memory(write(tmp_path / "rows.jsonl", rows))
+    assert len(load_groups(RowDataConfig(train=url), "train", tokenizer, rows="conversations", seed=0).all()) == 5
