@@ -34,6 +34,9 @@ from driver.records.rollout_metrics import check_failures, measure_drawn, measur
 from rollouts.scheduling.buffer import FinishedGroup
 from rollouts.scheduling.judge_spend import JudgeSpend
 from tools.benchmarks import rl_ceiling, rl_vs_trl, rl_work
+from trainers.weight_sync.base import Delivery, Probe, Sent
+from trainers.weight_sync.delta import Changes
+from trainers.weight_sync.publisher import prove
 from unit_tests.helpers.examples import run_here, some_groups
 from unit_tests.helpers.runs import folder_of
 from unit_tests.helpers.sampled_play import SYNC, play
@@ -152,6 +155,9 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     everything |= {*measure_judges([judged]), *spend.measure()}
     everything |= {*measure_groups([[judged, fixtures.as_demonstration(judged)]])}
     everything |= {*play(SYNC, "thompson", seed=0)[1][-1]}
+    sent = Sent(checksums={}, nbytes=1, changes=Changes(values=2, changed=1, tensors=1))
+    delivery = Delivery(version=1, engines=[0], sent=sent, loaded=[[{}]], expected_logp=[-1.0])
+    everything |= {*prove(delivery, [[-1.0]], Probe(token_ids=[1, 2], bound=1.0))}
     second = [replace(judged, reward=r, counts={"second/failed": 0.0, "second/mean": r}) for r in (0.0, 1.0)]
     everything |= {f"eval/{name}" for name in measure_second([second])}
     assert {metric.name for metric in METRICS if not any(map(metric.matches, everything))} == set()
