@@ -82,7 +82,7 @@ def some_batch() -> Batch:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_record_changes_nothing_and_its_replay_is_equal_to_the_bit(family):
+def test_a_record_changes_nothing_and_its_replay_is_exact(family):
     model, batch = make_mixture(family), some_batch()
     plain = score(model, batch)
     replay = hooked(model)
@@ -95,8 +95,9 @@ def test_a_record_changes_nothing_and_its_replay_is_equal_to_the_bit(family):
     learnt = list(model.parameters())
     of_own, of_forced = (torch.autograd.grad(x.sum(), learnt, allow_unused=True) for x in (logp, again))
     assert all(a is b or torch.equal(a, b) for a, b in zip(of_own, of_forced, strict=True))
-    other = (routes + 1) % EXPERTS
-    forced = replace(batch, routes=other)
+    flipped = score(model, replace(batch, routes=routes.flip(-1)), replay)
+    assert (flipped - plain).abs().max() < 1e-5, "every forced expert has its own weight"
+    forced = replace(batch, routes=(routes + 1) % EXPERTS)
     assert (score(model, forced, replay) - plain).abs().max() > 0.01
 
 
@@ -166,7 +167,7 @@ def test_gradient_checkpointing_computes_the_forced_routes_again():
     assert torch.equal(*gradients)
 
 
-def test_a_shared_prefix_has_the_routes_of_the_first_sample_that_knows_them():
+def test_a_shared_prefix_has_the_routes_of_the_first_who_knows():
     model = make_mixture("qwen3_moe")
     first, second = families()[0][:2]
     n, shape = len(first.token_ids), (1, 2)
@@ -183,7 +184,7 @@ def test_a_shared_prefix_has_the_routes_of_the_first_sample_that_knows_them():
     assert (padded.routes[:, 0, 0] == PADDING).any() and (padded.routes[:, 0, 0] == UNKNOWN).any()
 
 
-def test_models_without_a_single_choice_are_refused_with_a_sentence():
+def test_models_without_a_single_choice_are_refused():
     dense = random_model("llama")
     with pytest.raises(UserError, match=r"rollout.router_replay is set, and this llama model has no experts"):
         hooked(dense)
@@ -200,7 +201,7 @@ def test_models_without_a_single_choice_are_refused_with_a_sentence():
         RouterHook(model, model, device="cpu", key="rollout.router_replay is set")
 
 
-def test_routes_are_merged_row_by_row_and_no_expert_is_the_mark_of_none():
+def test_routes_are_merged_by_row_and_no_expert_marks_unknown():
     assert dtype_for(255) == np.uint8 and dtype_for(256) == np.uint16
     first = extend(np.array([[[1, 2]], [[3, 4]]], dtype=np.uint8), 3)
     assert find_unknown(first).tolist() == [[False], [False], [True]]
