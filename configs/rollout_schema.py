@@ -12,6 +12,7 @@ from configs.agent_schema import AgentConfig
 from configs.gateway_schema import GatewayConfig, check_gateway
 from configs.judge_schema import JudgeBudgetConfig
 from core.strict_model import Seconds, StrictModel
+from core.types.routes import RouterReplay
 from core.types.truncation import EVERYTHING_KEPT, Truncation
 
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -206,6 +207,10 @@ class RolloutConfig(StrictModel):
     """Texts of the only tokens to sample, besides stop tokens: action tokens, or letters of choices. Each must be a
     single token. Sampling and the trainer's softmax use the same set, so log-probabilities, entropies and KL terms are
     those of the restricted policy. Unset: all tokens."""
+    router_replay: RouterReplay = "off"
+    """Experts of a mixture, for R3 (https://arxiv.org/abs/2510.11370). watch: the engine records the experts of every
+    token, and metrics count where the trainer's routers choose others. replay: the trainer uses the recorded experts,
+    in training and for prox_logp. A record takes k bytes per token and block of experts."""
     max_new_tokens: int = Field(256, ge=1)
     """Token budget of an episode, over all turns, including the environment's."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])

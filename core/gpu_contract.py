@@ -67,11 +67,11 @@ PARTS = (
         target="vllm.engine.arg_utils:EngineArgs",
         arguments=(
             *("enable_sleep_mode", "gpu_memory_utilization", "kv_cache_memory_bytes", "tensor_parallel_size"),
-            "return_sampling_mask",
+            *("return_sampling_mask", "enable_return_routed_experts"),
         ),
     ),
-    # ---- kept sets of top-p, top-k and min-p: rollouts/engines/vllm_support/kept_sets.py
-    Part(target="vllm.outputs:CompletionOutput", attributes=("sampling_mask",)),
+    # ---- kept sets of top-p, top-k and min-p, and routes: rollouts/engines/vllm_support/kept_sets.py, routes.py
+    Part(target="vllm.outputs:CompletionOutput", attributes=("sampling_mask", "routed_experts")),
     Part(target="vllm.outputs:SamplingMask", attributes=("token_ids",)),
     Part(target="vllm.sampling_params:SamplingParams", attributes=("top_p", "top_k", "min_p")),
     Part(target="vllm.v1.engine.llm_engine:LLMEngine.sleep", arguments=("level", "mode"), by_position=2),

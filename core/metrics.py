@@ -12,6 +12,7 @@ from typing import Literal
 from core.judge_metrics import JUDGE_METRICS
 from core.metric import Metric as Metric
 from core.metric import Unit
+from core.route_metrics import ROUTE_METRICS
 from core.sync_metrics import SYNC_METRICS
 from core.timing.phases import (
     ENGINE_ACTIVITIES,
@@ -201,6 +202,7 @@ MISMATCH_ESS = _declare(
 )
 _declare("train/mismatch/weight", "", "mean importance weight after the correction", RL)
 _declare("train/mismatch/drifted", "fraction", "tokens without a gradient by alg.correction.max_drift", RL)
+METRICS.extend(ROUTE_METRICS)
 TRAIN_ENTROPY = _declare("train/entropy", "nats", "entropy of the policy, with alg.entropy_coef above 0", RL)
 TRAIN_KL_REF = _declare(
     "train/kl_ref", "nats", "k3 estimate of KL(pi || reference) on the trained tokens, with a reference model", RL

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBlock:
+    """Block of a mixture: the parent of the module `experts`, which chooses between them and calls them."""
+
+    name: str
+    module: nn.Module
+    experts: int
+    """Number of experts."""
+
+    @property
+    def layer(self) -> int:
+        """Number of the decoder layer that it belongs to.
+
+        >>> ExpertBlock(name="model.layers.3.mlp", module=nn.Module(), experts=8).layer
+        3
+        """
+        return next(int(part) for part in self.name.split(".") if part.isdigit())
+
+
+def list_blocks(model: nn.Module) -> list[ExpertBlock]:
+    """Return the blocks of experts, in order of the layers; [] for a model that is no mixture."""
+    found: list[ExpertBlock] = []
+    for name, module in model.named_modules():
+        experts: Any = getattr(module, "experts", None)
+        if isinstance(experts, nn.Module):
+            while hasattr(experts, "base_layer"):  # an adapter around them
+                experts = experts.base_layer
+            number = getattr(experts, "num_experts", None) or (len(experts) if hasattr(experts, "__len__") else 0)
+            found.append(ExpertBlock(name=name, module=module, experts=number))
+    return found
 
 
 def is_router(model: nn.Module, name: str) -> bool:

@@ -7,18 +7,28 @@ lays out the rows.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.measures import Measure
 from core.types.samples import Batch, Policy
 from modeling.head import choose_chunk, compute_hidden, score_in_chunks
-from modeling.model_inputs import Layout, lay_out_part
+from modeling.model_inputs import Layout, Part, lay_out_part
 from modeling.sequence_parallel import SequenceGroup
 from modeling.softmax import Softmax, TeacherLogits
+
+
+class AppliesRoutes(Protocol):
+    """Model whose routers take recorded routes (modeling/route_counts.py)."""
+
+    def over(self, routes: Tensor, *, counted: bool) -> AbstractContextManager[None]:
+        """Apply routes [P, layers, k] to the forward pass in the body."""
+        ...
 
 
 def forward(
@@ -34,6 +44,7 @@ def forward(
     measures: Mapping[str, Measure] = MappingProxyType({}),
     teachers: Mapping[str, TeacherLogits] = MappingProxyType({}),
     measured: bool = False,
+    replay: AppliesRoutes | None = None,
 ) -> Policy:
     """Compute log-probability and measures of every trained token, [M] float32, with gradient if gradients are on.
 
@@ -44,7 +55,7 @@ def forward(
     No trained token may be outside (AllowedTokens.check_labels). With `batch.kept` each token's softmax is over its
     kept set instead. sequence_group: ranks that compute this batch together; each returns the whole result. teachers:
     logits of the frozen models that the measures read, by column; see `KeptStates`. measured: True if any pass of the
-    run computes measures, so that all have the same chunks.
+    run computes measures, so that all have the same chunks. replay: the model's, to apply `batch.routes`.
     """
     part = lay_out_part(model, batch, layout, sequence_group)
 
@@ -64,12 +75,13 @@ def forward(
     )
     size = choose_chunk(model, len(part.labels), logits_mib, measured=measured)
     if size is None:
-        with _head_only_at(model, *part.at):
+        with _routed(part, replay), _head_only_at(model, *part.at):
             logits = module(**part.inputs, use_cache=False).logits  # [1, M, V]
         # squeeze, not [0]: the gradient of an index would be a copy as large as all logits
         own = softmax.compute_at_once(logits.squeeze(0))
     else:
-        own = score_in_chunks(module, model, part.inputs, part.at, softmax.compute, size)
+        with _routed(part, replay):
+            own = score_in_chunks(module, model, part.inputs, part.at, softmax.compute, size)
     return softmax.name_rows(own if sequence_group is None else sequence_group.gather(own, part.mine))
 
 
@@ -112,6 +124,13 @@ def compute_values(
     row, column = part.at
     own = values[row, column].T.float()  # [L, m]
     return own if sequence_group is None else sequence_group.gather(own, part.mine)
+
+
+def _routed(part: Part, replay: AppliesRoutes | None) -> AbstractContextManager[None]:
+    if replay is None or part.routes is None:
+        return nullcontext()
+    # Counted in the passes of training alone, and not for an idle rank, whose batch repeats a sample of another's.
+    return replay.over(part.routes, counted=torch.is_grad_enabled() and part.mine.numel() > 0)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ SMALL = {
 }
 """Largest values of a small config. Heads keep their width, since rotary sections depend on it."""
 MOST_LAYERS = 4
+NO_SMALL_MODEL = "measured when the model is loaded (no small model can be made of its config: {})"
 
 
 def forecast_layout(
@@ -44,6 +45,21 @@ def forecast_layout(
 
     Raises UserError for a setting that the small model refutes, or for an unreadable config.
     """
+    try:
+        model = build_small(path, attention=attention, key=key, trust_remote_code=trust_remote_code)
+        if isinstance(model, str):
+            return model
+        return probe_layout(model, model, device="cpu", layout=layout, key=key)
+    except UserError:
+        raise
+    except Exception as error:  # a border, as below
+        return NO_SMALL_MODEL.format(first_line(error))
+
+
+def build_small(
+    path: str, *, attention: str, key: str = "model.path", trust_remote_code: bool = False
+) -> nn.Module | str:
+    """Return a small random model with this config, or why there is none. Raises UserError for an unreadable config."""
     config = read_config(path, key=key, trust_remote_code=trust_remote_code)
     auto = choose_class(config, path=path, key=key)
     try:
@@ -56,11 +72,11 @@ def forecast_layout(
             set_attention(model, attention)
         else:
             return f"measured when the model is loaded, with {attention} attention"
-        return probe_layout(model, model, device="cpu", layout=layout, key=key)
+        return model
     except UserError:
         raise
     except Exception as error:  # a border: small numbers may not fit together in the model's code
-        return f"measured when the model is loaded (no small model can be made of its config: {first_line(error)})"
+        return NO_SMALL_MODEL.format(first_line(error))
 
 
 def _build(auto: Any, config: Any, *, trust_remote_code: bool) -> nn.Module | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from core.patches import read_attention
 from core.types.kept_sets import KeptTokens
+from core.types.routes import PADDING
 from core.types.samples import Batch
 from modeling.attention import BY_SEQUENCE, TAKE_BORDERS
 from modeling.segments import Segments
@@ -36,6 +37,8 @@ class Part:
     """[M] bool, True for the batch's trained tokens that are in this part."""
     kept: KeptTokens | None
     """Kept sets of the part's trained tokens."""
+    routes: Tensor | None = None
+    """[P, layers, k] int16, routes of all positions of the rows, row by row; PADDING where there is no token."""
 
 
 def lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group: SequenceGroup | None) -> Part:
@@ -48,7 +51,8 @@ def lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group:
             inputs["attention_mask"] = batch.input_ids.new_empty((0, 0, 0, 0), dtype=torch.bool)
         every = torch.ones_like(batch.labels, dtype=torch.bool)
         at = (row[batch.at], column[batch.at])
-        return Part(inputs=inputs, at=at, labels=batch.labels, mine=every, kept=batch.kept)
+        routes = None if batch.routes is None else _place_routes(batch.routes, row, column, inputs["input_ids"])
+        return Part(inputs=inputs, at=at, labels=batch.labels, mine=every, kept=batch.kept, routes=routes)
     if inputs.keys() != {"input_ids", "position_ids", "segments"} or batch.rope_ids is not None:
         raise ValueError(f"ranks share packed rows of text with their segments, found {sorted(inputs)}")
     own = sequence_group.slice_row(len(batch.input_ids))
@@ -62,7 +66,16 @@ def lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group:
     columns = batch.at[mine] - own.begin
     kept = None if batch.kept is None else batch.kept.select(mine.cpu())
     at = (torch.zeros_like(columns), columns)
-    return Part(inputs=inputs, at=at, labels=batch.labels[mine], mine=mine, kept=kept)
+    # the last axis is that of positions
+    routes = None if batch.routes is None else own.take(batch.routes.movedim(0, -1), fill=PADDING).movedim(-1, 0)
+    return Part(inputs=inputs, at=at, labels=batch.labels[mine], mine=mine, kept=kept, routes=routes)
+
+
+def _place_routes(routes: Tensor, row: Tensor, column: Tensor, input_ids: Tensor) -> Tensor:
+    """Return the routes of flat tokens, [T, layers, k], at their positions in the rows, [P, layers, k]."""
+    placed = routes.new_full((input_ids.numel(), *routes.shape[1:]), PADDING)
+    placed[row * input_ids.shape[1] + column] = routes
+    return placed
 
 
 def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:

@@ -93,6 +93,12 @@ class SequenceGroup:
         came = _AllToAll.apply(attended[0].unflatten(0, (self.size, -1)), self.group)
         return came.transpose(0, 1).flatten(1, 2)[None]
 
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over the ranks, without gradient."""
+        total = values.clone()
+        distributed.all_reduce(total, group=self.group)
+        return total
+
     def gather(self, own: Tensor, mine: Tensor) -> Tensor:
         """Collect the values [..., M] of all tokens from the ranks.
 

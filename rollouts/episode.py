@@ -48,6 +48,8 @@ class EpisodeRules:
     """Parser of replies."""
     is_truncated: bool = False
     """True if completions must report kept sets."""
+    is_routed: bool = False
+    """True if completions must report routes."""
     in_environment: Entering = nullcontext
     """Context manager entered while the policy waits for the environment."""
 
@@ -180,7 +182,12 @@ class _Episode:
         seed = self.rules.seed_of_turn(turn)
         seen = as_argument(script.images)
         done = await self.engine.generate(script.ids, max_new_tokens=script.tokens_left, seed=seed, **seen)
-        check_completion(done, max_new_tokens=script.tokens_left, is_truncated=self.rules.is_truncated)
+        check_completion(
+            done,
+            max_new_tokens=script.tokens_left,
+            is_truncated=self.rules.is_truncated,
+            routed=len(script.ids) if self.rules.is_routed else None,
+        )
         if self.rules.stops is not None:
             self.rules.stops.check_completion(done.token_ids, done.stop)
         script.append_sampled(done)

@@ -14,6 +14,7 @@ from core.errors import RunStopped
 from core.types.images import EncodedImage, MaySee, PlacedImage
 from core.types.kept_sets import KeptSets
 from core.types.messages import Message, ToolSpec, find_images
+from core.types.routes import ROUTE_DTYPES, Routes, extend, fill_unknown
 from core.types.samples import LOGP_ROUNDING, Prompt, Sample, Stop
 from rollouts.engines.base import Completion, CompletionStop
 
@@ -80,6 +81,8 @@ class Conversation:
     versions: list[int] = field(default_factory=list[int])
     kept: list[tuple[int, KeptSets]] = field(default_factory=list[tuple[int, KeptSets]])
     """Kept sets of every reply, with the place of its first token. Empty without truncation."""
+    routes: Routes | None = None
+    """Experts of the tokens up to the last reply's end; None if the engine does not record them."""
     turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Token range [begin, end) of every reply to train on."""
     messages: list[Message] = field(default_factory=list[Message])
@@ -98,6 +101,8 @@ class Conversation:
         self.turns.append((begin, len(self.ids)))
         if done.kept is not None:
             self.kept.append((begin, done.kept))
+        if done.routes is not None:
+            self.routes = fill_unknown(self.routes, done.routes)
 
     @property
     def completion_ids(self) -> list[int]:
@@ -115,6 +120,7 @@ class Conversation:
             stop=self.stop,
             images=self.images,
             kept=self._join_kept() if self.kept else None,
+            routes=None if self.routes is None else extend(self.routes, len(self.ids)),
             **others,
         )
 
@@ -181,10 +187,12 @@ class Transcript(Conversation):
         )
 
 
-def check_completion(done: Completion, *, max_new_tokens: int, is_truncated: bool = False) -> None:
+def check_completion(
+    done: Completion, *, max_new_tokens: int, is_truncated: bool = False, routed: int | None = None
+) -> None:
     """Raise RunStopped for an invalid completion, which would silently corrupt training.
 
-    is_truncated: whether the engine must report kept sets.
+    is_truncated: whether the engine must report kept sets. routed: length of the prefix if it must report routes.
     """
     n = len(done.token_ids)
     wrong = None
@@ -202,6 +210,8 @@ def check_completion(done: Completion, *, max_new_tokens: int, is_truncated: boo
         wrong = f"the stop reason {done.stop!r}, where {' or '.join(get_args(CompletionStop))} is possible"
     elif is_truncated or done.kept is not None:
         wrong = _find_wrong_set(done, is_truncated=is_truncated)
+    if wrong is None and routed is not None:
+        wrong = _find_wrong_routes(done, routed + n)
     if wrong:
         raise RunStopped(f"the engine (rollout.engine) returned {wrong}: correct its generate()")
 
@@ -216,3 +226,12 @@ def _find_wrong_set(done: Completion, *, is_truncated: bool) -> str | None:
         return f"{len(done.token_ids)} tokens with {len(done.kept)} kept sets"
     outside = np.flatnonzero(~done.kept.contain(np.array(done.token_ids)))
     return f"the token {done.token_ids[outside[0]]}, which is not in its own kept set" if len(outside) else None
+
+
+def _find_wrong_routes(done: Completion, length: int) -> str | None:
+    """Return what is wrong with the routes of a completion, or None. length: tokens of prefix and completion."""
+    if done.routes is None:
+        return "no routes, and rollout.router_replay is set"
+    if done.routes.ndim == 3 and len(done.routes) == length and done.routes.dtype in ROUTE_DTYPES:
+        return None
+    return f"routes {list(done.routes.shape)} in {done.routes.dtype} for {length} tokens of prompt and reply"

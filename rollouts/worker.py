@@ -115,7 +115,11 @@ class RolloutWorker:
             with self.timer.measure(Activity.REWARD):
                 episodes = await self._reward_siblings(prompt, episodes)
         made = [pair for episode in episodes for pair in zip(episode.played, self._make_samples(episode), strict=True)]
-        if self.second is None or ticket >= 0:  # those of an evaluation are negative
+        if ticket >= 0:
+            return [sample for _, sample in made]
+        # negative: of an evaluation, and nothing is trained on these
+        made = [(played, replace(sample, routes=None)) for played, sample in made]
+        if self.second is None:
             return [sample for _, sample in made]
         with self.timer.measure(Activity.REWARD):
             return await asyncio.gather(*(self.second.add(played.messages, sample) for played, sample in made))
@@ -143,6 +147,7 @@ class RolloutWorker:
             stops=self.stops,
             parser=self.parser,
             is_truncated=self.rollout.is_truncated,
+            is_routed=self.rollout.router_replay != "off",
             in_environment=self._waiting_for_environment,
         )
         # except while the policy waits for the environment
@@ -258,6 +263,7 @@ class RolloutWorker:
             max_turns=self.rollout.max_turns,
             max_model_len=self.max_prompt_tokens + self.rollout.max_new_tokens,
             truncation=self.rollout.truncation,
+            is_routed=self.rollout.router_replay != "off",
         )
         timeout_s = agents.plan.timeout_s or SHARE_OF_TIMEOUT * self.rollout.timeout_s
         return AgentRunner(agents, sampler, timeout_s=timeout_s, address=self.rollout.gateway, engine=self.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -57,6 +58,8 @@ def _score(trainer: Scorer, batch: Batch, model: str, columns: list[ScoredColumn
         return [(model, trainer.compute_values_of(trainer.critic, batch).cpu().numpy())]
     of_model = trainer.measures.columns.get(model, {})
     measures = {column: of_model[column] for column in columns if column in of_model}
+    if model != PROX:
+        batch = replace(batch, routes=None)  # other models, or weights, choose for themselves
     if model == PROX or model in trainer.references or trainer.alg.teachers[model].model == LIVE:
         policy = trainer.forward(batch, measures=measures)
     elif model in trainer.frozen:

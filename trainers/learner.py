@@ -9,6 +9,7 @@ from typing import NotRequired, Protocol, TypedDict
 from torch import Tensor, nn
 
 from core.types.allowed_tokens import AllowedTokens
+from core.types.routes import RouterReplay
 from core.types.weights import Bucket, ExportScope
 from trainers.observers import ObserverFactory
 
@@ -76,3 +77,5 @@ class TrainerSettings(TypedDict):
     """Tokens that the engine samples from, over which the softmax is taken. Unset: all."""
     has_ref_logp: NotRequired[bool]
     """True: reference log-probabilities were computed before training, so no reference model is loaded."""
+    router_replay: NotRequired[RouterReplay]
+    """Use of the routes that the engine recorded. Unset: off."""

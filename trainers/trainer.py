@@ -29,16 +29,18 @@ from core.timing.phases import TRAINER_ACTIVITIES, Activity
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Floats
 from core.types.batch import RowLayout
-from core.types.images import PlacedImage, list_written
+from core.types.images import PlacedImage
 from core.types.measures import Measure
-from core.types.samples import Batch, Policy, Prompt, ScoredColumn, make_sample
+from core.types.routes import RouterReplay
+from core.types.samples import Batch, Policy, ScoredColumn
 from core.types.weights import Bucket, ExportScope
-from data_feeds.packing.batches import pack
+from data_feeds.packing.batches import make_probe_batch
 from modeling.export import saved_scopes
 from modeling.forward import compute_values, forward
 from modeling.layout_probe import layout_for
 from modeling.load import DTYPES
 from modeling.media import MediaLoader
+from modeling.route_counts import RouteReplay
 from modeling.sequence_parallel import SequenceGroup
 from modeling.text_use import leave_out, list_unused
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
@@ -52,6 +54,7 @@ from trainers.observers import BatchSeen, ObserverFactory, Observers
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
 from trainers.references import Reference
+from trainers.routes import RouteMetrics
 
 
 class Trainer:
@@ -74,6 +77,7 @@ class Trainer:
         total_updates: int,
         allowed_tokens: AllowedTokens = EVERY_TOKEN,
         has_ref_logp: bool = False,
+        router_replay: RouterReplay = "off",
         observers: Mapping[str, ObserverFactory] = MappingProxyType({}),
     ):
         """Load the models and make the learners; see TrainerSettings.
@@ -85,7 +89,7 @@ class Trainer:
         self.set_algorithm(alg)
         self.allowed_tokens = allowed_tokens
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
-        asked: dict[str, ObserverFactory] = {"metrics": StepMetrics, **observers}
+        asked: dict[str, ObserverFactory] = {"metrics": StepMetrics, "routes": RouteMetrics, **observers}
         self.observers = Observers({key: make(self) for key, make in asked.items()})
         if device == "cpu":
             keep_freed_memory()  # before any model is loaded: only later allocations profit
@@ -105,6 +109,10 @@ class Trainer:
             learners[f"model.path={model.path}, as a value model"] = self.critic
         measure_layouts(learners, self.frozen, cfg, device=device, agree=self.find_largest)
         self.layout = layout_for(cfg.layout, self.model)
+        self.routes: RouteReplay | None = None
+        if router_replay != "off":
+            forces = router_replay == "replay"
+            self.routes = RouteReplay(self.policy.module, self.model, forces=forces, device=device)
         self.get_lr = make_lr_schedule(cfg, total_updates)
         self.updates_done = self.skipped_in_a_row = 0
 
@@ -265,18 +273,8 @@ class Trainer:
     @torch.no_grad()
     def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of text after the first, given what is before."""
-        n = len(token_ids)
-        written = set(list_written(n, images))
-        sample = make_sample(
-            prompt=Prompt(id="probe", messages=[]),
-            token_ids=token_ids,
-            action_mask=[i in written for i in range(n)],
-            rollout_logp=[0.0] * n,
-            versions=[-1] * n,
-            images=tuple(images),
-        )
         with self.timer.measure(Activity.SYNC):
-            batch = self.media.load(pack([sample], [0.0]))
+            batch = self.media.load(make_probe_batch(token_ids, images))
             return self.forward(batch, as_given=True, measures={}).logp.tolist()
 
     def forward(
@@ -306,6 +304,7 @@ class Trainer:
             measures=measures,
             teachers=keep_states(self, batch, measures),
             measured=plan.any,
+            replay=self.routes if frozen is None else None,
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:

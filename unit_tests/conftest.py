@@ -14,6 +14,7 @@ from data_prep import arithmetic, tiny_model
 from unit_tests.helpers import template_families
 from unit_tests.helpers.chat_families import FAMILIES, load_family
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.models import make_mixture
 from unit_tests.helpers.pretend_cuda import PretendDevice, pretend_cuda
 from unit_tests.helpers.runs import folder_of
 
@@ -75,6 +76,14 @@ def cuda_device() -> Iterator[PretendDevice]:
     """The pretend CUDA device, for tests that ask for no device by name; it counts what the host waits for."""
     with pretend_cuda() as device:
         yield device
+
+
+@pytest.fixture(scope="session")
+def mixture_path(tmp_path_factory) -> str:
+    """The folder of a tiny mixture of experts, with the tiny model's tokenizer."""
+    folder = tmp_path_factory.mktemp("mixture")
+    make_mixture(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

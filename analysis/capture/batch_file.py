@@ -23,6 +23,8 @@ from core.types.sample_json import collect_images, describe_places, restore_mess
 from core.types.samples import Group, Prompt, Sample, make_sample
 
 ARRAYS, RECORDS, IMAGES = "batch.npz", "batch.jsonl", "images"
+ROUTES = "routes/{}"
+"""Array of the routes of a sample, by its number."""
 T = TypeVar("T")
 
 
@@ -64,6 +66,9 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
         sets = [KeptSets.none(len(s.token_ids)) if s.kept is None else s.kept for s in samples]
         arrays["has/kept"] = np.array([s.kept is not None for s in samples])
         arrays["kept_ids"], arrays["kept"] = (KeptSets.join(sets).ids, KeptSets.join(sets).sizes)
+    for i, s in enumerate(samples):
+        if s.routes is not None:  # one array per sample: their shapes may differ
+            arrays[ROUTES.format(i)] = s.routes
     write_images(folder, samples)
     np.savez(folder / ARRAYS, **arrays)  # pyright: ignore[reportArgumentType]
     with (folder / RECORDS).open("w", encoding="utf-8") as file:
@@ -125,7 +130,9 @@ def read_batch(folder: Path) -> list[Group]:
     # np.split cuts before each index, so the end of the last sample is left out
     ends = np.cumsum(arrays["lengths"])[:-1]
     # the number of tokens tells the arrays of tokens from those with an entry per sample or group
-    parts = {name: np.split(a, ends) for name, a in arrays.items() if len(a) == int(arrays["lengths"].sum())}
+    n_tokens = int(arrays["lengths"].sum())
+    by_token = {name: a for name, a in arrays.items() if len(a) == n_tokens and not name.startswith(ROUTES[:-2])}
+    parts = {name: np.split(a, ends) for name, a in by_token.items()}
     if "kept" in parts:  # sizes of sets by token; the ids of a sample's sets are as many as their sum
         of_samples = np.cumsum([sizes.sum() for sizes in parts["kept"]])[:-1]
         parts["kept_ids"] = np.split(arrays["kept_ids"], of_samples)
@@ -161,5 +168,6 @@ def _read_sample(i: int, record: dict[str, Any], parts: dict[str, Any], arrays: 
         excluded=get("excluded"),
         kept=None if sizes is None else KeptSets.of_sizes(parts["kept_ids"][i], sizes),
         columns={name: values for name, values in found.items() if values is not None},
+        routes=arrays.get(ROUTES.format(i)),
         **record,
     )

@@ -20,18 +20,22 @@ from core.types.arrays import Floats
 from core.types.images import PlacedImage, as_argument
 from core.types.kept_sets import KeptSets
 from core.types.measures import ENTROPY
+from core.types.routes import Routes, extend, fill_unknown
 from core.types.samples import Batch, Policy, Prompt, Sample, ScoredColumn, make_sample
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import plan_update
 from data_feeds.packing.columns import add_columns
 from driver.rl.setup import Prepared
-from driver.start.devices import list_cores
+from driver.start.devices import list_cores, uses_gpus
 from driver.start.rollouts import RolloutPlan, build_engine, plan_rollouts
 from driver.start.weight_sync import choose_scope
+from modeling.experts import list_blocks
 from modeling.forward import forward
 from modeling.layout_probe import layout_for
+from modeling.route_counts import RouteReplay
 from rollouts.engines.base import Completion, Engine, EngineLacks
 from rollouts.episode import check_completion, make_seed
+from rollouts.registry import load_engine_class
 from rollouts.transcript import find_places
 from trainers.checkpoint.saved_policy import load_policy
 from trainers.local import LocalTrainer, TorchLearner
@@ -88,13 +92,28 @@ class Bench:
             temperature=self.cfg.rollout.temperature,
             allowed_tokens=prepared.allowed_tokens,
             total_updates=1,
+            router_replay=self.cfg.rollout.router_replay,
         )
+        self._watch_routes()
         if target.checkpoint is not None:
             load_policy(self.trainer.model, target.checkpoint)
         learner = self.trainer.policy
         assert isinstance(learner, TorchLearner)
         self.parameters = learner.parameters
         self.version = 0
+
+    def _watch_routes(self) -> None:
+        """Record routes also where the recipe does not, if engine and model can."""
+        model = self.trainer.model
+        if self.trainer.routes is not None or not list_blocks(model):
+            return
+        try:
+            load_engine_class(self.plan.engine_spec).check_routes(
+                self.cfg.rollout, on_gpu=uses_gpus(self.cfg), aborts=False
+            )
+            self.trainer.routes = RouteReplay(model, model, forces=False, device=self.trainer.device)
+        except UserError:  # then routes are no cause that the doctor can tell
+            return
 
     def _make_requests(self, prepared: Prepared, sequences: int) -> list[Request]:
         # rounded up, so that a last prompt with fewer siblings is drawn too
@@ -119,7 +138,8 @@ class Bench:
 
     def open_engine(self, **changes: Any) -> None:
         """Start an engine of the plan, with some settings changed."""
-        config = replace(self.plan.engine, cores=list_cores(None), **changes)
+        is_routed = self.trainer.routes is not None
+        config = replace(self.plan.engine, cores=list_cores(None), routes=is_routed, **changes)
         self.engine, _, _ = build_engine(self.plan, config)
         self.sync = LocalWeightSync(
             self.trainer,
@@ -245,6 +265,9 @@ def as_sample(request: Request, parts: Sequence[Completion]) -> Sample:
     ids = [token for part in parts for token in part.token_ids]
     given, n = len(request.prompt_ids), len(ids)
     sets = [part.kept for part in parts if part.kept is not None]
+    routes: Routes | None = None
+    for part in parts:
+        routes = routes if part.routes is None else fill_unknown(routes, part.routes)
     return make_sample(
         prompt=Prompt(id="doctor", messages=[]),
         token_ids=[*request.prompt_ids, *ids],
@@ -253,4 +276,5 @@ def as_sample(request: Request, parts: Sequence[Completion]) -> Sample:
         versions=[-1] * given + [version for part in parts for version in part.versions],
         images=request.images,
         kept=None if not sets else KeptSets.join([KeptSets.none(given), *sets]),
+        routes=None if routes is None else extend(routes, given + n),
     )

@@ -34,6 +34,7 @@ from analysis.doctor.rescoring import (
     try_dtypes,
     try_old_weights,
     try_other_ids,
+    try_routes,
     try_temperatures,
 )
 from analysis.doctor.target import Target
@@ -136,6 +137,8 @@ async def run_trials(bench: Bench, samples: list[Sample], gap: Gap, old: Weights
     for trial in try_temperatures(bench, samples, gap):
         yield trial
     for trial in try_dtypes(bench, samples, gap):
+        yield trial
+    for trial in try_routes(bench, samples, gap):
         yield trial
     yield try_old_weights(bench, samples, gap, old)
     for trial in try_other_ids(bench, samples):

@@ -129,6 +129,25 @@ def load_in(bench: Bench, dtype: str) -> nn.Module:
     return model
 
 
+def try_routes(bench: Bench, samples: Sequence[Sample], before: Gap) -> Iterator[Trial]:
+    """Score with the experts that the engine chose, if it reports them and the recipe does not replay them."""
+    routes = bench.trainer.routes
+    if routes is None or routes.forces:
+        return
+    routes.forces = True
+    try:
+        after = measure_gap(bench.score(samples))
+    finally:
+        routes.forces = False
+    yield Trial(
+        toggle=Toggle.ROUTES,
+        change="scored with the experts that the engine chose",
+        before=before,
+        after=after,
+        means="the routers of engine and trainer choose other experts (rollout.router_replay: replay forces the same)",
+    )
+
+
 def try_old_weights(bench: Bench, samples: Sequence[Sample], before: Gap, old: Weights) -> Trial:
     """Score with the weights that the engine had before the last sync."""
     current = bench.copy_weights()

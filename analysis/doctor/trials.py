@@ -18,6 +18,7 @@ class Toggle(StrEnum):
     TEMPERATURE = "temperature"
     DTYPE = "dtype"
     WEIGHTS = "weights"
+    ROUTES = "routes"
     TOKENISED_AGAIN = "tokenised again"
     BATCH = "batch"
     PREFIX_CACHE = "prefix cache"

@@ -161,6 +161,9 @@ class Batch:
     process of the forward pass computes them from `images`."""
     kept: KeptTokens | None = None
     """Sets of ids that the trained tokens were sampled from, over which their softmax is taken; None: no truncation."""
+    routes: Tensor | None = None
+    """[T, layers, k] int16, experts that the engine chose for each input token in each block of experts; UNKNOWN where
+    there is no record (core/types/routes.py). None: no sample has routes."""
     terms: dict[str, TermTokens] = field(default_factory=dict)
     """Tokens of each term, by its name; empty for an algorithm without terms. Otherwise `tokens` are those of all
     terms, with no other column than weight and numbers. Their weight is that of the first term that has the token."""

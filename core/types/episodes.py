@@ -186,6 +186,7 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
         columns={name: gather(lambda s, n=name: _get_column(s, n)) for name in names},
         excluded=None if all(s.excluded is None for s in branches) else gather(_get_excluded),
         kept=_join_kept(branches, order),
+        routes=None,  # only the forward pass reads them, which is of the branches
         advantage=None,
         # The episode ended where its last turn did.
         completion=last.completion,

@@ -42,6 +42,7 @@ from core.types.messages import ROLES as ROLES
 from core.types.messages import Message as Message
 from core.types.messages import ToolSpec as ToolSpec
 from core.types.notes import Note as Note
+from core.types.routes import Routes, check_routes
 from core.types.turns import Spans, check_turns, find_runs
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
@@ -171,6 +172,8 @@ class Sample:
     kept: KeptSets | None = None
     """[L] sets of ids that truncated sampling (top-p, top-k, min-p) left to choose from, empty outside action_mask;
     None: no truncation."""
+    routes: Routes | None = None
+    """[L, layers, k] experts of each token as an input of the engine; None if it did not record them."""
 
     def __post_init__(self) -> None:
         # It may quote the policy or user code, and goes to files, trackers and terminals.
@@ -191,6 +194,8 @@ class Sample:
             check_places(self.images, n)
         if self.kept is not None:
             self.kept.check(self.action_mask)
+        if self.routes is not None:
+            check_routes(self.routes, n)
         if self.origin == "demonstration" and (self.rollout_logp.any() or (self.versions != -1).any()):
             raise UserError(
                 "no policy sampled a demonstration: its rollout_logp must be 0 and its versions -1 at all tokens; a "

@@ -14,8 +14,9 @@ from core.errors import RunStopped
 from core.types.arrays import Mask
 from core.types.batch import TermTokens
 from core.types.episodes import number_episodes
+from core.types.images import PlacedImage, list_written
 from core.types.kept_sets import KeptSets, KeptTokens
-from core.types.samples import Batch, Group, LossNorm, Sample
+from core.types.samples import Batch, Group, LossNorm, Prompt, Sample, make_sample
 from core.types.terms import Term
 from data_feeds.packing.bin_packing import TooLarge, pack_units
 from data_feeds.packing.inputs import check_untrained, count_inputs, fill_row, find_inputs, make_keys
@@ -23,6 +24,7 @@ from data_feeds.packing.kept_sets import select_kept
 from data_feeds.packing.numbering import number_samples, renumber
 from data_feeds.packing.prefix_bins import find_families, pack_families
 from data_feeds.packing.prefix_tree import lay_out_row
+from data_feeds.packing.routes import select_routes
 from data_feeds.packing.terms import TermShare, find_places, find_tokens, unite
 from data_feeds.packing.tokens import drop_all, select_tokens
 
@@ -120,6 +122,7 @@ def pack(
         images=images,
         rope_ids=rope_ids,
         kept=select_kept(samples, inputs.chosen),
+        routes=select_routes(samples, row.places, len(row.input_ids)),
     )
     # in reverse, so that the first term which has a token gives it its weight
     for term in reversed(terms):
@@ -128,6 +131,21 @@ def pack(
         batch.terms[term.name] = TermTokens(at=torch.from_numpy(find_places(term, union)), tokens=own)
         batch.tokens.weight[batch.terms[term.name].at] = own.weight
     return batch
+
+
+def make_probe_batch(token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> Batch:
+    """Return a batch of one sequence in which every token of text after the first is scored."""
+    n = len(token_ids)
+    written = set(list_written(n, images))
+    sample = make_sample(
+        prompt=Prompt(id="probe", messages=[]),
+        token_ids=token_ids,
+        action_mask=[i in written for i in range(n)],
+        rollout_logp=[0.0] * n,
+        versions=[-1] * n,
+        images=tuple(images),
+    )
+    return pack([sample], [0.0])
 
 
 def share_out(terms: Sequence[Term], groups: list[Group], norm: LossNorm, *, horizon: int) -> list[TermShare]:

@@ -37,6 +37,7 @@ def splice(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
         rollout_logp=np.concatenate([before.astype(sample.float_dtype), sample.rollout_logp[first:]]),
         versions=np.concatenate([before.astype(INTS) - 1, sample.versions[first:]]),
         kept=None if sample.kept is None else _splice_kept(sample.kept, trained, first),
+        routes=None,  # the engine's, under another prompt
         columns={},
         advantage=None,
         excluded=None,

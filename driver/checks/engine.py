@@ -25,9 +25,11 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
     # Other processes receive weights by broadcasts at least.
     if cfg.backend == "ray" and not can.broadcast:
         raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
+    where = {"on_gpu": uses_gpus(cfg), "aborts": isinstance(cfg, RLConfig) and cfg.weight_sync.pause_mode == "abort"}
     if cfg.rollout.is_truncated:
-        aborts = isinstance(cfg, RLConfig) and cfg.weight_sync.pause_mode == "abort"
-        engine.check_truncation(cfg.rollout, on_gpu=uses_gpus(cfg), aborts=aborts)
+        engine.check_truncation(cfg.rollout, **where)
+    if cfg.rollout.router_replay != "off" and isinstance(cfg, RLConfig):
+        engine.check_routes(cfg.rollout, **where)
     if cfg.rollout.tensor_parallel_size != 1 and not can.tensor_parallel:
         raise UserError(f"{name} has no tensor parallelism: set rollout.tensor_parallel_size to 1")
     if cfg.rollout.stop and not can.stop_strings:

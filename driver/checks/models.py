@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from algs.base import Algorithm
 from algs.measures import list_read, plan_measures
 from algs.teachers import check_teachers, list_paths
@@ -13,11 +15,14 @@ from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.attention import refuse_sequence_parallel
+from modeling.experts import list_blocks
 from modeling.freeze import find_frozen
 from modeling.hf_config import check_model_folder, max_positions, meta_model, read_config
+from modeling.layout_forecast import build_small
 from modeling.load import check_weights
 from modeling.lora import check_lora
 from modeling.pretrained import runs_own_code
+from modeling.routes import RouterHook, check_mixture
 from rollouts.registry import load_engine_class, resolve_engine
 from trainers.optimizer_probe import check_optimizer
 
@@ -43,6 +48,8 @@ def check_trainer(cfg: RunConfig, alg: Algorithm) -> None:
     check_lora(cfg.model, cfg.trainer)
     check_freeze(cfg, alg)
     check_sequence_parallel(cfg, alg)
+    if isinstance(cfg, RLConfig) and cfg.rollout.router_replay != "off":
+        check_router_replay(cfg)
     check_optimizer(cfg.trainer, is_sharded=cfg.backend == "ray")
 
 
@@ -62,6 +69,17 @@ def check_freeze(cfg: RunConfig, alg: Algorithm) -> None:
     if cfg.trainer.freeze and alg.model_kind != "reward":
         model = meta_model(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
         find_frozen(model, cfg.trainer.freeze, images=cfg.model.images, path=cfg.model.path)
+
+
+def check_router_replay(cfg: RLConfig) -> None:
+    """Raise UserError if rollout.router_replay cannot work with the model's blocks of experts."""
+    model, key = cfg.model, f"rollout.router_replay={cfg.rollout.router_replay}"
+    empty = meta_model(model.path, trust_remote_code=model.trust_remote_code)
+    check_mixture(list_blocks(empty), f"model.path={model.path}", key=key)
+    # without a small model, the model itself is checked when it is loaded
+    small = build_small(model.path, attention=model.attention, trust_remote_code=model.trust_remote_code)
+    if isinstance(small, nn.Module):
+        RouterHook(small, small, device="cpu", key=key)
 
 
 def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:

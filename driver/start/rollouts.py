@@ -124,6 +124,7 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         sleep=cfg.rollout.sleep_mode if cfg.placement == "colocate" else None,
         timeout_s=cfg.weight_sync.timeout_s,
         pause_mode=cfg.weight_sync.pause_mode,
+        routes=cfg.rollout.router_replay != "off",
     )
     return replace(plan, engine=engine, transports=transports)
 
@@ -153,7 +154,9 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
     judge = cfg.judge if isinstance(cfg, RLConfig) else None
     facts: dict[str, Any] = {"engines": cfg.rollout.most_engines, "judge": judge}
     parser_file = locate_parser(cfg.rollout.tool_parser)  # another process may have another working folder
-    moved = {} if parser_file is None else {"tool_parser": parser_file.path}
+    moved: dict[str, Any] = {} if parser_file is None else {"tool_parser": parser_file.path}
+    if isinstance(cfg, EvalConfig):
+        moved["router_replay"] = "off"  # nothing is trained on these replies
     return RolloutPlan(
         model=model,
         data=carry_template(cfg.data),

@@ -16,6 +16,7 @@ from core.cluster.capacity import Role
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Local, RankInfo, Workers
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.routes import RouterReplay
 
 if TYPE_CHECKING:
     from trainers.learner import TrainerSettings
@@ -39,6 +40,7 @@ class TrainerPlan:
     """Observer factories, by the recipe key that enables them."""
     allowed_tokens: AllowedTokens = EVERY_TOKEN
     has_ref_logp: bool = False
+    router_replay: RouterReplay = "off"
     shares_device: bool = False
     """Colocation: the trainer is offloaded while an engine uses the device."""
     timeout_s: float = 1800.0
@@ -70,6 +72,7 @@ def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         "observers": plan.observers,
         "allowed_tokens": plan.allowed_tokens,
         "has_ref_logp": plan.has_ref_logp,
+        "router_replay": plan.router_replay,
     }
     if info is None:
         # Imported where it is used, so that DeepSpeed loads only in runs with it.
@@ -111,6 +114,7 @@ def plan_trainer(
         observers=dict(observers),
         allowed_tokens=allowed_tokens,
         has_ref_logp=isinstance(cfg, SLConfig) and cfg.precompute_ref_logp,
+        router_replay=cfg.rollout.router_replay if isinstance(cfg, RLConfig) else "off",
         shares_device=shares_devices(cfg),
         timeout_s=cfg.timeout_s,
     )

@@ -70,6 +70,8 @@ class Sampler:
     """Maximum length of prompt and completion together, in tokens."""
     truncation: Truncation = EVERYTHING_KEPT
     """Truncation of the run, with which completions report kept sets."""
+    is_routed: bool = False
+    """True if completions must report routes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -286,7 +288,12 @@ class AgentSession:
             done = await sampler.engine.generate(
                 planned.context, max_new_tokens=max_new_tokens, seed=seed, **as_argument(planned.images)
             )
-        check_completion(done, max_new_tokens=max_new_tokens, is_truncated=not sampler.truncation.is_off)
+        check_completion(
+            done,
+            max_new_tokens=max_new_tokens,
+            is_truncated=not sampler.truncation.is_off,
+            routed=len(planned.context) if sampler.is_routed else None,
+        )
         sampler.stops.check_completion(done.token_ids, done.stop)
         self.counts.sampled += len(done.token_ids)
         return done

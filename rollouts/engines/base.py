@@ -22,6 +22,7 @@ from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Ids
 from core.types.images import PlacedImage
 from core.types.kept_sets import KeptSets
+from core.types.routes import Routes
 from core.types.truncation import EVERYTHING_KEPT, Truncation
 from core.types.weights import Bucket
 from rollouts.engines.sleeping import WakePart
@@ -44,21 +45,30 @@ class Completion:
     kept: KeptSets | None = None
     """Set that each token was drawn from, with EngineConfig.truncation; `logp` is then that of the distribution over
     the set. None: no truncation, or greedy decoding."""
+    routes: Routes | None = None
+    """[prefix + completion, layers, k] experts of every token as an input, with EngineConfig.routes; the last token's
+    are unknown."""
 
     def cut(self, n: int) -> Completion:
         """Return the first n tokens, ended by a stop."""
         kept = None if self.kept is None else self.kept.take(np.arange(n))
-        return replace(
-            self, token_ids=self.token_ids[:n], logp=self.logp[:n], versions=self.versions[:n], stop="eos", kept=kept
-        )
+        routes = None if self.routes is None else self.routes[: len(self.routes) - len(self.token_ids) + n]
+        columns = {"token_ids": self.token_ids[:n], "logp": self.logp[:n]}
+        return replace(self, **columns, versions=self.versions[:n], stop="eos", kept=kept, routes=routes)
 
 
 def make_completion(
-    token_ids: list[int], logp: list[float], versions: list[int], kept: Sequence[Ids], *, stop: CompletionStop
+    token_ids: list[int],
+    logp: list[float],
+    versions: list[int],
+    kept: Sequence[Ids],
+    *,
+    stop: CompletionStop,
+    routes: Routes | None = None,
 ) -> Completion:
     """Return a completion. kept: ids of each token's set; empty without truncation."""
     sets = KeptSets.of_sizes(np.concatenate(kept), [len(ids) for ids in kept]) if kept else None
-    return Completion(token_ids=token_ids, logp=logp, versions=versions, stop=stop, kept=sets)
+    return Completion(token_ids=token_ids, logp=logp, versions=versions, stop=stop, kept=sets, routes=routes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +88,8 @@ class EngineConfig:
     """Tokens that may be sampled."""
     truncation: Truncation = EVERYTHING_KEPT
     """Truncation of the distribution over these tokens, at the temperature. Ignored by greedy decoding."""
+    routes: bool = False
+    """Whether completions report the experts of every token (`Completion.routes`)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     images: Literal["auto", "off"] = "auto"
     """Whether prompts may have images, if the model reads any (model.images)."""
@@ -132,6 +144,8 @@ class Capabilities:
     """True if `EngineConfig.allowed_tokens` is respected, with log-probabilities over that set."""
     kept_sets: bool = False
     """True if `EngineConfig.truncation` is applied, and the kept sets are reported (`Completion.kept`)."""
+    routes: bool = False
+    """True if `EngineConfig.routes` is respected."""
     stop_strings: bool = False
     """True if `EngineConfig.stop_strings` ends completions."""
     sleep: bool = False
@@ -179,6 +193,16 @@ class Engine(ReceivesWeights, Protocol):
                 f"rollout.top_p, top_k or min_p is set, and rollout.engine={rollout.engine} does not report kept sets: "
                 "apply EngineConfig.truncation and return Completion.kept, as in rollouts/engines/hf.py, and say so in "
                 "its capabilities"
+            )
+
+    @classmethod
+    def check_routes(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
+        """Raise UserError if the engine cannot report the routes of a recipe. on_gpu, aborts: as above."""
+        if not cls.capabilities.routes:
+            raise UserError(
+                f"rollout.router_replay is {rollout.router_replay}, and rollout.engine={rollout.engine} does not "
+                "report routes: return Completion.routes where EngineConfig.routes is set, as in "
+                "rollouts/engines/hf.py, and say so in its capabilities"
             )
 
     @classmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -31,7 +32,7 @@ from core.types.weights import Bucket
 from modeling.export import saved_buffers
 from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
-from rollouts.engines.hf_support.rows import EngineRequest, Rows, keep_sets, make_rows
+from rollouts.engines.hf_support.rows import EngineRequest, Rows, keep_routes, keep_sets, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
 from trainers.offload.storages import OffloadedStorages, find_storages
 from trainers.weight_sync.base import Chunk
@@ -42,6 +43,7 @@ from trainers.weight_sync.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from modeling.images.processor import ImageProcessor
+    from modeling.routes import RouterHook
 
 PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """Arguments of the calls of a model's forward()."""
@@ -61,6 +63,7 @@ class HfEngine(Engine):
         images=True,
         allowed_tokens=True,
         kept_sets=True,
+        routes=True,
         stop_strings=True,
         sleep=True,
     )
@@ -77,6 +80,11 @@ class HfEngine(Engine):
         # eval(): dropout would change the policy at every token
         self.model = model.eval().to(self.device)
         set_exact_attention(self.model, device=self.device)  # ours takes no cache
+        self.routers: RouterHook | None = None
+        if config.routes:
+            from modeling.routes import RouterHook
+
+            self.routers = RouterHook(self.model, self.model, device=self.device, key="rollout.router_replay is set")
         trusts = config.trust_remote_code
         self.processor: ImageProcessor | None = None
         if needs_images(config.model_path, trust_remote_code=trusts, images=config.images):
@@ -172,16 +180,19 @@ class HfEngine(Engine):
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
     def _sample_tokens(self, rows: Rows, live: list[EngineRequest]) -> list[EngineRequest]:
         """Sample a token for each live request. Return the unfinished requests, with their rows prepared."""
-        out = self.model(
-            input_ids=rows.ids,
-            attention_mask=rows.mask,
-            position_ids=rows.positions,
-            past_key_values=rows.cache,
-            use_cache=True,
-            # only the last position is sampled from; logits of all, [B, L, V], would need far more memory
-            logits_to_keep=1,
-            **rows.media,
-        )
+        with nullcontext() if self.routers is None else self.routers.recording() as found:
+            out = self.model(
+                input_ids=rows.ids,
+                attention_mask=rows.mask,
+                position_ids=rows.positions,
+                past_key_values=rows.cache,
+                use_cache=True,
+                # only the last position is sampled from; logits of all, [B, L, V], would need far more memory
+                logits_to_keep=1,
+                **rows.media,
+            )
+        if self.routers is not None and found is not None:
+            keep_routes(live, found.stack(), rows, experts=self.routers.experts)
         logits = rows.split(out.logits[:, -1])
         logits = self.allowed_tokens.restrict(logits, self.temperature or 1.0)  # [B, A]; 1 if greedy
         if self.temperature and not self.truncation.is_off:

@@ -19,11 +19,12 @@ from torch import nn
 
 from configs.rollout_schema import PauseMode, RolloutConfig
 from configs.trainer_schema import LoraConfig
-from core.errors import RunStopped, TransportFailed
+from core.errors import RunStopped
 from core.gc_control import without_gc
 from core.timing.deadlines import ENGINE_RPC_GRACE_S
 from core.types.arrays import Ids
 from core.types.images import PlacedImage, list_written
+from core.types.routes import Routes
 from core.types.weights import Bucket
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig, make_completion
 from rollouts.engines.sleeping import Sleeper, WakePart
@@ -37,10 +38,12 @@ from rollouts.engines.vllm_support.requests import (
     continue_seed,
     make_adapter_request,
     probe_params,
+    raise_first,
     read_stop,
     read_versions,
     sampling_params,
 )
+from rollouts.engines.vllm_support.routes import RouteReports, check_routes_of_gpu
 from rollouts.engines.vllm_support.settings import engine_args, find_use, prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
@@ -59,6 +62,7 @@ class VllmEngine(Engine):
         images=True,
         allowed_tokens=True,
         kept_sets=True,
+        routes=True,
         stop_strings=True,
         sleep=True,
         ipc=True,
@@ -70,13 +74,12 @@ class VllmEngine(Engine):
     def __init__(self, config: EngineConfig) -> None:
         self._temperature, self._stop_token_ids = config.temperature, list(config.stop_token_ids)
         self._stop_strings, self._support = config.stop_strings, config.allowed_tokens
-        self._timeout_s = config.timeout_s
+        self._timeout_s, self._lora = config.timeout_s, config.lora
         self._pause_mode: PauseMode = config.pause_mode
-        self._lora = config.lora
         self._sleeper, self._sleep_level = Sleeper(), 2 if config.sleep == "discard" else 1
         self._running, self._takes_chunks = 0, False  # requests that are not finished; whether chunks come
         on_cpu = not torch.cuda.is_available()
-        self._reports = KeptReports(config, self._rpc, on_cpu=on_cpu)
+        self._reports, self._routes = KeptReports(config, self._rpc, on_cpu=on_cpu), RouteReports(config)
         cores = prepare_cpu(config.cores, config.tensor_parallel_size) if on_cpu else None
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
@@ -108,6 +111,10 @@ class VllmEngine(Engine):
     @classmethod
     def check_truncation(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
         check_masks_of_gpu(rollout, on_gpu=on_gpu, aborts=aborts)
+
+    @classmethod
+    def check_routes(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
+        check_routes_of_gpu(rollout, on_gpu=on_gpu, aborts=aborts)
 
     def _start(
         self, args: dict[str, Any], options: Mapping[str, Any], *, transfer: str, cores: Sequence[int] | None
@@ -146,10 +153,9 @@ class VllmEngine(Engine):
 
         A request aborted by an update (weight_sync.pause_mode: abort) continues from the tokens already sampled.
         """
-        ids: list[int] = []
-        logp: list[float] = []
-        versions: list[int] = []
-        kept: list[Ids] = []
+        ids, versions = list[int](), list[int]()
+        logp, kept = list[float](), list[Ids]()
+        routes: Routes | None = None
         stop: Literal["eos", "length"] | None = None
         while stop is None:
             # a request to a paused engine waits there: this does not spin
@@ -163,11 +169,12 @@ class VllmEngine(Engine):
             ids += output.token_ids
             logp += output.logprobs.logprobs
             versions += read_versions(output)
+            routes = self._routes.read(output, len(token_ids) + len(ids), routes)
             end = None if self._stop_strings is None else self._stop_strings.find_end(ids, start)
             if end is not None:  # vLLM may have sampled more, before it was told to end
-                return make_completion(ids, logp, versions, kept, stop="eos").cut(end)
+                return make_completion(ids, logp, versions, kept, stop="eos", routes=routes).cut(end)
             stop = read_stop(output.finish_reason, ids, self._stop_token_ids, max_new_tokens, self._pause_mode)
-        return make_completion(ids, logp, versions, kept, stop=stop)
+        return make_completion(ids, logp, versions, kept, stop=stop, routes=routes)
 
     async def _sample(
         self, prompt: list[int], images: Sequence[PlacedImage], ids: list[int], max_new_tokens: int, seed: int, key: str
@@ -228,7 +235,7 @@ class VllmEngine(Engine):
         """Join the sender's group with ranks `first_rank`, `first_rank` + 1, ... for this engine's workers."""
         self._takes_chunks = False
         where = {"address": address, "port": port, "first_rank": first_rank, "members": members}
-        _raise_first(await self._rpc("feynrl_join", init_info={**where, "timeout_s": self._timeout_s}))
+        raise_first(await self._rpc("feynrl_join", init_info={**where, "timeout_s": self._timeout_s}))
 
     async def pause(self) -> None:
         """Keep, finish or abort running requests, as `weight_sync.pause_mode` says. New requests wait."""
@@ -270,7 +277,7 @@ class VllmEngine(Engine):
 
     async def _load_part(self, **update_info: Any) -> None:
         """Load a part of an update, a vllm_support.worker.WeightUpdate."""
-        _raise_first(await self._rpc("feynrl_load_part", adapter=self._lora is not None, update_info=update_info))
+        raise_first(await self._rpc("feynrl_load_part", adapter=self._lora is not None, update_info=update_info))
 
     async def _finish_update(self, version: int) -> None:
         """Check the update, clear what was computed with the old weights, and continue sampling."""
@@ -341,10 +348,3 @@ class VllmEngine(Engine):
         # longer than the deadline inside the call, which raises the more precise error
         async with asyncio.timeout(self._timeout_s + ENGINE_RPC_GRACE_S):
             return await self._loop.call(lambda: self._loop.llm.collective_rpc(method, kwargs=kwargs))
-
-
-def _raise_first(failures: list[str]) -> None:
-    """Raise TransportFailed for the first failure. failures: message by rank, "" for success."""
-    for rank, message in enumerate(failures):
-        if message:
-            raise TransportFailed(message if len(failures) == 1 else f"rank {rank}: {message}")

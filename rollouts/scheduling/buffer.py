@@ -24,6 +24,7 @@ from core.types.arrays import from_json, list_fields, to_json
 from core.types.images import EncodedImage, read_image
 from core.types.kept_sets import KeptSets
 from core.types.messages import describe_messages
+from core.types.routes import describe_routes, restore_routes
 from core.types.sample_json import collect_images, describe_places, restore_messages, restore_places
 from core.types.samples import Group, Prompt, Sample, make_sample
 from rollouts.scheduling.sampled_rows import SampledRows
@@ -305,6 +306,8 @@ def _describe_sample(sample: Sample) -> dict[str, Any]:
     kept = None if sample.kept is None else {"ids": sample.kept.ids, "offsets": sample.kept.offsets}
     messages = describe_messages(sample.transcript)
     named = {"transcript": messages, "images": describe_places(sample.images), "kept": kept}
+    if sample.routes is not None:
+        named["routes"] = describe_routes(sample.routes)
     return {name: to_json(value) for name, value in (_fields_but("prompt", sample) | named).items()}
 
 
@@ -325,6 +328,8 @@ def _read_sample(described: Mapping[str, Any], images: Mapping[str, EncodedImage
     found["images"] = restore_places(found["images"], images)
     if found.get("kept") is not None:
         found["kept"] = KeptSets(**found["kept"])
+    if found.get("routes") is not None:
+        found["routes"] = restore_routes(found["routes"])
     return found
 
 

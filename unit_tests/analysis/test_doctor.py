@@ -165,6 +165,15 @@ def test_a_planted_cause_is_named_and_no_other_toggle_closes_the_gap(ask, engine
 
 
 @pytest.mark.slow
+def test_routers_that_choose_other_experts_are_named_as_the_cause(ask, mixture_path):
+    found = ask(str(PLANTED / "other_routes.py"), bound=1e-4, **{"model.path": mixture_path})
+    assert found.verdict.cause is Toggle.ROUTES, found.verdict.sentence
+    assert closing(found) == {Toggle.ROUTES}
+    [trial] = [trial for trial in found.trials if trial.toggle is Toggle.ROUTES]
+    assert trial.after.mean < 1e-5 < trial.before.mean
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "said"),
     [

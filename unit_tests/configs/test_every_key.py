@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.top_k": (9, {}),
     "rollout.min_p": (0.1, {}),
     "rollout.allowed_tokens": (["1", "2"], {}),
+    "rollout.router_replay": ("watch", {}),
     "rollout.max_new_tokens": (9, {}),
     "rollout.stop": (["7"], {}),
     "rollout.stop_token_ids": ([9], {}),

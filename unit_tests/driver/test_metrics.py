@@ -106,7 +106,9 @@ def test_a_condition_on_any_metric_of_an_algorithm_is_accepted(recipe):
             check_metric_names(asked, cls(**NEEDED.get(name, {})), spec)
 
 
-def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logged_by_algorithms, one_thread):
+def test_runs_log_what_is_declared_and_nothing_else(
+    recipe, tmp_path, sums, mixture_path, logged_by_algorithms, one_thread
+):
     """Runs of both programs that use what puts a metric into the log; the algorithms' own metrics come from above."""
     train = str(sums / "train.parquet")
     mixture = [{"path": train, "name": "a"}, {"path": train, "name": "b", "ratio": 2}]
@@ -129,6 +131,7 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     rl |= {"capture": {"every": 1}, "compare_losses": ["cispo"]}
     assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
     turns = {"placement": "colocate", "steps": 1, "rollout.top_k": 20}
+    turns |= {"model.path": mixture_path, "rollout.router_replay": "watch"}
     assert run_here(main_rl, "--config", recipe(turns), "name=turns") == (0, "")
     sft = str(sums / "sft.parquet")
     sl = {"data.train": [{"path": sft, "name": "a"}, {"path": sft, "name": "b"}], "data.eval": sft, "eval_every": 1}

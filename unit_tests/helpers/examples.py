@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -46,6 +47,17 @@ def sample_of(ids: list[int], mask: list[bool], **more: Any) -> Sample:
     there = {"rollout_logp": [0.1 * t for t in range(len(ids))], "versions": [0] * len(ids)}
     there["prompt"] = Prompt(id="p", messages=[])
     return make_sample(token_ids=ids, action_mask=mask, **there | more)
+
+
+def with_routes(groups: list[Group], *, layers: int, experts: int, k: int) -> list[Group]:
+    """Add routes by chance; those of every fifth token are unknown."""
+    rng = np.random.default_rng(0)
+
+    def routes(n: int) -> np.ndarray:
+        chosen = rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (n, layers, 1)), axis=-1)[..., :k]
+        return np.where(np.arange(n)[:, None, None] % 5 == 4, np.uint8(255), chosen)
+
+    return [[replace(s, routes=routes(len(s.token_ids))) for s in g] for g in groups]
 
 
 def with_values(groups: list[Group], *, seed: int = 0) -> list[Group]:

@@ -1,12 +1,14 @@
 """Small random models of every family, samples for them, and their gradients."""
 
 import random
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core.types.samples import Policy
 from data_feeds.packing.batches import pack
+from data_prep.tiny_model import make_tokenizer, save_model
 from modeling.attention import BY_SEQUENCE, set_attention
 from modeling.head import use_scoring_head
 from modeling.softmax import Softmax
@@ -38,6 +40,15 @@ def random_model(family: str, attention: str = "sdpa", **more):
     assert model.config._attn_implementation == attention
     use_scoring_head(model)
     return model
+
+
+def make_mixture(folder: Path) -> None:
+    """Save a tiny mixture of four experts, two at a time, with the tiny model's tokenizer."""
+    tokenizer = make_tokenizer()
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "max_position_embeddings": 256}
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    model = random_model("qwen3_moe", vocab_size=len(tokenizer), initializer_range=0.05, **sizes, **special)
+    save_model(model, tokenizer, folder)
 
 
 def compute_policy(logits: torch.Tensor, labels: torch.Tensor, **softmax) -> Policy:

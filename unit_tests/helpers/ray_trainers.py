@@ -38,7 +38,15 @@ class Nothing:
 
 
 def plan_of(
-    path: str, *, alg=None, dtype="float32", lora=None, timeout_s=1800.0, attention="sdpa", **trainer
+    path: str,
+    *,
+    alg=None,
+    dtype="float32",
+    lora=None,
+    timeout_s=1800.0,
+    attention="sdpa",
+    router_replay="off",
+    **trainer,
 ) -> TrainerPlan:
     alg = alg or {"name": "grpo"}
     _, cls = find_algorithm(alg)
@@ -50,6 +58,7 @@ def plan_of(
         total_updates=10,
         seed=0,
         timeout_s=timeout_s,
+        router_replay=router_replay,
     )
 
 
@@ -65,9 +74,10 @@ async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int =
     """Weights after `steps` updates and the metrics of the last, from the trainers of `plan`."""
     trainers = await trainers_of(ranks, plan)
     how = {"padded": plan.trainer.layout != "packed", "share_prefixes": plan.model.attention == "auto"}
-    per_rank = micro_batches(groups, "token", max_tokens, ranks=len(trainers), **how)
+    size = plan.trainer.sequence_parallel  # ranks with the same rows
+    of_groups = micro_batches(groups, "token", max_tokens, ranks=len(trainers) // size, **how)
     for _ in range(steps):
-        metrics = await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
+        metrics = await trainers.scatter(Trainer.step, [[micro] for micro in of_groups for _ in range(size)])
     states = await trainers.call_all(Trainer.flatten_weights)
     assert all(m == metrics[0] for m in metrics), f"every rank reports the same: {metrics}"
     assert all(torch.equal(s, states[0]) for s in states), "every rank holds the same weights"

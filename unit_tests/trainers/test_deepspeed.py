@@ -40,6 +40,7 @@ from unit_tests.helpers.examples import (
     fill_batch,
     some_answers,
     some_groups,
+    with_routes,
     with_values,
 )
 from unit_tests.helpers.models import random_model
@@ -126,6 +127,26 @@ def test_a_mixture_of_experts_is_sharded_like_any_other_model(ranks, tmp_path, s
     moved = (got - torch.cat([p.detach().flatten() for p in start.parameters()])).split(sizes)
     fixed = [not by.any() for p, by in zip(start.parameters(), moved, strict=True) if not p.requires_grad]
     assert all(fixed) and bool(fixed) == bool(freeze)
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (FSDP2, {"gradient_checkpointing": True}),
+        (FSDP2, {"sequence_parallel": 2}),
+        *(pytest.param(stage, {"gradient_checkpointing": True}, marks=LATER) for stage in (2, 3)),
+    ],
+)
+def test_recorded_routes_are_forced_on_every_rank(ranks, tmp_path, stage, more):
+    """By rows, and by slices of a row; the counts of the routers are those of one process, too."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    random_model("qwen3_moe", **sizes).save_pretrained(path := str(tmp_path))
+    groups = with_routes(some_groups(), layers=2, experts=4, k=2)
+    same = {"attention": "auto", "layout": "packed", "router_replay": "replay"}
+    got, metrics = check_update(ranks, path, groups, max_tokens=60, same=same, **sharded(stage), **more, ranks=2)
+    assert metrics["moe/changed_choices"] > 0.3 and 0 < metrics["moe/missing_routes"] < 0.5
+    own, _ = asyncio.run(run(None, plan_of(path, attention="auto", layout="packed", **SGD), groups, max_tokens=10_000))
+    assert (got - own).norm() > 1e-3, "without a replay"
 
 
 @pytest.mark.parametrize("stage", [3, FSDP2])

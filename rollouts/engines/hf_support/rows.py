@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from core.types.allowed_tokens import AllowedTokens
 from core.types.arrays import Ids
 from core.types.images import PlacedImage
+from core.types.routes import Routes, dtype_for, extend
 from rollouts.engines.base import Completion, CompletionStop, make_completion
 
 if TYPE_CHECKING:
@@ -43,10 +44,14 @@ class EngineRequest:
     versions: list[int] = field(default_factory=list)
     kept: list[Ids] = field(default_factory=list)
     """Ids of the set that each new token was drawn from, with truncation."""
+    routes: list[Routes] = field(default_factory=list[Routes])
+    """Experts of the tokens that were inputs so far, [n, layers, k] each."""
 
     def make_completion(self, stop: CompletionStop) -> Completion:
         """Return the tokens sampled so far."""
-        return make_completion(self.new_ids, self.logp, self.versions, self.kept, stop=stop)
+        # the last token was never an input
+        routes = extend(np.concatenate(self.routes), len(self.so_far)) if self.routes else None
+        return make_completion(self.new_ids, self.logp, self.versions, self.kept, stop=stop, routes=routes)
 
     @property
     def so_far(self) -> list[int]:
@@ -100,6 +105,19 @@ def keep_sets(requests: Sequence[EngineRequest], kept: Tensor, allowed_tokens: A
     ends = np.cumsum(kept.sum(-1).tolist())
     for request, own in zip(requests, np.split(ids, ends[:-1]), strict=True):
         request.kept.append(own)
+
+
+def keep_routes(requests: Sequence[EngineRequest], chosen: Tensor, rows: Rows, *, experts: int) -> None:
+    """Add the routes of a forward pass, [B * L, layers, k], to the requests, whose newest token is in the last column.
+
+    experts: number of experts of a block. Call it before `Rows.split`. After a weight update earlier tokens are
+    computed again, and keep their first routes.
+    """
+    of_rows = chosen.to("cpu").numpy().astype(dtype_for(experts)).reshape(*rows.ids.shape, *chosen.shape[1:])
+    places = range(len(requests)) if rows.shared is None else rows.shared.tolist()
+    for request, place in zip(requests, places, strict=True):
+        added = len(request.so_far) - sum(map(len, request.routes))
+        request.routes.append(of_rows[place, -added:])
 
 
 def make_rows(

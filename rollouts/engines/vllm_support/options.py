@@ -35,6 +35,7 @@ KEYS = {
     "max_lora_rank": "model.lora.r",
     "lora_target_modules": "model.lora.targets",
     "reasoning_parser": "rollout.tool_parser",
+    "enable_return_routed_experts": "rollout.router_replay",
 }
 """Our key for an argument."""
 OURS = {
@@ -56,7 +57,7 @@ OURS = {
         "speculative decoding has not been shown to be exact here yet",
     ),
     **dict.fromkeys(
-        ("enable_return_routed_experts", "runner", "convert", "pooler_config", "diffusion_config", "watermark_config"),
+        ("runner", "convert", "pooler_config", "diffusion_config", "watermark_config"),
         "an engine returns tokens with their log-probabilities",
     ),
     **dict.fromkeys(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from configs.rollout_schema import PauseMode
-from core.errors import RunStopped
+from core.errors import RunStopped, TransportFailed
 from core.types.allowed_tokens import AllowedTokens
 from rollouts.engines.vllm_support.settings import ADAPTER_ID
 
@@ -127,3 +127,10 @@ def read_stop(
     if reason not in ("stop", "length"):
         raise RunStopped(f"vLLM ended a request with {reason!r} instead of a completion")
     return "eos" if reason == "stop" else "length"
+
+
+def raise_first(failures: list[str]) -> None:
+    """Raise TransportFailed for the first failure. failures: message by rank, "" for success."""
+    for rank, message in enumerate(failures):
+        if message:
+            raise TransportFailed(message if len(failures) == 1 else f"rank {rank}: {message}")

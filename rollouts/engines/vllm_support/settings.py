@@ -11,6 +11,7 @@ from modeling.hf_config import is_text_use, read_config, vision_family
 from modeling.model_files import find_own_head
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.kept_sets import truncation_args
+from rollouts.engines.vllm_support.routes import route_args
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable: the cores of every rank, as 0,1|2,3."""
@@ -63,6 +64,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False, text_
         **({"language_model_only": True} if text_only else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
         **truncation_args(config.truncation, on_cpu=on_cpu),
+        **route_args(config),
         **config.options,
     }
 

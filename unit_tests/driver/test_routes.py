@@ -1,0 +1,86 @@
+"""A run on a mixture of experts with rollout.router_replay, and the checks before it starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import main_rl
+from algs.base import Algorithm
+from analysis.capture.batch_file import read_batch, write_batch
+from core.types.routes import UNKNOWN
+from data_feeds.packing.batches import pack
+from unit_tests.helpers.examples import run_here, sample_of, some_groups, through_checkpoint
+from unit_tests.helpers.local_trainers import trainer_of
+from unit_tests.helpers.runs import folder_of, metrics_of, numbers_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def routed_group():
+    """Samples with routes of their own in two blocks, the second with more experts than a byte holds."""
+    rng = np.random.default_rng(0)
+    return [
+        replace(s, routes=rng.integers(0, 8, (len(s.token_ids), 2, 2)).astype(dtype))
+        for s, dtype in zip(some_groups()[0], (np.uint8, np.uint16), strict=False)
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_replays_its_engines_choices_and_so_does_its_resume(recipe, tmp_path, mixture_path):
+    changes = {"model.path": mixture_path, "rollout.router_replay": "replay", "steps": 3, "checkpoint": {"every": 2}}
+    path = recipe(changes)
+    assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
+    whole = folder_of(tmp_path, "whole")
+    for line in metrics_of(whole):
+        assert line["train/moe/missing_routes"] == 0 and line["train/moe/changed_choices"] < 0.01
+        assert line["train/moe/load_max"] >= 1 and 0 < line["train/moe/router_entropy"] <= 1
+        assert line["train/mismatch/abs_logp"] < 1e-5
+    assert "routes" not in json.loads((whole / "samples/step_00000.jsonl").read_text().splitlines()[0])
+    at = whole / "checkpoints/step_00002"
+    assert run_here(main_rl, "--config", path, "name=again", f"resume={at}") == (0, "")
+    assert numbers_of(folder_of(tmp_path, "again")) == numbers_of(whole)[-1:]
+
+
+def test_training_and_prox_logp_are_forced_and_the_reference_is_not(mixture_path):
+    trainer = trainer_of(mixture_path, Algorithm(), settings={"router_replay": "replay"})
+    plain = trainer_of(mixture_path, Algorithm())
+    samples = [sample_of([5, 6, 7, 8, 9, 10, 11], [0, 0, 1, 1, 1, 1, 1])]
+    own = pack(samples, [1.0])
+    blocks, k = len(trainer.routes.hook.blocks), trainer.routes.hook.k
+    with trainer.routes.hook.recording() as found:
+        want = trainer.forward(own, measures={}).logp
+    assert torch.equal(want, plain.forward(own, measures={}).logp)
+    other = (found.stack().to(torch.int16) + 1) % 4
+    forced = replace(own, routes=other)
+    assert not torch.equal(want, trainer.forward(forced, measures={}).logp)
+    [columns] = trainer.compute_columns([forced], frozenset({"prox_logp"}))
+    assert np.array_equal(columns["prox_logp"], trainer.forward(forced, measures={}).logp.detach().numpy())
+    assert torch.equal(trainer.forward(forced, measures={}, frozen=plain.model).logp, want)
+    assert other.shape == (6, blocks, k) and UNKNOWN not in other
+
+
+def test_routes_survive_a_checkpoint_and_a_capture(tmp_path):
+    group = routed_group()
+    _, _, buffer = through_checkpoint(group)
+    again = buffer.waiting[0].group
+    write_batch(tmp_path, [group])
+    for restored in (again, read_batch(tmp_path)[0]):
+        assert [s.routes.dtype for s in restored] == [np.uint8, np.uint16]
+        assert all(np.array_equal(a.routes, b.routes) for a, b in zip(group, restored, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "rollout.router_replay=replay, and model.path={} has no experts: leave it out"),
+        ({"rollout.engine": "vllm"}, "vLLM returns routes on a GPU only"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_before_the_start(recipe, tiny_path, changes, message):
+    code, err = run_here(main_rl, "--config", recipe({"rollout.router_replay": "replay"} | changes))
+    assert code == 2 and message.format(tiny_path) in err
