@@ -63,9 +63,10 @@ def row_mean(of_reply: Tensor, tokens: Tokens) -> Tensor:
     """Compute the mean over the replies of each token's row, [M] -> [M], detached."""
     first = torch.ones_like(tokens.seq_ids, dtype=torch.bool)
     first[1:] = tokens.seq_ids[1:] != tokens.seq_ids[:-1]
-    values, rows = of_reply.detach()[first], tokens.group_ids[first]
+    # zeros in place of the other tokens: to choose the first would wait for the device to count them
+    values, rows = of_reply.detach().where(first, 0.0), tokens.group_ids
     # in the order of the values: the sum must not depend on the order of the replies
     order = values.argsort()
     sums = torch.zeros_like(of_reply).index_add(0, rows[order], values[order])
-    replies = torch.zeros_like(of_reply).index_add(0, rows, torch.ones_like(values))
+    replies = torch.zeros_like(of_reply).index_add(0, rows, first.to(values.dtype))
     return sums[tokens.group_ids] / replies[tokens.group_ids]

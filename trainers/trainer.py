@@ -89,7 +89,8 @@ class Trainer:
         self.set_algorithm(alg)
         self.allowed_tokens = allowed_tokens
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
-        asked: dict[str, ObserverFactory] = {"metrics": StepMetrics, "routes": RouteMetrics, **observers}
+        routed: dict[str, ObserverFactory] = {} if router_replay == "off" else {"routes": RouteMetrics}
+        asked: dict[str, ObserverFactory] = {"metrics": StepMetrics, **routed, **observers}
         self.observers = Observers({key: make(self) for key, make in asked.items()})
         if device == "cpu":
             keep_freed_memory()  # before any model is loaded: only later allocations profit
