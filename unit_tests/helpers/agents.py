@@ -99,7 +99,11 @@ def play(
             await worker.close()
 
     samples = asyncio.run(run())
-    assert not find_processes("rollouts.agents.launcher"), "an agent, or the process that starts them, is left"
+    # a guard says that its episode has ended, and exits a moment later
+    end = time.monotonic() + 20
+    while (left := find_processes("rollouts.agents.launcher")) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not left, "an agent, or the process that starts them, is left"
     return samples
 
 
