@@ -177,7 +177,8 @@ class RolloutConfig(StrictModel):
     """Address of the policy for agents on other machines or in containers. Unset: loopback, and any free port."""
     max_concurrency: int | None = Field(None, ge=1)
     """Maximum number of episodes that run at a time, of the whole run, as a server of environments allows. Each
-    engine gets an equal part, at least 1. Waiting counts towards `timeout_s`. Unset: unlimited."""
+    engine gets an equal part, so it is no less than their number. Waiting counts towards `timeout_s`. Unset: unlimited.
+    """
     num_engines: int | EngineRange = 1
     """Number of engines, each with a process and a copy of the weights. {min: 1, max: 8}: engines join and leave during
     the run, as machines of the cluster do."""
@@ -265,7 +266,7 @@ class RolloutConfig(StrictModel):
     @property
     def episodes_per_engine(self) -> int | None:
         """Maximum number of episodes that an engine runs at a time, or None."""
-        return None if self.max_concurrency is None else max(1, self.max_concurrency // self.most_engines)
+        return None if self.max_concurrency is None else self.max_concurrency // self.most_engines
 
     @property
     def least_engines(self) -> int:
@@ -281,6 +282,11 @@ class RolloutConfig(StrictModel):
         if self.agent is not None and self.env != "single_turn":
             raise ValueError(f"env={self.env} and agent exclude each other: leave one of them out")
         check_gateway(self.gateway, has_agent=self.agent is not None, engines=self.most_engines)
+        if self.max_concurrency is not None and self.max_concurrency < self.most_engines:
+            raise ValueError(
+                f"max_concurrency={self.max_concurrency} is less than an episode for each of {self.most_engines} "
+                "engines: raise it"
+            )
         if self.agent is not None:
             self.agent.check_timeout(self.timeout_s)
         return self

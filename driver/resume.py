@@ -24,7 +24,7 @@ from driver.load_recipe import Loaded
 NOT_FOR_TRAINING = (
     *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address", "ship_code"),
     *("on_failure", "max_resumes", "stop_when", "stop_when.", "push_to"),
-    *("trackers", "tracking.", "display", "show_samples"),
+    *("trackers", "tracking.", "display", "show_samples", "record_tokens"),
     *("data.max_invalid_fraction", "model.lora.merge_on_save"),
     *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
     *("reward.max_concurrency", "reward.judge_budget."),

@@ -31,6 +31,13 @@ FORMULAS = (
     *("simple_integration", "intermediate_integration"),
 )
 """Tasks whose score calls sympy's parse_expr, which is an `eval`, on the answer: only a formula is passed on."""
+ARITHMETIC = ("countdown", "puzzle24")
+"""Of these, tasks on given numbers: a name such as pi would count as a number that nobody has given."""
+SUM = re.compile(r"(?:[\d\s+\-/().]|\*(?!\*))*", re.ASCII)
+ENDLESS = re.compile(r"(?:\*\*|\^)\s*(?:\d{3,}|\(|[^+\-]*(?:\*\*|\^))")
+"""Powers that may take for ever: of three digits, of a bracket, or of another power."""
+TEXT = re.compile(r"[A-EQ_\d\s-]*", re.ASCII)
+"""Rows of a board, and strings to insert into: no name that the package's own code has."""
 FORMULA = re.compile(
     r"(?:[\d\s+\-*/^%=(),]|\.(?!\s*[A-Za-z_])|"
     r"\b(?:[A-Za-z]|exp|log|ln|sqrt|a?(?:sin|cos|tan|sec|csc|cot)h?|Abs|pi|erf)\b)*",
@@ -72,18 +79,19 @@ def find_scorer(name: str) -> Any:
 def is_harmless(name: str, answer: str) -> bool:
     """Return whether an answer may be passed on to a score that evaluates it.
 
-    >>> is_harmless("countdown", "(3 + 4) * x"), is_harmless("countdown", "().__class__"), is_harmless("zebra", "a.b")
+    >>> is_harmless("countdown", "(3 + 4) * 2"), is_harmless("countdown", "().__class__"), is_harmless("zebra", "a.b")
     (True, False, True)
     """
     if name in FORMULAS:
-        return FORMULA.fullmatch(answer) is not None
+        known = SUM if name in ARITHMETIC else FORMULA
+        return known.fullmatch(answer) is not None and ENDLESS.search(answer) is None
     if name not in LITERALS:
         return True
     try:
         ast.literal_eval(answer)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        # plain text, such as rows of a board, is no Python
-        return re.fullmatch(r"[\w\s-]*", answer) is not None
+        # rows of a board are no Python
+        return TEXT.fullmatch(answer) is not None
     return True
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 HIDDEN = "***"
-_IN_QUERY = "password|passwd|pwd|token|secret|api_?key|access_?key"
+_IN_QUERY = "password|passwd|pwd|token|secret|api_?key|access_?key|signature|credential"
 # With or without a colon: a token may stand alone in the place of user and password.
 _USER_INFO = re.compile(r"(?<=//)[^/@\s]*@")
 _QUERY = re.compile(rf"([?&][\w.-]*(?:{_IN_QUERY})[\w.-]*=)[^&\s'\")]*", re.IGNORECASE)
@@ -22,6 +22,8 @@ def hide_secrets(text: str) -> str:
 
     >>> hide_secrets("no answer from https://ann:hunter2@host:5000/api?access_token=abc&x=1")
     'no answer from https://***@host:5000/api?access_token=***&x=1'
+    >>> hide_secrets("https://bucket.host/rows.jsonl?X-Amz-Signature=9f&X-Amz-Date=2026")
+    'https://bucket.host/rows.jsonl?X-Amz-Signature=***&X-Amz-Date=2026'
     """
     return _QUERY.sub(rf"\1{HIDDEN}", _USER_INFO.sub(f"{HIDDEN}@", text))
 

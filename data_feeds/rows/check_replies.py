@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core.types.messages import Message
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.values import parse_list
+
+LARGEST = sys.float_info.max
 
 
 def check_ends_in_reply(messages: list[Message], column: str) -> list[Message]:
@@ -41,7 +43,9 @@ def read_scored(asked: Sequence[Message], columns: Mapping[str, Any]) -> list[tu
     texts, rewards = (parse_list(one) if isinstance(one, str) else one for one in given)
     if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
         raise InvalidRow("no_reply", f"completions must be a list of texts, none empty, found {texts!r:.60}")
-    numbers = [x for x in rewards or [] if isinstance(x, int | float) and math.isfinite(x)]
+    listed = rewards if isinstance(rewards, list) else []
+    # also refuses nan; a number beyond float's would overflow
+    numbers = [x for x in listed if isinstance(x, int | float) and abs(x) <= LARGEST]
     if not isinstance(rewards, list) or len(numbers) != len(rewards) or len(rewards) != len(texts):
         raise InvalidRow("bad_label", f"rewards must be a number for each of {len(texts)} completions: {rewards!r:.60}")
     if len(texts) < 2:

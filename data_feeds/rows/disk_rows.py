@@ -94,17 +94,18 @@ class DatasetRows:
     kind = "rows of Arrow, shuffled as a whole"
 
     def __init__(self, rows: Any):
-        self.rows = rows
+        # as they are stored: datasets would decode images, and the repr of one has an address
+        self.rows = rows.with_format("arrow")
         names = "".join(sorted(str(file) for file in rows.features))
-        # datasets' own hash of how the rows came about; the ends tell of a folder that was written again
-        ends = f"{rows[0]!r}{rows[len(rows) - 1]!r}"
+        # the ends tell of a folder that was written again
+        ends = f"{self.read(0)!r}{self.read(len(rows) - 1)!r}"
         self.digest = hashlib.blake2b(f"{len(rows)} {names} {ends}".encode(), digest_size=32).hexdigest()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def read(self, row: int) -> Row:
-        return self.rows[row]
+        return self.rows[row].to_pylist()[0]
 
     def pick(self, stream: str, draw: int) -> int:
         return shuffle_whole(stream, draw, len(self))

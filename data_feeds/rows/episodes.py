@@ -6,14 +6,13 @@ with. So ids and log-probabilities come together, and nothing is encoded again.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.messages import Message
 from core.types.samples import LOGP_ROUNDING, RecordedEpisode, Stop
-from data_feeds.rows.check_replies import check_ends_in_reply
+from data_feeds.rows.check_replies import LARGEST, check_ends_in_reply
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.read_messages import read_messages
 from data_feeds.rows.values import parse_list
@@ -121,7 +120,7 @@ def _read_tokens(one: dict[str, Any], tokenizer: Decoder, sampling: Sampling) ->
     sampled = [i for i, number in zip(ids, logp, strict=True) if number is not None]
     if wrong := [i for i in ids if not isinstance(i, int) or not 0 <= i < tokenizer.vocabulary]:
         raise _refuse(f"an episode has the token id {wrong[0]!r}, and this vocabulary has {tokenizer.vocabulary}")
-    if bad := [x for x in logp if x is not None and not (_is_number(x) and math.isfinite(x) and x <= LOGP_ROUNDING)]:
+    if bad := [x for x in logp if x is not None and not (_is_number(x) and -LARGEST <= x <= LOGP_ROUNDING)]:
         raise _refuse(f"an episode has the log-probability {bad[0]!r}, where a finite number up to 0 is possible")
     if not sampled or logp[0] is not None:
         raise _refuse("an episode has a logp for none of its tokens, or for the first, which nothing predicts")
@@ -143,7 +142,10 @@ def _check_distribution(one: dict[str, Any], sampled: list[int], sampling: Sampl
             f"{f'an episode was sampled with {cut[0]}' if cut else 'rollout has top_p, top_k or min_p'}, so the sets "
             "that its tokens were chosen from are unknown: an importance weight needs them"
         )
-    if {*one.get("allowed_tokens", sampling.allowed_texts)} != {*sampling.allowed_texts}:
+    allowed = one.get("allowed_tokens", [*sampling.allowed_texts])
+    if not isinstance(allowed, list) or not all(isinstance(text, str) for text in allowed):
+        raise _refuse(f"an episode's allowed_tokens must be a list of texts, found {allowed!r:.60}")
+    if {*allowed} != {*sampling.allowed_texts}:
         raise _refuse("an episode was sampled from other allowed_tokens than rollout.allowed_tokens: set that to them")
     if outside := sampling.allowed.find_outside(sampled):
         raise _refuse(f"an episode has the token {outside[0]}, which rollout.allowed_tokens excludes here")

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -58,7 +59,8 @@ def fetch(url: str, key: str) -> Path:
     mark = _find_version(found)
     of_url = find_cache_folder("files") / hashlib.sha256(url.encode()).hexdigest()[:16]
     name = PurePosixPath(url.split("?")[0].rstrip("/")).name
-    copy = of_url / (mark or "unmarked") / name
+    # a file without a mark gets a folder for each start, since another run may read the copy of an earlier one
+    copy = of_url / (mark or f"unmarked-{os.getpid()}-{time.time_ns()}") / name
     if mark is not None and copy.exists():
         say(f"{key}: read from the copy in {copy.parent}")
         return copy
@@ -66,12 +68,17 @@ def fetch(url: str, key: str) -> Path:
         say(f"{key}: the store tells neither time nor hash of the file, so it is downloaded at every start")
     total = sum(int(one.get("size") or 0) for one in found.values())
     say(f"{key}: downloading {total / MIB:,.1f} MiB to {copy.parent}")
-    of_url.mkdir(parents=True, exist_ok=True)
     # complete before it has the name: another run may look for it meanwhile
-    partial = Path(tempfile.mkdtemp(dir=of_url, prefix="partial-"))
+    try:
+        of_url.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=of_url, prefix="partial-"))
+    except OSError as error:
+        raise UserError(
+            f"{key}: no copy can be written to {of_url}: {first_line(error)}; set FEYNRL_CACHE to another folder"
+        ) from error
     try:
         _download(store, path, found, partial / name, Progress(key, total, "bytes downloaded"), key)
-        _put_in_place(partial, copy.parent)
+        put_in_place(partial, copy.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return copy
@@ -142,7 +149,11 @@ def _download(
         done += size
 
 
-def _put_in_place(partial: Path, folder: Path) -> None:
-    if folder.exists():  # of a store without marks, or another run was faster
-        shutil.rmtree(folder)
-    os.replace(partial, folder)
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Give a complete copy its name, unless another run has done so."""
+    try:
+        os.replace(partial, folder)
+    except OSError:
+        # another run was faster, and its copy is of the same version
+        if not folder.is_dir():
+            raise

@@ -28,7 +28,7 @@ def list_sample_files(path: str) -> list[Path]:
 
 
 def read_run(files: list[Path], key: str) -> list[dict[str, Any]]:
-    """Return a row per group: id, messages, answer, tools and episodes. Samples that failed are left out.
+    """Return a row per group: id, messages, answer, tools, extra and episodes. Samples that failed are left out.
 
     Raises UserError for episodes whose samples cannot be replayed alone: those of agents, games and images.
     """
@@ -56,6 +56,7 @@ def _read_step(file: Path, where: str) -> Iterator[dict[str, Any]]:
                 "messages": first["prompt"],
                 "answer": first.get("answer", ""),
                 "tools": first.get("tools") or None,
+                "extra": first.get("extra"),
                 "episodes": episodes,
             }
 

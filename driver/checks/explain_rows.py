@@ -18,6 +18,8 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_examples
 from data_feeds.rows.eval_sets import load_sets
 from data_feeds.rows.forms import RowKind
+from data_feeds.rows.read_files import HUB
+from data_feeds.rows.remote_files import is_remote
 
 SHOWN = 3
 """Rows that are shown."""
@@ -28,16 +30,21 @@ LONGEST = 2000
 def find_rows(cfg: RunConfig, tokenizer: ChatTokenizer | str, kind: RowKind) -> Feed[Any] | str:
     """Return the first rows of data.train, or the reason why they are unknown.
 
-    Data sets of the hub are not read, since that may download them.
+    Data sets of the hub and of stores are not read, since that may download them.
     """
     if isinstance(tokenizer, str):
         return tokenizer
-    if any(source.path.startswith("hub:") for source in cfg.data.list_sources("train")):
-        return "data.train is on the hub, which would have to send all of it"
+    if any(is_elsewhere(source.path) for source in cfg.data.list_sources("train")):
+        return "data.train is on the hub or in a store, which would have to send all of it"
     try:
         return load_examples(cfg.data, tokenizer, kind, rows=SHOWN)
     except UserError as error:  # a recipe may name rows that are made later
         return str(error)
+
+
+def is_elsewhere(path: str) -> bool:
+    """Tell whether a data set would have to be downloaded."""
+    return path.startswith(HUB) or is_remote(path)
 
 
 def show_rows(cfg: RunConfig, feed: Feed[Any] | str, tokenizer: ChatTokenizer | str, kind: RowKind) -> list[str]:
@@ -62,8 +69,8 @@ def show_set_rows(cfg: EvalConfig, tokenizer: ChatTokenizer | str) -> list[str]:
     # without data.by: the first rows may lack a column
     few = cfg.data.model_copy(update={"sets": [first], "max_invalid_fraction": 1.0, "by": []})
     try:
-        if isinstance(tokenizer, str) or first.path.startswith("hub:"):
-            raise UserError(tokenizer if isinstance(tokenizer, str) else "they are on the hub")
+        if isinstance(tokenizer, str) or is_elsewhere(first.path):
+            raise UserError(tokenizer if isinstance(tokenizer, str) else "they are on the hub or in a store")
         [one] = load_sets(cfg.model_copy(update={"data": few}), tokenizer)
     except UserError as error:  # a recipe may name rows that are made later
         return [_plain(f"# the rows of data.sets are unknown: {error}")]

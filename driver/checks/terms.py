@@ -66,6 +66,11 @@ def check_recorded(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None
             f"{where}, and {type(alg).__name__} has no baseline of the policy's own episodes to compare them with: use "
             "an algorithm of group means (alg.name=grpo, rloo), with alg.credit: episode and without alg.whiten"
         )
+    if cfg.rollout.env != "single_turn":
+        raise UserError(
+            f"{where}, and rollout.env={cfg.rollout.env} may add messages and tools to the prompt, so they would be "
+            "compared with episodes of another prompt: leave rollout.env out"
+        )
     level = alg.correction.level
     if level != "sequence" and not alg.anchored_on_rollout:
         is_wrong = "weighs them by 1" if level == "none" else "is biased over a sequence"

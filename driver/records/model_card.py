@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.schema import RLConfig, RunConfig
 from core import metrics as names
+from core.text.secrets import hide_secrets
 from driver.records.trackers.jsonl import FILE
 from modeling.model_files import find_model_file
 
@@ -57,7 +58,7 @@ def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int, is_value_
         **({"model": "value model: from a prefix, the return that the policy expects"} if is_value_model else {}),
         "base model": f"`{cfg.model.path}`" + (", of which this is a LoRA adapter" if is_adapter else ""),
         "algorithm": f"`{alg}`",
-        "data": ", ".join(f"`{path}`" for path in sources),
+        "data": ", ".join(f"`{hide_secrets(path)}`" for path in sources),
         **({"reward": _name_rewards(cfg)} if isinstance(cfg, RLConfig) else {}),
         "steps": f"{steps} of {cfg.n_steps}",
         "recipe": f"`{RECIPE}`, SHA-256 `{hashlib.sha256(recipe).hexdigest()}`",

@@ -107,6 +107,8 @@ def make_sample_record(sample: Sample, group: int, sampling: dict[str, Any] | No
     if sampling is not None and sample.origin != "demonstration":
         logp = zip(sample.action_mask.tolist(), sample.rollout_logp.tolist(), strict=True)
         more |= {"token_ids": sample.token_ids.tolist(), "logp": [x if chosen else None for chosen, x in logp]}
+        # a reward may read the row's other columns, and they may be anything
+        more["extra"] = json.loads(json.dumps(sample.prompt.extra, default=str))
         record |= sampling
     return record | {name: value for name, value in more.items() if value not in ([], {}, "")}
 

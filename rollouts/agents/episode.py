@@ -186,7 +186,9 @@ def judge_timeout(
     A time-out that is always discarded is an exit that the policy can learn to take. It is a failure where the policy
     was idle for most of the time, and cannot have caused it. busy_s: seconds in which the policy was sampling.
     """
-    of_row = prompt.extra.get(TIMEOUT_COLUMN)
+    given = prompt.extra.get(TIMEOUT_COLUMN)
+    # agent.timeout_s may be lower than the row's
+    of_row = given if given is not None and given <= deadline_s else None
     chosen = plan.on_timeout or ("fail" if of_row is None else "score")
     is_slow = busy_s < deadline_s / 2
     if chosen == "score" and not is_slow:

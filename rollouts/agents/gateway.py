@@ -178,15 +178,18 @@ class Gateway:
                 "there is no such episode, or it has ended: each one has a base URL of its own", status=404
             )
         # compared in constant time, so that another process of the machine cannot guess the key by timing
-        given = http.headers.get("Authorization") or http.headers.get("x-api-key", "")
-        given = given.removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), session.key.encode()):
+        given = (http.headers.get("Authorization", "").removeprefix("Bearer "), http.headers.get("x-api-key", ""))
+        if not any(_is_key(one, session.key) for one in given):
             raise BadRequest(
                 "the API key is not that of this episode: use the one that the agent was given (OPENAI_API_KEY or "
                 "ANTHROPIC_API_KEY)",
                 status=401,
             )
         return session
+
+
+def _is_key(given: str, key: str) -> bool:
+    return hmac.compare_digest(given.strip().encode(errors="surrogateescape"), key.encode())
 
 
 async def _read_body(http: web.Request) -> bytes:

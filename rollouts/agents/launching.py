@@ -38,6 +38,9 @@ def name_clients(base_url: str, api_key: str) -> dict[str, str]:
         # Anthropic's clients add /v1 themselves
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
+        # older clients read the first, and Anthropic's prefer the second to a key
+        "OPENAI_API_BASE": base_url,
+        "ANTHROPIC_AUTH_TOKEN": api_key,
     }
 
 

@@ -11,6 +11,7 @@ import json
 import os
 from dataclasses import replace
 from functools import partial
+from urllib.parse import urlsplit
 
 from core.errors import UserError, shorten
 from rollouts.agents.launching import NO_START, AgentProcess, LauncherClient, name_clients
@@ -97,7 +98,7 @@ def write_memory(text: str) -> int:
 
 def name_endpoint(task: Task) -> dict[str, str]:
     """Return the environment variables with which clients reach the gateway directly, without a proxy."""
-    local = "127.0.0.1,localhost"
+    local = f"127.0.0.1,localhost,{urlsplit(task.base_url).hostname}"
     before = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
     no_proxy = f"{before},{local}" if before else local
     return {

@@ -10,6 +10,7 @@ from typing import Any
 
 from core.text.secrets import HIDDEN
 from rewards.calls import call_user_code
+from rollouts.agents.bounded_json import Unreadable, read_json
 from rollouts.agents.task import RESULT_FD
 
 KEY = re.compile(r"feynrl-[\w-]{43}")
@@ -28,6 +29,10 @@ class AgentResult:
     """True if the policy was idle for more than half of that time."""
 
 
+FIELDS = ("so_far", "parts", "failure")
+"""Keys of a message, one of which it must have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """Line of a process that plays many episodes."""
@@ -41,8 +46,8 @@ class Message:
 def read_message(line: bytes) -> Message:
     """Parse a line of a process that plays many episodes. Raises ValueError."""
     try:
-        found = json.loads(line)
-    except ValueError:
+        found = read_json(line)
+    except Unreadable:
         found = None
     if not isinstance(found, dict) or type(found.get("id")) is not int or not found.keys() & {*FIELDS}:
         raise ValueError(
@@ -54,9 +59,6 @@ def read_message(line: bytes) -> Message:
         # numbers that cannot be read are a result, and a failed one
         return Message(id=found["id"], so_far=None if wrong else parts, result=AgentResult(failure=wrong))
     return Message(id=found["id"], result=read_fields(found))
-
-
-FIELDS = ("so_far", "parts", "failure")
 
 
 def read_fields(found: dict[str, Any]) -> AgentResult:
@@ -95,8 +97,8 @@ def read_rewards(line: str) -> AgentResult:
     {'solved': 1.0}
     """
     try:
-        found = json.loads(line)
-    except ValueError:
+        found = read_json(line)
+    except Unreadable:
         what = f"the agent wrote {line!r:.80} to file descriptor {RESULT_FD}" if line else "the agent wrote nothing"
         where = "" if line else f" to file descriptor {RESULT_FD}"
         return AgentResult(failure=what + where + ', where one line such as {"solved": 1.0} is expected')

@@ -15,9 +15,12 @@ import json
 import os
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 RESULT_FD = 3
+LONGEST_FAILURE = 500
+"""Characters of an error that are written; a message may have 1 MiB."""
 SETTINGS: dict[str, Any] = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """Settings in place of verifiers' own, whose runtime is a paid cloud."""
 
@@ -31,6 +34,8 @@ def load_tasks(name: str) -> list[Any]:
 
 def print_rows(name: str) -> None:
     """Print a line per task: the position, and the prompt as messages."""
+    # what a taskset prints itself is no row
+    out, sys.stdout = sys.stdout, sys.stderr
     for idx, task in enumerate(load_tasks(name)):
         given, system = task.data, task.data.system_prompt
         messages = [{"role": "system", "content": system}] if system else []
@@ -38,7 +43,7 @@ def print_rows(name: str) -> None:
             messages.append({"role": "user", "content": given.prompt or ""})
         else:
             messages += [{"role": one.role, "content": str(one.content)} for one in given.prompt]
-        print(json.dumps({"idx": idx, "messages": messages}))
+        print(json.dumps({"idx": idx, "messages": messages}), file=out)
 
 
 async def play(given: dict[str, Any], tasks: list[Any], settings: dict[str, Any], key_name: str) -> dict[str, Any]:
@@ -54,7 +59,7 @@ async def play(given: dict[str, Any], tasks: list[Any], settings: dict[str, Any]
     finally:
         del os.environ[key_name]
     if trace.last_error is not None:
-        return {"failure": f"{trace.last_error.type}: {trace.last_error.message}"}
+        return {"failure": f"{trace.last_error.type}: {trace.last_error.message}"[:LONGEST_FAILURE]}
     return {"parts": {"return": float(trace.reward), "turns": float(trace.num_turns)}}
 
 
@@ -69,8 +74,16 @@ async def serve(tasks: list[Any], settings: dict[str, Any]) -> None:
         except asyncio.CancelledError:
             found = {"failure": "the episode was cancelled"}
         except Exception as error:  # a border: whatever an environment raises fails its episode
-            found = {"failure": f"{type(error).__name__}: {error}"[:500]}
+            found = {"failure": f"{type(error).__name__}: {error}"[:LONGEST_FAILURE]}
+        write(number, found)
+
+    def write(number: int, found: dict[str, Any]) -> None:
         os.write(RESULT_FD, json.dumps({"id": number} | found).encode() + b"\n")
+
+    def end(number: int, task: asyncio.Task[None]) -> None:
+        del running[number]
+        if task.cancelled():  # before it began
+            write(number, {"failure": "the episode was cancelled"})
 
     def take(message: dict[str, Any]) -> None:
         if "cancel" in message:
@@ -79,7 +92,7 @@ async def serve(tasks: list[Any], settings: dict[str, Any]) -> None:
             return
         number = message["id"]
         running[number] = loop.create_task(answer(number, message["task"]))
-        running[number].add_done_callback(lambda _: running.pop(number))
+        running[number].add_done_callback(partial(end, number))
 
     def read() -> None:
         for line in sys.stdin:

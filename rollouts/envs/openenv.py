@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import aiohttp
@@ -123,31 +124,32 @@ class OpenEnv(Env):
         while True:
             try:
                 address = f"{self.url.replace('http', 'ws', 1)}/ws"  # https:// becomes wss://
-                self._socket = await http.ws_connect(
-                    address,
-                    max_msg_size=LARGEST_ANSWER,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=OPENENV_CLOSE_TIMEOUT_S),
-                )
+                async with asyncio.timeout(self.timeout_s):
+                    self._socket = await http.ws_connect(
+                        address,
+                        max_msg_size=LARGEST_ANSWER,
+                        timeout=aiohttp.ClientWSTimeout(ws_close=OPENENV_CLOSE_TIMEOUT_S),
+                    )
                 return await self._ask("reset", self.prompt.extra.get("reset") or {})
             except NoSession:
                 assert self._socket is not None
                 await self._socket.close()
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-            except aiohttp.ClientError as error:
+            except (aiohttp.ClientError, TimeoutError) as error:
                 raise BrokenServer(f"{self.url}/ws cannot be reached: {name_error(error)}") from error
 
     async def _ask(self, kind: str, data: Any) -> dict[str, Any]:
         """Send a message, and return the observation in the answer."""
         assert self._socket is not None
         try:
-            await self._socket.send_str(json.dumps({"type": kind, "data": data}))
             async with asyncio.timeout(self.timeout_s):
+                # of a server that has closed the connection, the reason may have been received already
+                with suppress(ConnectionError):
+                    await self._socket.send_str(json.dumps({"type": kind, "data": data}))
                 given = await self._socket.receive()
         except TimeoutError as error:
             raise BrokenServer(f"{self.url}: no answer to a {kind} within {self.timeout_s:g} s") from error
-        except ConnectionError as error:
-            raise BrokenServer(f"{self.url} closed the connection before a {kind}") from error
         if given.type is not aiohttp.WSMsgType.TEXT:
             raise BrokenServer(f"{self.url} closed the connection, where the answer to a {kind} is expected")
         return read_answer(given.data, self.url)

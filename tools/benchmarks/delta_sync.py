@@ -66,7 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.delta_sync", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=SMOLLM2, help="made by python -m data_prep.smollm2 if it is missing")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 2e-5])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6, help="at least 2: the first is not counted")
     args = parser.parse_args()
     make_smollm2(args.model)
     print("lr       changed  by XOR  deltas                whole                 faster below")

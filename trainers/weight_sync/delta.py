@@ -112,7 +112,7 @@ class DeltaDecoder:
     def _decode(self, coded: str, tensor: Tensor) -> tuple[str, Tensor]:
         form, name = coded[0], coded[1:]
         if form == WHOLE:
-            self._last[name] = tensor.clone()
+            self._last[name] = tensor.detach().to("cpu", copy=True)
             return name, tensor
         if name not in self._last:
             raise RunStopped(f"changes of {name} came to an engine that has not received its values")
@@ -120,8 +120,8 @@ class DeltaDecoder:
         bits = _bits_of(last)
         places, values = _unpack(tensor, bits.dtype)
         bits[places] = values if form == PLACES else bits[places] ^ values
-        # a copy, because the consumer may keep or change it
-        return name, last.clone()
+        # a copy, because the consumer may keep or change it; NCCL delivers on the GPU
+        return name, last.to(tensor.device, copy=True)
 
 
 def _bits_of(tensor: Tensor) -> Tensor:

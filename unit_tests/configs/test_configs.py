@@ -101,6 +101,10 @@ BROKEN = {
         {"model.lora": {"targets": ["q_prj"]}},
         ["model.lora.targets names 'q_prj'", "down_proj", "or all-linear"],
     ),
+    "fewer episodes than engines": (
+        {"backend": "ray", "rollout.num_engines": 4, "rollout.max_concurrency": 2},
+        ["max_concurrency=2 is less than an episode for each of 4 engines", "raise it"],
+    ),
     "an adapter sent without one": ({"weight_sync.lora": "adapter"}, ["weight_sync.lora is adapter", "set model.lora"]),
     "an adapter sent to the hf engine": (
         {"weight_sync.lora": "adapter", "model.lora": {}},

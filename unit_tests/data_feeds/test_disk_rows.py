@@ -8,17 +8,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Image, Value
 
 from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import RunStopped, UserError
 from data_feeds.disk_source import DiskSource
 from data_feeds.feed import Feed, load_groups, load_prompts
-from data_feeds.rows.disk_rows import ParquetRows, shuffle_whole
+from data_feeds.rows.disk_rows import DatasetRows, ParquetRows, shuffle_whole
 from data_feeds.rows.line_index import find_lines, index_lines
 from data_feeds.rows.permute import permute
 from data_prep.regroup import regroup
@@ -66,6 +67,15 @@ def test_a_keyed_permutation_has_each_number_once_and_keys_differ():
     # chi-square of 10 x 10 cells of place and number, 81 degrees of freedom: above 126 once in a thousand
     cells = Counter((i // 500, x // 500) for i, x in enumerate(a))
     assert sum((cells[i, j] - 50) ** 2 / 50 for i in range(10) for j in range(10)) < 126
+
+
+def test_images_of_a_saved_set_stay_as_they_are_stored(tmp_path):
+    image = PIL.Image.new("RGB", (2, 2))
+    features = Features({"id": Value("string"), "image": Image()})
+    made = Dataset.from_list([{"id": str(n), "image": image} for n in range(2)], features=features)
+    rows, again = DatasetRows(made), DatasetRows(made)
+    assert isinstance(rows.read(1)["image"]["bytes"], bytes) and rows.read(1)["id"] == "1"
+    assert rows.digest == again.digest
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.arrow", "rows.stream.arrow", "rows"])

@@ -90,6 +90,7 @@ def test_an_episode_keeps_its_tokens_and_log_probabilities(chat, tmp_path):
         ({"top_p": 0.9}, {}, "sampled with top_p"),
         ({}, {"is_truncated": True}, "rollout has top_p, top_k or min_p"),
         ({"allowed_tokens": ["2"]}, {}, "other allowed_tokens"),
+        ({"allowed_tokens": 5}, {}, "allowed_tokens must be a list of texts, found 5"),
         ({}, {"allowed": AllowedTokens(allowed=(1,))}, "rollout.allowed_tokens excludes"),
         ({"score": 1}, {}, "an episode has 'score'"),
         ({"completion": 5}, {}, "completion is text"),
@@ -110,6 +111,7 @@ def test_tokens_of_another_prompt_vocabulary_or_number_are_refused(chat):
         ({"token_ids": [good["token_ids"][1], *good["token_ids"][1:]]}, "other tokens than its prompt has here"),
         ({"logp": [*good["logp"][:-1], 0.5]}, "the log-probability 0.5"),
         ({"logp": [*good["logp"][:-1], float("nan")]}, "the log-probability nan"),
+        ({"logp": [*good["logp"][:-1], -(10**400)]}, "the log-probability -1000"),
         ({"logp": [None] * n}, "a logp for none of its tokens"),
     ]
     for change, why in wrong:
@@ -158,6 +160,9 @@ def test_an_algorithm_that_would_weigh_them_wrongly_is_refused(chat, tmp_path, r
     for alg, why in wrong:
         with pytest.raises(UserError, match=why):
             check_recorded(cfg, alg, feed)
+    played = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"env": "calculator"})})
+    with pytest.raises(UserError, match=r"rollout.env=calculator may add messages"):
+        check_recorded(played, RLOO(correction=exact), feed)
     shown = load(chat, write(tmp_path, {"messages": [user("1+1=")], "episodes": [{"completion": "2"}]}))
     check_demonstrated(cfg, CHORD(), shown)
     with pytest.raises(UserError, match=r"episodes without logp .* trains on none"):
@@ -166,10 +171,13 @@ def test_an_algorithm_that_would_weigh_them_wrongly_is_refused(chat, tmp_path, r
 
 @pytest.mark.slow
 def test_a_recorded_run_is_replayed_as_data(tmp_path, recipe):
-    lucky = {"reward.function": file_of(tmp_path / "luck.py", LUCK)}
+    # a reward that reads another column of the row
+    reads = LUCK.replace("return", "assert p.extra['level'] in 'abc'; return")
+    rows = [{"messages": [user(f"{n}+1=")], "level": "abc"[n % 3]} for n in range(9)]
+    lucky = {"reward.function": file_of(tmp_path / "luck.py", reads), "data.train": write(tmp_path, *rows)}
     assert run_here(main_rl, "--config", recipe({"record_tokens": True, "name": "first", **lucky})) == (0, "")
     first = folder_of(tmp_path, "first")
-    again = {"data.train": str(first), "name": "again", "group_size": 2, **EXACT, **lucky}
+    again = {**lucky, "data.train": str(first), "name": "again", "group_size": 2, **EXACT}
     assert run_here(main_rl, "--config", recipe(again)) == (0, "")
     second = folder_of(tmp_path, "again")
     # two of its own and the four of a recorded group, whose weights are those of the tokens as they were recorded

@@ -15,7 +15,7 @@ from datasets import Dataset
 from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from data_feeds.feed import Feed, load_groups, load_prompts
-from data_feeds.rows.remote_files import fetch
+from data_feeds.rows.remote_files import fetch, put_in_place
 from driver.run_inputs import hash_rows
 
 
@@ -114,6 +114,25 @@ def test_a_file_is_downloaded_once_and_again_when_it_changed(tmp_path, tokenizer
     assert "downloading" not in capfd.readouterr().err
     memory(write(tmp_path / "rows.jsonl", rows_of(9, first=1)))  # of the same size
     assert hash_rows(load(url, tokenizer, lazy=False).all()) != first
+
+
+def test_a_run_that_was_faster_keeps_its_copy(tmp_path):
+    mine, theirs = tmp_path / "partial", tmp_path / "copy"
+    for folder, text in ((mine, "b"), (theirs, "a")):
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text(text)
+    put_in_place(mine, theirs)
+    assert (theirs / "rows.jsonl").read_text() == "a"
+    put_in_place(mine, tmp_path / "new")
+    assert (tmp_path / "new" / "rows.jsonl").read_text() == "b"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, memory, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEYNRL_CACHE", str(tmp_path / "file"))
+    url = memory(write(tmp_path / "rows.jsonl", rows_of(2)))
+    with pytest.raises(UserError, match=r"no copy can be written to .*; set FEYNRL_CACHE to another folder"):
+        fetch(url, "data.train=x")
 
 
 def test_a_web_server_is_read_and_asked_for_changes(tmp_path, tokenizer, server):

@@ -39,6 +39,8 @@ def test_a_row_is_a_group_with_the_rewards_of_its_completions(qwen, tmp_path):
         ({"rewards": [1.0, 0.0]}, "bad_label"),
         ({"rewards": [1.0, 0.0, "high"]}, "bad_label"),
         ({"rewards": [1.0, 0.0, float("inf")]}, "bad_label"),
+        ({"rewards": 0.5}, "bad_label"),
+        ({"rewards": [1.0, 0.0, 10**400]}, "bad_label"),
         ({"completions": ["2"], "rewards": [1.0]}, "no_reply"),
         ({"completions": ["2", " ", "3"]}, "no_reply"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "2"}]}, "ends_in_reply"),

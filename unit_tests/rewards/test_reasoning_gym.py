@@ -61,6 +61,10 @@ def test_answers_that_are_code_are_not_evaluated(tmp_path):
         assert is_harmless("simple_integration", formula)
     for code in ("().x", "x.y", "'a'", "getattr(x, y)", "a[0]", "x\n.real", "lambda: x", "os.system(1)", "1 .real"):
         assert not is_harmless("simple_integration", code), code
+    for endless in ("9**9**9", "x**(9**9)", "2^1000", "9 ** 99999"):
+        assert not is_harmless("simple_integration", endless), endless
+    assert not any(is_harmless("countdown", answer) for answer in ("exp(3)", "pi*E", "2**9"))
+    assert is_harmless("n_queens", "_ Q _\nQ _ _") and not is_harmless("string_insertion", "oracle_answer")
 
 
 @pytest.mark.usefixtures("_package")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +43,10 @@ def make_environment(name: str) -> Path:
     """Run the page's line that makes an environment, below build/. Return its Python."""
     folder = ROOT / "build" / "environments" / name
     if not (folder / "whole").is_file():
-        [wanted] = re.findall(rf"venv-{name}/bin/pip install (.*)", PAGE.read_text(encoding="utf-8"))
+        # the first such line; a second one installs the user's own tasks
+        wanted = re.findall(rf"venv-{name}/bin/pip install (.*)", PAGE.read_text(encoding="utf-8"))[0]
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(folder / "bin/pip"), "install", "-q", *re.findall(r'"(.*?)"', wanted)], check=True)
+        subprocess.run([str(folder / "bin/pip"), "install", "-q", *shlex.split(wanted)], check=True)
         (folder / "whole").touch()
     return folder / "bin/python"
 

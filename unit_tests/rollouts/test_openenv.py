@@ -159,6 +159,17 @@ def test_a_wrong_answer_fails_the_sample_by_a_sentence(wrong, monkeypatch):
     assert sentence in sample.failure and "\n" not in sample.failure and not sample.reward_parts
 
 
+def test_a_server_that_never_shakes_hands_is_told(monkeypatch):
+    monkeypatch.setattr(OpenEnv, "timeout_s", 0.2)
+    server = Server()
+
+    async def silent(http):
+        await asyncio.sleep(60)
+
+    server.serve = silent
+    assert "/ws cannot be reached" in asyncio.run(play_one(server)).sample.failure
+
+
 @pytest.mark.parametrize("schema", ["what?", "[]", '{"action": {}}'])
 def test_a_server_of_something_else_is_named(schema):
     failure = asyncio.run(play_one(Server(schema=schema))).sample.failure

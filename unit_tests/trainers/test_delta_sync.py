@@ -80,6 +80,18 @@ def test_few_changes_take_few_bytes_and_the_smaller_form_is_chosen():
     assert name == "+w" and coded.nbytes < 0.01 * weight.nbytes and encoder.changes.by_xor == 0
 
 
+def test_changes_that_arrive_on_a_gpu_are_decoded_there(cuda_device):
+    """NCCL delivers on the device, and what is kept stays in the machine's memory."""
+    encoder, decoder = DeltaEncoder(), DeltaDecoder()
+    weight = torch.randn(40, 50).bfloat16()
+    for coding in ("whole", "changes", "changes"):
+        weight = weight.clone()
+        weight[3] += 1
+        encoder.begin(coding)
+        [(_, got)] = decoder.decode([(name, coded.to("cuda")) for name, coded in encoder.encode([("w", weight)])])
+        assert got.device.type == "cuda" and torch.equal(got.cpu(), weight)
+
+
 def test_nothing_is_kept_or_renamed_without_deltas():
     encoder, bucket = DeltaEncoder(), [("w", torch.ones(3))]
     encoder.begin("plain")

@@ -9,6 +9,7 @@ import tempfile
 os.environ |= {"MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1"}
 import minisweagent
 import yaml
+from litellm import BadRequestError
 from minisweagent.agents.default import AgentConfig, DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
@@ -20,5 +21,8 @@ settings = {name: value for name, value in written.items() if name in AgentConfi
 where = {"api_base": task["base_url"], "api_key": task["api_key"]}
 model = LitellmModel(model_name="openai/" + task["model"], model_kwargs=where, cost_tracking="ignore_errors")
 agent = DefaultAgent(model, LocalEnvironment(cwd=tempfile.mkdtemp()), **settings | {"step_limit": task["max_turns"]})
-found = agent.run(task["messages"][-1]["content"])
+try:
+    found = agent.run(task["messages"][-1]["content"])
+except BadRequestError:  # a limit of the episode, which the policy has reached
+    found = ""
 os.write(3, json.dumps({"solved": float("Submitted" in str(found))}).encode())

@@ -117,7 +117,8 @@ def keep_routes(requests: Sequence[EngineRequest], chosen: Tensor, rows: Rows, *
     places = range(len(requests)) if rows.shared is None else rows.shared.tolist()
     for request, place in zip(requests, places, strict=True):
         added = len(request.so_far) - sum(map(len, request.routes))
-        request.routes.append(of_rows[place, -added:])
+        # a copy, since a view would keep the whole batch
+        request.routes.append(of_rows[place, -added:].copy())
 
 
 def make_rows(
