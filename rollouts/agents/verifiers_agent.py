@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import threading
+from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -34,9 +35,10 @@ def load_tasks(name: str) -> list[Any]:
 
 def print_rows(name: str) -> None:
     """Print a line per task: the position, and the prompt as messages."""
-    # what a taskset prints itself is no row
-    out, sys.stdout = sys.stdout, sys.stderr
-    for idx, task in enumerate(load_tasks(name)):
+    out = sys.stdout
+    with redirect_stdout(sys.stderr):  # what a taskset prints itself is no row
+        tasks = load_tasks(name)
+    for idx, task in enumerate(tasks):
         given, system = task.data, task.data.system_prompt
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(given.prompt, str) or given.prompt is None:
