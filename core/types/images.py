@@ -28,7 +28,7 @@ class ImageRefused(ValueError):
     """Reason why an image is not usable, or not by this model: a clause to follow the name of the row or file."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class EncodedImage:
     """Image file that has been decoded once, by `read_image` or `encode_image`."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 from core.errors import quote
 from core.types.images import EncodedImage, ImageRefused, read_data_uri, read_image
@@ -20,16 +21,16 @@ MOST_BYTES = 2**27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReader:
-    """Image loader of one data set. Equal images of several rows are stored once."""
+    """Image loader of one data set. Equal images of rows that are in memory at a time are stored once."""
 
     folder: Path | None = None
     """Base folder of relative file paths. None for a hub data set, which contains the bytes."""
     max_pixels: int
     max_pixels_key: str
     """Recipe key of max_pixels, for error messages."""
-    files: dict[str, EncodedImage] = field(default_factory=dict[str, EncodedImage])
+    files: MutableMapping[str, EncodedImage] = field(default_factory=WeakValueDictionary[str, EncodedImage])
     """Images by file name."""
-    kept: dict[str, EncodedImage] = field(default_factory=dict[str, EncodedImage])
+    kept: MutableMapping[str, EncodedImage] = field(default_factory=WeakValueDictionary[str, EncodedImage])
     """Images by hash."""
 
     def load(self, messages: list[Message], column: str, images: Sequence[Any], *, is_reply: bool) -> list[Message]:
@@ -78,9 +79,10 @@ class ImageReader:
         raise ImageRefused(f"an image must be bytes, a path, a data URI or {{bytes, path}}, found {given!r:.60}")
 
     def _read_file(self, name: str) -> EncodedImage:
-        if name not in self.files:
-            self.files[name] = self._keep(_read_bytes(self._find_file(name)))
-        return self.files[name]
+        found = self.files.get(name)
+        if found is None:
+            found = self.files[name] = self._keep(_read_bytes(self._find_file(name)))
+        return found
 
     def _find_file(self, name: str) -> Path:
         # a data set must not make a run send requests, or depend on a server

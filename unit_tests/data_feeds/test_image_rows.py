@@ -23,6 +23,7 @@ from core.types.images import LARGEST_SIDE
 from core.types.messages import describe_messages, find_images
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
+from data_feeds.images.read_images import ImageReader
 from data_prep import tiny_vision_model
 from driver.evaluation.suites.generations import describe_group
 from driver.records.sample_files import make_sample_record
@@ -136,6 +137,16 @@ def test_equal_images_of_several_rows_are_one_object(chat, tmp_path):
     rows = [{"messages": user(HOLE, TEXT), "image": {"bytes": ONE, "path": None}} for _ in range(2)]
     one, two = prompts(chat, write(tmp_path / "x.parquet", rows)).all()
     assert find_images(one.messages)[0] is find_images(two.messages)[0]
+
+
+def test_images_of_rows_that_are_gone_are_let_go(tmp_path):
+    """A lazy source has one reader for a million rows."""
+    draw_image().save(tmp_path / "a.png")
+    reader = ImageReader(folder=tmp_path, max_pixels=LARGEST_SIDE**2, max_pixels_key="data.max_image_pixels")
+    first, same = reader.read("a.png", "image"), reader.read((tmp_path / "a.png").read_bytes(), "image")
+    assert first is same and len(reader.files) == len(reader.kept) == 1
+    del first, same
+    assert not reader.files and not reader.kept
 
 
 def test_supervised_rows_carry_images_and_never_train_on_their_tokens(chat, tmp_path):
