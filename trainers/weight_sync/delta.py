@@ -86,7 +86,7 @@ class DeltaEncoder:
         places = (bits != last).nonzero()[:, 0]
         new, old = bits[places], last[places]
         last[places] = new
-        as_values, as_xor = (_pack(places, values) for values in (new, old ^ new))
+        as_values, as_xor = _pack(places, new, old ^ new)
         self.changes.values += bits.numel()
         self.changes.changed += len(places)
         self.changes.tensors += 1
@@ -130,12 +130,18 @@ def _bits_of(tensor: Tensor) -> Tensor:
     return flat.view(_INTEGERS[flat.element_size()])
 
 
-def _pack(places: Tensor, values: Tensor) -> bytes:
+def _pack(places: Tensor, *choices: Tensor) -> list[bytes]:
+    """Return a delta for each choice of values at the places, whose gaps are compressed once."""
     gaps = np.diff(places.numpy(), prepend=-1)
     widest = int(gaps.max(initial=0))
     width = next(width for width, kind in _GAPS.items() if widest <= np.iinfo(kind).max)
-    body = _split_planes(gaps.astype(_GAPS[width])) + _split_planes(values.numpy())
-    return _HEAD.pack(len(gaps), width) + zlib.compress(body, _LEVEL)
+    begun = zlib.compressobj(_LEVEL)
+    head = _HEAD.pack(len(gaps), width) + begun.compress(_split_planes(gaps.astype(_GAPS[width])))
+    packed: list[bytes] = []
+    for values in choices:
+        own = begun.copy()
+        packed.append(head + own.compress(_split_planes(values.numpy())) + own.flush())
+    return packed
 
 
 def _unpack(packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
