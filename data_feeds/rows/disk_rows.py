@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from core.errors import UserError, first_line
+from core.errors import MIB, UserError, first_line
 from core.text.text_files import parse_json, read_ends
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.line_index import MIB, index_lines
+from data_feeds.rows.line_index import index_lines
 from data_feeds.rows.mixture import pick_row
 from data_feeds.rows.permute import permute
 

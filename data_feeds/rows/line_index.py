@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.cache_folder import find_cache_folder
-from core.errors import first_line
+from core.errors import MIB, first_line
 from core.text.text_files import read_ends
 from core.timing.progress import say
 
-MIB = 2**20
 KEPT_BYTES = 256 * MIB
 """Size of a file from which the index is kept; a smaller one is read in a fraction of a second."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from configs.data_schema import SourceConfig
 from core.cache_folder import find_cache_folder
-from core.errors import UserError, first_line, name_error
+from core.errors import MIB, UserError, first_line, name_error
 from core.hub import prepare_hub
 from core.timing.progress import Progress, say
 
@@ -28,7 +28,6 @@ VERSION_KEYS = (
     *("LastModified", "last_modified", "mtime", "updated", "created", "generation", "version_id", "VersionId"),
 )
 """Keys of a store's description of a file that change with the content."""
-MIB = 2**20
 
 
 def is_remote(path: str) -> bool:

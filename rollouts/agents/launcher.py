@@ -35,12 +35,10 @@ from core.loading import FileSpec, load_module
 from core.timing.deadlines import AGENT_END_TIMEOUT_S
 from rewards.worker import PR_SET_PDEATHSIG
 from rollouts.agents.run_file import run_file
-from rollouts.agents.task import RESULT_FD, Task
+from rollouts.agents.task import LARGEST_MESSAGE, RESULT_FD, Task
 
 # From <linux/prctl.h>: Python has no constant for it.
 PR_SET_CHILD_SUBREAPER = 36
-LARGEST_MESSAGE = 2**16
-"""Maximum size of a socket message, in bytes."""
 PLAY = "--play"
 """Argument of a fresh interpreter that plays episodes. Tasks are on stdin; results go to RESULT_FD."""
 MOST_ROUNDS = 1000

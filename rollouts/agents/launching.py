@@ -19,9 +19,8 @@ from core.errors import UserError, quote
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
 from core.timing.progress import say
 from rollouts.agents.output import Output
-from rollouts.agents.task import AgentPlan
+from rollouts.agents.task import LARGEST_MESSAGE, AgentPlan
 
-LARGEST_MESSAGE = 2**16
 KEY_NAME = "OPENAI_API_KEY"
 """Environment variable with the key of a process. Every process that the agent starts inherits it."""
 MOST_STARTS = 3

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # pydantic is heavy
 # 0 to 2 are the standard streams, which the command uses as it likes.
 RESULT_FD = 3
 """File descriptor for a command's rewards, written as one line of JSON."""
+LARGEST_MESSAGE = 2**16
+"""Maximum size of a message between worker and launcher, in bytes."""
 
 
 def ignore_numbers(parts: dict[str, float]) -> None:
