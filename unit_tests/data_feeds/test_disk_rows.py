@@ -23,33 +23,12 @@ from data_feeds.rows.disk_rows import DatasetRows, ParquetRows, shuffle_whole
 from data_feeds.rows.line_index import find_lines, index_lines
 from data_feeds.rows.permute import permute
 from data_prep.regroup import regroup
+from unit_tests.helpers.prompt_files import rows_of, write
 
 
 @pytest.fixture
 def tokenizer(qwen):
     return qwen
-
-
-def rows_of(n: int, first: int = 0) -> list[dict]:
-    return [
-        {"id": f"r{i}", "messages": [{"role": "user", "content": f"What is {i}?"}], "answer": str(i)}
-        for i in range(first, first + n)
-    ]
-
-
-def write(path, rows: list[dict], *, group: int = 7) -> str:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=group)
-    elif path.suffix == ".jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    elif path.suffix == ".arrow":
-        table = pyarrow.Table.from_pylist(rows)
-        make = pyarrow.ipc.new_stream if "stream" in path.name else pyarrow.ipc.new_file
-        with make(str(path), table.schema) as writer:
-            writer.write_table(table, max_chunksize=group)
-    else:
-        Dataset.from_list(rows).save_to_disk(str(path))
-    return str(path)
 
 
 def load(path: str, tokenizer, *, lazy: bool | str = True, **others) -> Feed:

@@ -1,44 +1,24 @@
 """Files of object stores and web servers: downloaded once per version, or refused with the remedy."""
 
-import json
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
-import pyarrow
-import pyarrow.parquet
 import pytest
-from datasets import Dataset
 
 from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from data_feeds.feed import Feed, load_groups, load_prompts
 from data_feeds.rows.remote_files import fetch, put_in_place
 from driver.run_inputs import hash_rows
+from unit_tests.helpers.prompt_files import rows_of, write
 
 
 @pytest.fixture
 def tokenizer(qwen):
     return qwen
-
-
-def rows_of(n: int, first: int = 0) -> list[dict]:
-    return [
-        {"id": f"r{i}", "messages": [{"role": "user", "content": f"What is {i}?"}], "answer": str(i)}
-        for i in range(first, first + n)
-    ]
-
-
-def write(path: Path, rows: list[dict]) -> str:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
-    elif path.suffix == ".jsonl":
-        path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    else:
-        Dataset.from_list(rows).save_to_disk(str(path))
-    return str(path)
 
 
 def load(path: str, tokenizer, *, lazy: bool) -> Feed:

@@ -17,7 +17,7 @@ from core.errors import ProofFailed, RunStopped, TransportFailed
 from core.timing.clock import ActivityTimer
 from core.timing.phases import TRAINER_ACTIVITIES
 from data_feeds.packing.batches import micro_batches
-from trainers.weight_sync.base import Probe, Sent
+from trainers.weight_sync.base import Sent
 from trainers.weight_sync.delta import DeltaDecoder, DeltaEncoder
 from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.publisher import RemoteWeightSync
@@ -27,6 +27,7 @@ from unit_tests.helpers.engines import engine_of
 from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.runs import LUCK, file_of, metrics_of, program
+from unit_tests.helpers.syncs import sync_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.float8_e4m3fn)
 
@@ -173,34 +174,15 @@ class Noted:
         return Sent(checksums={"w": 1}, nbytes=0)
 
 
-def sync_of(transport: Noted, loaded: list[dict[str, int]], said: list[str], whole_every: int) -> RemoteWeightSync:
-    engines = cast(Remote[Any], Engines(["a", "b"], loaded))
-    trainers = cast(Remote[Any], Engines(["t"], []))
-    ends = SyncEndpoints(
-        trainers=trainers,
-        sources=trainers,
-        engines=engines,
-        engine_timers=engines,
-        ranks_per_engine=1,
-        max_bytes=1,
-        scope="whole",
-        timeout_s=1.0,
-    )
-    return RemoteWeightSync(
-        ends=ends,
-        engines=engines,
-        probe=Probe(token_ids=[1, 2], bound=0.1),
-        transports=[cast(Transport, transport)],
-        may_fall_back=False,
-        say=said.append,
-        facts={},
-        whole_every=whole_every,
-    )
+def sync_over(transport: Noted, loaded: list[dict[str, int]], said: list[str], whole_every: int) -> RemoteWeightSync:
+    engines, trainers = (cast(Remote[Any], Engines(*of)) for of in ((["a", "b"], loaded), (["t"], [])))
+    transports = [cast(Transport, transport)]
+    return sync_of(trainers, engines, transports, may_fall_back=False, say=said.append, whole_every=whole_every)
 
 
 def test_all_weights_go_to_whoever_may_lack_the_last_ones():
     transport, said = Noted(), list[str]()
-    sync = sync_of(transport, [], said, whole_every=3)
+    sync = sync_over(transport, [], said, whole_every=3)
 
     async def go() -> None:
         for version in range(5):
@@ -229,7 +211,7 @@ def test_all_weights_go_to_whoever_may_lack_the_last_ones():
 def test_after_changes_whose_proof_fails_all_weights_are_sent_once():
     transport, said = Noted(), list[str]()
     wrong = {"w": 2}
-    sync = sync_of(transport, [{"w": 1}, wrong, {"w": 1}, wrong, wrong], said, whole_every=9)
+    sync = sync_over(transport, [{"w": 1}, wrong, {"w": 1}, wrong, wrong], said, whole_every=9)
 
     async def go() -> None:
         await sync.publish_weights(1)
@@ -246,7 +228,7 @@ def test_after_changes_whose_proof_fails_all_weights_are_sent_once():
 def test_a_whole_proof_that_fails_ends_the_run_at_once():
     transport = Noted()
     with pytest.raises(ProofFailed):
-        asyncio.run(sync_of(transport, [{"w": 2}], [], whole_every=9).publish_weights(1))
+        asyncio.run(sync_over(transport, [{"w": 2}], [], whole_every=9).publish_weights(1))
     assert transport.codings == ["whole"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +19,12 @@ from core.types.weights import Bucket, split_into_buckets
 from driver.load_recipe import load_recipe
 from driver.start.devices import check_devices
 from driver.start.rollouts import plan_rollouts
-from trainers.weight_sync.base import Probe, Sent
+from trainers.weight_sync.base import Sent
 from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
 from trainers.weight_sync.chunks import ChunkWriter, read_chunk
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
-from trainers.weight_sync.publisher import RemoteWeightSync
 from trainers.weight_sync.transports import SyncEndpoints, Transport
+from unit_tests.helpers.syncs import sync_of
 
 TIMEOUT_S = 20.0
 WEIGHTS = {
@@ -206,34 +206,6 @@ class Recorder:
         await asyncio.sleep(0.01)
         self.notes.append(f"{method.__name__} done")
         return [self.answers.get(method.__name__)]
-
-
-def sync_of(
-    trainers: Remote[Any],
-    engines: Remote[Any],
-    transports: list[Transport],
-    *,
-    may_fall_back: bool,
-    say: Callable[[str], Any],
-) -> RemoteWeightSync:
-    return RemoteWeightSync(
-        ends=SyncEndpoints(
-            trainers=trainers,
-            sources=trainers,
-            engines=engines,
-            engine_timers=engines,
-            ranks_per_engine=1,
-            max_bytes=1,
-            scope="whole",
-            timeout_s=1.0,
-        ),
-        engines=engines,
-        probe=Probe(token_ids=[1, 2], bound=0.1),
-        transports=transports,
-        may_fall_back=may_fall_back,
-        say=say,
-        facts={},
-    )
 
 
 class Noted:
