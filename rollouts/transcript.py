@@ -229,7 +229,7 @@ def _find_wrong_set(done: Completion, *, is_truncated: bool) -> str | None:
 
 
 def _find_wrong_routes(done: Completion, length: int) -> str | None:
-    """Return what is wrong with the routes of a completion, or None. length: tokens of prefix and completion."""
+    """Return the flaw of a completion's routes, as a clause, or None. length: tokens of prefix and completion."""
     if done.routes is None:
         return "no routes, and rollout.router_replay is set"
     if done.routes.ndim == 3 and len(done.routes) == length and done.routes.dtype in ROUTE_DTYPES:

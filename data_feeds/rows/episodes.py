@@ -33,7 +33,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the policy of the run samples."""
+    """Sampling of the policy of the run."""
 
     max_new_tokens: int
     """Most tokens after the prompt."""
@@ -62,6 +62,7 @@ def read_episodes(
 def _read_episode(
     one: dict[str, Any], prompt_ids: list[int], tokenizer: Decoder, sampling: Sampling, longest: int
 ) -> RecordedEpisode:
+    """Return one episode; see `read_episodes`. With neither token_ids nor logp it is a text, of any tokenizer."""
     if unknown := sorted(one.keys() - FIELDS - TRUNCATION.keys()):
         raise _refuse(f"an episode has {unknown[0]!r}, and its keys are {', '.join(sorted(FIELDS | {*TRUNCATION}))}")
     text, stop = one.get("completion"), one.get("stop", "eos")

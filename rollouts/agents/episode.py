@@ -48,7 +48,7 @@ class AgentRunner:
         self.said_must_call = False
 
     async def play(self, prompt: Prompt, *, episode: int, seed_of_turn: Callable[[int | str], int]) -> list[Played]:
-        """Run one episode. Return one sample per branch, with the messages for the reward.
+        """Run an episode of a prompt to its samples, one per branch, each with the messages for the reward.
 
         A failing harness yields failed samples of the requests made so far. Raises the engine's errors.
         """

@@ -177,7 +177,7 @@ class Launcher:
             os._exit(status)
 
     def _become_agent(self, environment: dict[str, str], pipes: list[int]) -> None:
-        """Run one episode in the forked process, then exit."""
+        """Run the agent in the forked process, for one episode or many, then exit."""
         status = CANNOT_START
         try:
             # a new process group, so that it can be killed as a whole

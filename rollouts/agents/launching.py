@@ -58,7 +58,7 @@ class AgentProcess:
             self.status = json.loads(said)["status"]
 
     async def end(self) -> None:
-        """Kill what is left of the processes, and read the rest of their output. Never called twice."""
+        """Kill the processes that are left, and read the rest of their output. Never called twice."""
         if self.status is None:
             await self._end_guard()
             # a guard that was killed has ended nobody, and the launcher, to which they fall, may be dead too

@@ -75,7 +75,10 @@ def run_agent(run: Run, given: dict[str, Any], path: str, write: Write) -> dict[
 
 
 async def serve_episodes(run: Run, path: str, task: int, write: Write) -> None:
-    """Play episodes at the same time, until the standard input ends."""
+    """Play the tasks of a file descriptor at the same time, until it ends.
+
+    task: the descriptor. write: receives each message, as rollouts/agents/served.py describes it.
+    """
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     running: dict[int, asyncio.Task[None]] = {}
 
@@ -104,7 +107,7 @@ async def serve_episodes(run: Run, path: str, task: int, write: Write) -> None:
 
 
 async def play_episode(run: Run, path: str, number: int, given: dict[str, Any], write: Write) -> None:
-    """Play one episode of many, and write the result. Never raises the user's errors."""
+    """Play an episode of many by the user's `run`, and write the result. Never raises the user's errors."""
 
     def report(found: dict[str, Any]) -> None:
         write({"id": number} | found)

@@ -66,7 +66,10 @@ async def play(given: dict[str, Any], tasks: list[Any], settings: dict[str, Any]
 
 
 async def serve(tasks: list[Any], settings: dict[str, Any]) -> None:
-    """Play the episodes of the standard input at the same time, until it ends."""
+    """Play the tasks of the standard input at the same time, until it ends.
+
+    As rollouts/agents/run_file.py does, which the Python of another environment cannot import.
+    """
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     running: dict[int, asyncio.Task[None]] = {}
 

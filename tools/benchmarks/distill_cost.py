@@ -83,7 +83,7 @@ def make_models(folder: Path, hidden: int, vocabulary: int) -> None:
 
 
 def measure_step(name: str, folder: Path, tokens: int, mib: int) -> Cost:
-    """Make one step and return what it costs."""
+    """Return the cost of a step of an algorithm, sft or gkd."""
     import torch
 
     from algs import find_algorithm

@@ -197,7 +197,7 @@ def teach(folder: Path, rows: str, saved: str, *more: str) -> None:
 
 
 def learn(name: str, seed: int, folder: Path) -> Row:
-    """Let one algorithm learn; the model is saved under that name."""
+    """Train the warmed-up model by a row of MATRIX; the model is saved under the row's name."""
     alg = dict(MATRIX[name])
     if alg.get("teacher") == TEACHER:
         alg["teacher"] = str(folder / f"{TEACHER}-{seed}")
