@@ -92,12 +92,18 @@ class TrainerConfig(StrictModel):
     model's query heads, and divide or be a multiple of the key heads. Requires a text model without recurrent layers,
     packed rows and attention: auto."""
     optimizer: str = "adamw"
-    """adamw, sgd (without momentum), or the path of a class, such as torch.optim.NAdam. On Ray it must update each
-    number by that number's gradients alone, since ranks hold parts of tensors; that is measured before the start."""
+    """adamw, sgd (without momentum), muon, or the path of a class, such as torch.optim.NAdam. muon orthogonalises the
+    momentum of each matrix of a layer, and updates all other parameters by AdamW with the same lr (arXiv:2502.16982);
+    on Ray it requires strategy: fsdp2. On Ray a class must update each number by that number's gradients alone, since
+    ranks hold parts of tensors; that is measured before the start."""
     optimizer_settings: dict[str, Any] = Field({})
-    """Keyword arguments of an optimizer that is named by a path; lr comes from the schedule."""
+    """Keyword arguments of an optimizer that is named by a path; lr comes from the schedule. muon has momentum (0.95).
+    """
     lr: LearningRate = 1e-6
     """Learning rate after the warm-up."""
+    lr_scales: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field({})
+    """Factors of the learning rate by names of parameters or modules, as in `freeze`: {"*.layers.[01]": 0.1}. Of
+    several that match a parameter, the first counts. Names that a value model lacks are ignored there."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate schedule after the warm-up. linear and cosine decay from there on. wsd (warm-up, stable, decay)
     stays at lr and decays linearly in the last updates. An update after the last would have lr_min_fraction * lr."""
@@ -113,6 +119,9 @@ class TrainerConfig(StrictModel):
     """AdamW's term in the denominator."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay: decoupled in AdamW, added to the gradient in sgd."""
+    ema: float | None = Field(None, gt=0, lt=1)
+    """Decay of an exponential moving average of the policy's weights, which is saved beside the model, as model_ema:
+    after each update, in float32, average = ema * average + (1 - ema) * weights. null: none."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Maximum gradient norm of an update; 0: no clipping. The logged norm is the norm before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
@@ -158,9 +167,10 @@ class TrainerConfig(StrictModel):
 
     @model_validator(mode="after")
     def optimizer_is_known(self) -> TrainerConfig:
-        if self.optimizer not in ("adamw", "sgd") and not self.is_optimizer_named:
+        if self.optimizer not in ("adamw", "sgd", "muon") and not self.is_optimizer_named:
             raise ValueError(
-                f"optimizer={self.optimizer} is not known: choose adamw, sgd, or a path, such as torch.optim.NAdam"
+                f"optimizer={self.optimizer} is not known: choose adamw, sgd, muon, or a path, such as "
+                "torch.optim.NAdam"
             )
         if ours := {"lr", "params"} & self.optimizer_settings.keys():
             raise ValueError(f"optimizer_settings has {min(ours)}, which the trainer sets: use trainer.lr")

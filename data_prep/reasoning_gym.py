@@ -15,7 +15,7 @@ from core.errors import UserError, name_error
 from data_feeds.rows.invalid_rows import InvalidRows
 from data_prep.rows import Row
 from data_prep.script import conversion_parser, convert, run_script, whole
-from rewards.reasoning_gym import find_scorer, pack
+from rewards.reasoning_gym import check_name, pack
 
 PROMPT_FORM = "{question}\n\nThink step by step, then write the final answer between <answer> and </answer>."
 
@@ -24,22 +24,23 @@ def make(
     name: str, *, size: int, seed: int = 0, settings: dict[str, Any] | None = None, prompt_form: str = PROMPT_FORM
 ) -> list[Row]:
     """Generate rows of a data set. Raises UserError for an unknown name, or arguments that it refuses."""
-    find_scorer(name)
+    check_name(name)
     import reasoning_gym
 
     try:
-        entries = reasoning_gym.create_dataset(name, size=size, seed=seed, **settings or {})
-        return [make_row(f"{name}/{seed}/{i}", name, entries[i], prompt_form) for i in range(size)]
+        settings = settings or {}
+        entries = reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
+        return [make_row(f"{name}/{seed}/{i}", name, settings, entries[i], prompt_form) for i in range(size)]
     except Exception as error:  # a border: generators raise what they like for arguments
         raise UserError(f"--set {name}: {name_error(error)}") from error
 
 
-def make_row(row_id: str, name: str, entry: dict[str, Any], prompt_form: str) -> Row:
+def make_row(row_id: str, name: str, settings: dict[str, Any], entry: dict[str, Any], prompt_form: str) -> Row:
     """Return an entry as a row. The answer holds all that the score needs, and the policy never sees it."""
     return Row(
         id=row_id,
         messages=[{"role": "user", "content": prompt_form.format(question=entry["question"])}],
-        answer=json.dumps({"dataset": name, "entry": pack(entry)}),
+        answer=json.dumps({"dataset": name, "settings": settings, "entry": pack(entry)}),
         extra=json.dumps({"dataset": name}),
     )
 

@@ -158,27 +158,24 @@ class RunContext:
         self.console.say(f"rows: {layout.measured}")
 
     async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
-        """Save the final model to the run folder and to `save_to`, and the value model if there is one."""
+        """Save the final model to the run folder and to `save_to`, and the other models that the run has."""
         self.check_trained()
         save_to = self.training.save_to
         copies = [Path(save_to).absolute()] if save_to else []
         with self.clock.phase(Phase.SAVE):
             steps = self.facts.get("steps_done", self.cfg.n_steps)
-            write = partial(self._write_model, trainers, tokenizer, steps)
-            await write_to_each([self.folder.path / "model", *copies], write)
+            run, cfg = self.folder.path, self.training
+            say = self.console.say
+            write = partial(write_model, trainers=trainers, tokenizer=tokenizer, cfg=cfg, run=run, steps=steps, say=say)
+            await write_to_each([run / "model", *copies], write)
+            if cfg.trainer.ema is not None:
+                await write(run / "model_ema", which="ema")
             if alg.value_lr is not None:
-                run = self.folder.path
-                await write_value_model(run / "value_model", trainers, self.training, run=run, steps=steps)
+                await write_value_model(run / "value_model", trainers, cfg, run=run, steps=steps)
             if self.training.push_to is not None:
                 pushed = await asyncio.to_thread(push_model, self.training.push_to, self.folder.path / "model")
                 self.facts["pushed"] = pushed
                 self.console.say(f"pushed to {pushed}")
-
-    async def _write_model(
-        self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, steps: int, folder: Path
-    ) -> None:
-        run, say = self.folder.path, self.console.say
-        await write_model(folder, trainers, tokenizer, self.training, run=run, steps=steps, say=say)
 
     def checkpoint_is_due(self, steps_done: int) -> bool:
         steps = steps_done if self.is_over else self.cfg.n_steps

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from configs.schema import RunConfig
 from core.cluster.workers import Workers
+from core.types.weights import SavedModel
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.checks.output_folder import save_in_one_step
 from driver.records.model_card import write_card
@@ -23,6 +24,7 @@ async def write_model(
     run: Path,
     steps: int,
     say: Callable[[str], None],
+    which: SavedModel = "policy",
 ) -> None:
     """Write the model to `folder` in one step. Raises SavedModelWrong if what is read back is not the model.
 
@@ -31,10 +33,10 @@ async def write_model(
     told: list[str] = []
 
     async def write(partial: Path) -> None:
-        corrected = await trainers.call_all(Trainer.save_model, partial)
+        corrected = await trainers.call_all(Trainer.save_model, partial, which)
         tokenizer.save(partial)
         write_stop_tokens(partial, eos=tokenizer.hf.eos_token_id, stops=tokenizer.stop_token_ids)
-        write_card(partial, cfg, run=run, steps=steps)
+        write_card(partial, cfg, run=run, steps=steps, which=which)
         n = check_saved(partial, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
         told.extend(sentence for sentences in corrected for sentence in sentences)
         told.append(f"saved {folder}: {n} tensors, read back")
@@ -46,6 +48,6 @@ async def write_model(
 
 async def write_value_model(folder: Path, trainers: Workers[Trainer], cfg: RunConfig, *, run: Path, steps: int) -> None:
     """Write the value model with its card, and read it back as `write_model` does."""
-    await trainers.call_all(Trainer.save_value_model, folder)
-    write_card(folder, cfg, run=run, steps=steps, is_value_model=True)
+    await trainers.call_all(Trainer.save_model, folder, "value")
+    write_card(folder, cfg, run=run, steps=steps, which="value")
     check_saved(folder, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)

@@ -1,9 +1,12 @@
-"""Frozen parameters of a trained model, as `trainer.freeze` names them. They are exported and saved like the others."""
+"""Patterns on the names of a model's parameters, and the frozen parameters of `trainer.freeze`.
+
+Frozen parameters are exported and saved like the others.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -17,7 +20,7 @@ from modeling.hf_config import ImageUse, is_text_use, vision_family
 from modeling.text_use import list_unused
 
 ROUTER, VISION = "router", "vision"
-"""Words of `trainer.freeze` that are no patterns."""
+"""Words of `trainer.freeze` and `trainer.lr_scales` that are no patterns."""
 
 
 def find_frozen(
@@ -29,16 +32,12 @@ def find_frozen(
     pattern without a match, and if no parameter is left to train. None: such patterns are ignored, as in a value model,
     which has no language-model head.
     """
-    both = list(model.named_parameters(remove_duplicate=False))
-    frozen = {*list_unused(model, images)}
+    if path is not None:
+        check_patterns(model, patterns, key="trainer.freeze", images=images, path=path)
+    frozen = add_tied(model, {*list_unused(model, images)})
     for pattern in patterns:
-        matched = {name for name, _ in both if _is_match(model, name, pattern, images)}
-        if not matched and path is not None:
-            raise UserError(_describe_mismatch(pattern, [name for name, _ in both], path))
-        frozen |= matched
-    tensors = {id(p) for name, p in both if name in frozen}
-    frozen = {name for name, p in both if id(p) in tensors}
-    if path is not None and patterns and len(frozen) == len(both):
+        frozen |= match_names(model, pattern, images)
+    if path is not None and patterns and all(name in frozen for name, _ in model.named_parameters()):
         raise UserError(
             f"trainer.freeze={list(patterns)} freezes every parameter of model.path={path}, and nothing would be "
             "trained: name fewer"
@@ -53,6 +52,27 @@ def freeze(model: nn.Module, names: set[str]) -> None:
             parameter.requires_grad_(False)
 
 
+def match_names(model: nn.Module, pattern: str, images: ImageUse = "auto") -> set[str]:
+    """Return the names of the parameters that a pattern or word matches, and those of tensors tied to them."""
+    both = model.named_parameters(remove_duplicate=False)
+    return add_tied(model, {name for name, _ in both if _is_match(model, name, pattern, images)})
+
+
+def add_tied(model: nn.Module, names: set[str]) -> set[str]:
+    """Return names with all names of the same tensors."""
+    both = list(model.named_parameters(remove_duplicate=False))
+    tensors = {id(p) for name, p in both if name in names}
+    return {name for name, p in both if id(p) in tensors}
+
+
+def check_patterns(model: nn.Module, patterns: Iterable[str], *, key: str, images: ImageUse, path: str) -> None:
+    """Raise UserError for a pattern of `key` that matches no parameter of the model.path `path`."""
+    for pattern in patterns:
+        if not match_names(model, pattern, images):
+            names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+            raise UserError(_describe_mismatch(key, pattern, names, path))
+
+
 def _is_match(model: nn.Module, name: str, pattern: str, images: ImageUse) -> bool:
     """Tell whether a pattern matches a parameter's name, or that of a module it belongs to."""
     modules = [*accumulate(name.split("."), "{}.{}".format)]
@@ -65,13 +85,13 @@ def _is_match(model: nn.Module, name: str, pattern: str, images: ImageUse) -> bo
     return any(fnmatchcase(part, pattern) for part in modules)
 
 
-def _describe_mismatch(pattern: str, names: list[str], path: str) -> str:
+def _describe_mismatch(key: str, pattern: str, names: list[str], path: str) -> str:
     what = {
         ROUTER: "has no router of experts",
         VISION: "has no vision tower, or is used for text only, where the tower is frozen anyway",
     }
     if pattern in what:
-        return f"trainer.freeze names {pattern}, and model.path={path} {what[pattern]}: leave it out"
+        return f"{key} names {pattern}, and model.path={path} {what[pattern]}: leave it out"
 
     def count_shared(name: str) -> int:
         return sum(block.size for block in SequenceMatcher(None, pattern, name, autojunk=False).get_matching_blocks())
@@ -79,6 +99,6 @@ def _describe_mismatch(pattern: str, names: list[str], path: str) -> str:
     # the layers have the same names but for their number
     closest = sorted(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names), key=count_shared)[:-4:-1]
     return (
-        f"trainer.freeze: {pattern!r} matches no parameter of model.path={path}: name a parameter or a module, with * "
+        f"{key}: {pattern!r} matches no parameter of model.path={path}: name a parameter or a module, with * "
         f"for any characters, such as {', '.join(closest)}"
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, suggest_name
@@ -48,32 +50,42 @@ FORMULA = re.compile(
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
     """Score the answer of the last reply. Raises UserError if the row is not of data_prep.reasoning_gym."""
-    name, entry = read_entry(prompt)
+    name, settings, entry = read_row(prompt)
     found = ANSWER.findall(cut_reasoning(messages[-1]["content"]))
     answer = found[-1].strip() if found else None
     if answer is None or not is_harmless(name, answer):
         return {"correct": 0.0, "format": float(answer is not None)}
-    return {"correct": score_answer(name, entry, answer), "format": 1.0}
+    return {"correct": score_answer(make_scorer(name, settings), entry, answer), "format": 1.0}
 
 
-def score_answer(name: str, entry: dict[str, Any], answer: str) -> float:
+def score_answer(scored: Callable[[str, dict[str, Any]], float], entry: dict[str, Any], answer: str) -> float:
     """Return the package's score of an answer."""
-    scored = find_scorer(name)
     try:
         return float(scored(answer, entry))
     except Exception:  # a border: scripts of data sets that parse the policy's text, which may be anything
         return 0.0
 
 
-def find_scorer(name: str) -> Any:
-    """Return the package's function that scores a task. Raises UserError for an unknown task."""
+@lru_cache
+def make_scorer(name: str, settings: str) -> Callable[[str, dict[str, Any]], float]:
+    """Return the package's function that scores a task. settings: arguments of the data set, as JSON.
+
+    Raises UserError for an unknown task.
+    """
+    check_name(name)
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **json.loads(settings)).score_answer
+
+
+def check_name(name: str) -> None:
+    """Raise UserError if the package is not installed, or has no such data set."""
     try:
-        from reasoning_gym.factory import DATASETS, get_score_answer_fn
+        from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise UserError(f"reward.function=reasoning_gym: the package is not installed: {INSTALL}") from error
     if name not in DATASETS:
         raise UserError(f"reasoning-gym has no data set {name!r:.80}{suggest_name(name, DATASETS)}")
-    return get_score_answer_fn(name)
 
 
 def is_harmless(name: str, answer: str) -> bool:
@@ -95,15 +107,15 @@ def is_harmless(name: str, answer: str) -> bool:
     return True
 
 
-def read_entry(prompt: Prompt) -> tuple[str, dict[str, Any]]:
-    """Return the data set and the entry of a row."""
+def read_row(prompt: Prompt) -> tuple[str, str, dict[str, Any]]:
+    """Return the data set of a row, its arguments as JSON, and the entry."""
     try:
         found = json.loads(prompt.answer)
-        return found["dataset"], unpack(found["entry"])
+        return found["dataset"], json.dumps(found["settings"], sort_keys=True), unpack(found["entry"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"reward.function=reasoning_gym: the row {prompt.id} is not of data_prep.reasoning_gym: its answer must "
-            "be the entry as JSON"
+            "hold dataset, settings and entry as JSON: make the rows again"
         ) from error
 
 

@@ -32,6 +32,7 @@ from trainers.distributed import DistributedTrainer
 from trainers.learner import Learner
 from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
+from trainers.parameter_groups import group_parameters, set_lr
 from trainers.references import clear_moments
 from trainers.row_shards import shard_rows, unite_rows
 
@@ -88,7 +89,8 @@ class DeepSpeedLearner:
         self.cfg = cfg
         self.max_grad_norm, self.may_apply, self.norm = cfg.max_grad_norm, True, math.inf
         self.exported = WeightExport(model)
-        optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = make_optimizer(cfg, group_parameters(model, cfg, trained))
         if cfg.zero_stage == 0:
             # gradients are reduced by the time that DeepSpeed calls the optimizer, so the norm is computed there
             optimizer.register_step_pre_hook(self._finish_gradients)
@@ -117,8 +119,7 @@ class DeepSpeedLearner:
         self.gradient_sum += grad.sum(dtype=torch.float32)
 
     def update(self, *, lr: float, apply: bool) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self.optimizer, lr)
         self.may_apply = apply
         self.engine.step()  # discards a gradient whose norm is not finite
         if self.zero_stage == 0:

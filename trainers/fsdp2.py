@@ -33,8 +33,9 @@ from trainers.fsdp2_units import settle_shards, shard_model
 from trainers.learner import Learner
 from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
+from trainers.parameter_groups import group_parameters, set_lr
 from trainers.references import clear_moments
-from trainers.row_shards import as_part_of, local_part
+from trainers.row_shards import as_part_of, cut_rows, local_part
 
 
 class FsdpTrainer(DistributedTrainer):
@@ -85,7 +86,9 @@ class FsdpLearner:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.held = {name: local_part(p.detach()) for name, p in self.trained.items()}
         """Local shard of each trained parameter, or the whole adapter parameter. Both are views, not copies."""
-        self.optimizer = make_optimizer(cfg, self.held.values())
+        groups = group_parameters(model, cfg, self.held)
+        parts = MatrixParts({held: self.trained[name] for name, held in self.held.items()})
+        self.optimizer = make_optimizer(cfg, groups, gather=parts.gather, cut=parts.cut)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # every unit's gradient is summed over the ranks, and added to that of this rank's rows
@@ -108,8 +111,7 @@ class FsdpLearner:
         if math.isfinite(value):
             if self.max_grad_norm > 0:
                 nn.utils.clip_grads_with_norm_(self.held.values(), self.max_grad_norm, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_lr(self.optimizer, lr)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return value
@@ -188,6 +190,24 @@ class FsdpLearner:
         """Return copies of the shards as parts of whole tensors, which any number of ranks can read."""
         whole = zip(self.trained.items(), copies, strict=True)
         return {f"{WEIGHTS}.{name}": as_part_of(p, own) if isinstance(p, DTensor) else own for (name, p), own in whole}
+
+
+class MatrixParts:
+    """Parts of matrices that a rank holds: rows, or the whole matrices of some experts."""
+
+    def __init__(self, sharded: dict[Tensor, nn.Parameter]):
+        """sharded: parameter by what this rank holds of it."""
+        self.sharded = sharded
+
+    def gather(self, held: Tensor, values: Tensor) -> Tensor:
+        """Return the whole matrix, on the device, of which this rank has `values`. Collective."""
+        p = self.sharded[held]
+        return values if p.ndim > 2 else gather(as_part_of(p, values), values.dtype)
+
+    def cut(self, held: Tensor, whole: Tensor) -> Tensor:
+        """Return this rank's part of a matrix."""
+        p = self.sharded[held]
+        return whole if p.ndim > 2 else cut_rows(p, whole).to(held.device)
 
 
 def narrow_parameters(exported: ExportedTensor, dtype: torch.dtype) -> ExportedTensor:

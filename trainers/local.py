@@ -21,6 +21,7 @@ from trainers.checkpoint.copies import load_tensors, save_tensors
 from trainers.checkpoint.state import reading
 from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
+from trainers.parameter_groups import group_parameters, set_lr
 from trainers.references import clear_moments
 from trainers.trainer import Trainer
 
@@ -48,9 +49,11 @@ class TorchLearner:
         self.model = self.module = model
         self.exported = WeightExport(model)
         self.max_grad_norm = cfg.max_grad_norm
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = [*trained.values()]
         self.master = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
-        self.optimizer = make_optimizer(cfg, self.master)
+        named = dict(zip(trained, self.master, strict=True))
+        self.optimizer = make_optimizer(cfg, group_parameters(model, cfg, named))
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -70,8 +73,7 @@ class TorchLearner:
         if math.isfinite(value):
             if self.max_grad_norm > 0:
                 nn.utils.clip_grads_with_norm_(self.master, self.max_grad_norm, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_lr(self.optimizer, lr)
             self.optimizer.step()
             self.show_masters()
         self.optimizer.zero_grad(set_to_none=True)

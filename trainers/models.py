@@ -11,7 +11,7 @@ from torch import nn
 from algs.base import Algorithm
 from algs.teachers import START
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from modeling.freeze import find_frozen, freeze
+from modeling.freeze import check_patterns, find_frozen, freeze
 from modeling.load import load_model, load_scalar_model
 from modeling.pretrained import Place
 
@@ -45,7 +45,12 @@ class ModelLoader:
         policy = load_model(self.model.path, **self.trained, lora=lora, place=place)
         if lora is None:  # PEFT has frozen the rest
             freeze_parts(policy)
+        self._check_scales(policy)
         return policy
+
+    def _check_scales(self, model: nn.Module) -> None:
+        key, images, path = "trainer.lr_scales", self.model.images, self.model.path
+        check_patterns(model, self.cfg.lr_scales, key=key, images=images, path=path)
 
     def load_scalar(self) -> nn.Module:
         """Load a reward model, or the value model of a policy."""
@@ -55,6 +60,8 @@ class ModelLoader:
         place = _place_after(freeze_parts, self.place)
         model = load_scalar_model(self.model.path, **self.trained, place=place)
         freeze_parts(model)
+        if self.alg.model_kind == "reward":
+            self._check_scales(model)
         return model
 
     def load_teachers(self, *, has_ref_logp: bool) -> Iterator[tuple[list[str], nn.Module]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from configs.trainer_schema import TrainerConfig
 from core.errors import UserError
+from trainers.muon import Muon
 
 
 def make_lr_schedule(cfg: TrainerConfig, total_updates: int) -> Callable[[int], float]:
@@ -36,21 +39,25 @@ def make_lr_schedule(cfg: TrainerConfig, total_updates: int) -> Callable[[int], 
     return get_lr
 
 
-def make_optimizer(cfg: TrainerConfig, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer of float32 tensors; the learning rate is set before every update.
+def make_optimizer(
+    cfg: TrainerConfig, parameters: list[Tensor] | list[dict[str, Any]], **parts: Callable[[Tensor, Tensor], Tensor]
+) -> torch.optim.Optimizer:
+    """Return the optimizer of float32 tensors, or of groups of them; the learning rate is set before every update.
 
-    Raises UserError for a path that names no optimizer, and for settings that it does not take.
+    parts: `gather` and `cut` of Muon. Raises UserError for a path that names no optimizer, and for settings that it
+    does not take.
     """
     # fused: an update reads and writes every tensor once
+    kind: dict[str, Any] = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "fused": True}
+    adamw = kind | {"betas": cfg.betas, "eps": cfg.eps}
     if cfg.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
+        return torch.optim.SGD(parameters, **kind)
     if cfg.optimizer == "adamw":
-        return torch.optim.AdamW(
-            parameters, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True
-        )
-    found = _find_class(cfg.optimizer)
+        return torch.optim.AdamW(parameters, **adamw)
     try:
-        return found(parameters, lr=cfg.lr, **cfg.optimizer_settings)
+        if cfg.optimizer == "muon":
+            return Muon(parameters, **adamw, **parts, **cfg.optimizer_settings)
+        return _find_class(cfg.optimizer)(parameters, lr=cfg.lr, **cfg.optimizer_settings)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"trainer.optimizer={cfg.optimizer} refuses this model or trainer.optimizer_settings: {error}"

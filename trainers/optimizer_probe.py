@@ -53,8 +53,18 @@ def probe_optimizer(cfg: TrainerConfig) -> ProbedOptimizer:
     )
 
 
-def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool) -> None:
+def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool = False) -> None:
     """Raise UserError for an optimizer that cannot run. is_sharded: ranks hold parts of tensors."""
+    if cfg.optimizer == "muon":
+        if has_adapter:
+            raise UserError("trainer.optimizer=muon updates whole matrices, and an adapter has factors: use adamw")
+        if is_sharded and cfg.strategy == "deepspeed":
+            raise UserError(
+                "trainer.optimizer=muon updates whole matrices, and DeepSpeed's ranks hold parts of flattened ones: "
+                "set trainer.strategy=fsdp2, or backend=local"
+            )
+        # refuses wrong settings
+        make_optimizer(cfg, [{"params": [torch.zeros(2, 2)], "lr_scale": 1.0, "is_matrix": True}])
     if not cfg.is_optimizer_named:
         return
     found = probe_optimizer(cfg)

@@ -1,4 +1,4 @@
-"""Teachers with weights of the policy that move: averages and earlier copies of it.
+"""Averages and earlier copies of the policy's weights: teachers that move, and the average that is saved.
 
 A reference is a float32 copy of the policy's trained weights, in the shards that a rank updates. To score, it changes
 places with them: no second model is loaded, and sharding, layout and adapter are the policy's.
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from trainers.learner import Learner
+
+AVERAGE = "trainer.ema"
+"""Name of the average of the weights that is saved, beside those of teachers."""
 
 
 class Reference:

@@ -29,6 +29,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def cut_rows(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Return the local shard of a tensor that every rank has, with the placement of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    return local_part(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+
 def shard_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the parameters of an empty model in place over the ranks of `mesh`, by rows."""
     hf: Any = model

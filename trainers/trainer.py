@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +34,7 @@ from core.types.images import PlacedImage
 from core.types.measures import Measure
 from core.types.routes import RouterReplay
 from core.types.samples import Batch, Policy, ScoredColumn
-from core.types.weights import Bucket, ExportScope
+from core.types.weights import Bucket, ExportScope, SavedModel
 from data_feeds.packing.batches import make_probe_batch
 from modeling.export import saved_scopes
 from modeling.forward import compute_values, forward
@@ -53,7 +54,7 @@ from trainers.models import ModelLoader
 from trainers.observers import BatchSeen, ObserverFactory, Observers
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
-from trainers.references import Reference
+from trainers.references import AVERAGE, Reference
 from trainers.routes import RouteMetrics
 
 
@@ -101,7 +102,8 @@ class Trainer:
         self.frozen: dict[str, nn.Module] = {}
         for names, model_of_them in models.load_teachers(has_ref_logp=has_ref_logp):
             self.frozen |= dict.fromkeys(names, self.hold_frozen(model_of_them))
-        self.references = {name: Reference(self.policy) for name, t in alg.teachers.items() if t.moves}
+        moving = [name for name, t in alg.teachers.items() if t.moves] + ([] if cfg.ema is None else [AVERAGE])
+        self.references = {name: Reference(self.policy) for name in moving}
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, images=model.images, **kind)
@@ -139,18 +141,14 @@ class Trainer:
         """Return `values`, computed from this rank's rows, summed over all rows; the same on every rank."""
         raise NotImplementedError
 
-    def save_model(self, folder: Path) -> list[str]:
-        """Write the trained model in Hugging Face format; return sentences about corrections."""
-        needs = partial(estimate_bytes, [self.policy])
-        with self.timer.measure(Activity.SAVE), writing(folder, needs=needs):
-            return self.write_model(self.policy, folder, saved_scopes(self.lora))
-
-    def save_value_model(self, folder: Path) -> None:
-        """Write the value model in Hugging Face format, as a sequence classifier with a single label."""
-        assert self.critic is not None
-        needs = partial(estimate_bytes, [self.critic])
-        with self.timer.measure(Activity.SAVE), writing(folder, needs=needs):
-            self.write_model(self.critic, folder, ["whole"])
+    def save_model(self, folder: Path, which: SavedModel = "policy") -> list[str]:
+        """Write a model in Hugging Face format, a value model as a classifier of one label; return corrections."""
+        learner = self.critic if which == "value" else self.policy
+        assert learner is not None
+        average = self.references[AVERAGE].in_place_of(learner) if which == "ema" else nullcontext()
+        needs = partial(estimate_bytes, [learner])
+        with self.timer.measure(Activity.SAVE), writing(folder, needs=needs), average:
+            return self.write_model(learner, folder, ["whole"] if which == "value" else saved_scopes(self.lora))
 
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> list[str]:
         """Gather the tensors of `scopes` and write them from a single rank; return as `save_model` does."""
@@ -227,6 +225,8 @@ class Trainer:
         # all are updated even if one is skipped: every update is a collective
         norms = {name: learner.update(lr=lr, apply=learner.has_finite_gradients()) for name, learner, lr in learners}
         finite = all(math.isfinite(n) for n in norms.values())  # the same on every rank
+        if finite and self.cfg.ema is not None:
+            self.references[AVERAGE].move(self.policy, 1 - self.cfg.ema)
         self.updates_done += 1
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= self.cfg.max_skipped_updates:

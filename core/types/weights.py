@@ -10,6 +10,9 @@ from torch import Tensor
 T = TypeVar("T")
 Bucket = list[tuple[str, Tensor]]
 """Named full tensors, transferred together."""
+SavedModel = Literal["policy", "value", "ema"]
+"""Model that a trainer saves: the policy, the value model, or the average of the policy's weights."""
+
 ExportScope = Literal["whole", "files", "adapter"]
 """Tensors to export: all weights of a model, with any adapter merged in, under the model's names; the same under the
 names of model files (modeling/file_names.py); or only the adapter."""

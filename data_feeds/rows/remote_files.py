@@ -1,11 +1,13 @@
 """Copies of files in object stores and on web servers, read through fsspec.
 
 A file is downloaded once per version. A version is told by the size, the time and the hash that the store reports; a
-store that reports none of the latter two is downloaded from at every start, for its file may have changed.
+store that reports none of the latter two is downloaded from at every start, for its file may have changed. Such a copy
+is removed at the end of the process; the others are kept for later runs.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import shutil
@@ -60,11 +62,13 @@ def fetch(url: str, key: str) -> Path:
     name = PurePosixPath(url.split("?")[0].rstrip("/")).name
     # a file without a mark gets a folder for each start, since another run may read the copy of an earlier one
     copy = of_url / (mark or f"unmarked-{os.getpid()}-{time.time_ns()}") / name
+    if mark is None:
+        atexit.register(_remove_copy, copy.parent, os.getpid())
     if mark is not None and copy.exists():
         say(f"{key}: read from the copy in {copy.parent}")
         return copy
     if mark is None:
-        say(f"{key}: the store tells neither time nor hash of the file, so it is downloaded at every start")
+        say(f"{key}: the store tells neither time nor hash of the file, so this copy is for this start only")
     total = sum(int(one.get("size") or 0) for one in found.values())
     say(f"{key}: downloading {total / MIB:,.1f} MiB to {copy.parent}")
     # complete before it has the name: another run may look for it meanwhile
@@ -146,6 +150,12 @@ def _download(
         if info.get("size") is not None and size != info["size"]:
             raise UserError(f"{key}: {size:,} of {info['size']:,} bytes came, so it changed: start the run again")
         done += size
+
+
+def _remove_copy(folder: Path, process: int) -> None:
+    """Remove a copy that no later start reads. A fork of the process that made it leaves it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_in_place(partial: Path, folder: Path) -> None:

@@ -236,9 +236,10 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) for path in list_paths(alg.teachers))
     frozen += n if starts else 0  # teachers of the same weights share a model
     # float32 copies of the policy's trained weights
-    moving = sum(t.moves for t in alg.teachers.values()) * (n - fixed if lora is None else adapter)
+    copies = sum(t.moves for t in alg.teachers.values()) + (cfg.trainer.ema is not None)
+    moving = copies * (n - fixed if lora is None else adapter)
     # Otherwise only the adapter is saved.
-    merges = lora is None or lora.merge_on_save
+    policy = adapter if lora is not None and not lora.merge_on_save else n + adapter
     return MemoryEstimate(
         parameters=n,
         adapter=adapter,
@@ -249,7 +250,7 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
         buckets=count_buckets(cfg) / GIB,
         per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
         checkpoint=(in_training * (4 + states) + moving * 4) / GIB,  # float32 weights and the optimizer
-        saved=((n if merges else 0) + adapter + critic) * held / GIB,
+        saved=(policy * (1 if cfg.trainer.ema is None else 2) + critic) * held / GIB,
     )
 
 
@@ -262,8 +263,9 @@ def count_states(cfg: RunConfig) -> int:
     """Return the bytes of optimizer states per parameter."""
     if cfg.trainer.is_optimizer_named:
         return math.ceil(probe_optimizer(cfg.trainer).state_bytes)
-    # AdamW keeps two float32 numbers: the running means of gradient and squared gradient.
-    return 8 if cfg.trainer.optimizer == "adamw" else 0
+    # AdamW keeps two float32 numbers: the running means of gradient and squared gradient. Muon keeps one for a matrix,
+    # and two for the other parameters, which may be most of a small model.
+    return 0 if cfg.trainer.optimizer == "sgd" else 8
 
 
 def count_bytes(cfg: RunConfig) -> BytesEach:

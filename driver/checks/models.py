@@ -16,7 +16,7 @@ from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.attention import refuse_sequence_parallel
 from modeling.experts import list_blocks
-from modeling.freeze import find_frozen
+from modeling.freeze import check_patterns, find_frozen
 from modeling.hf_config import check_model_folder, max_positions, meta_model, read_config
 from modeling.layout_forecast import build_small
 from modeling.load import check_weights
@@ -50,7 +50,7 @@ def check_trainer(cfg: RunConfig, alg: Algorithm) -> None:
     check_sequence_parallel(cfg, alg)
     if isinstance(cfg, RLConfig) and cfg.rollout.router_replay != "off":
         check_router_replay(cfg)
-    check_optimizer(cfg.trainer, is_sharded=cfg.backend == "ray")
+    check_optimizer(cfg.trainer, is_sharded=cfg.backend == "ray", has_adapter=cfg.model.lora is not None)
 
 
 def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
@@ -65,10 +65,16 @@ def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
 
 
 def check_freeze(cfg: RunConfig, alg: Algorithm) -> None:
-    """Raise UserError if trainer.freeze names unknown parameters, or all. A reward model is checked at loading."""
-    if cfg.trainer.freeze and alg.model_kind != "reward":
+    """Raise UserError if trainer.freeze or lr_scales names unknown parameters, or freeze all.
+
+    A reward model is checked at loading, and so are an adapter's names.
+    """
+    freeze, scales, images = cfg.trainer.freeze, cfg.trainer.lr_scales, cfg.model.images
+    if (freeze or scales) and alg.model_kind != "reward":
         model = meta_model(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-        find_frozen(model, cfg.trainer.freeze, images=cfg.model.images, path=cfg.model.path)
+        find_frozen(model, freeze, images=images, path=cfg.model.path)
+        if cfg.model.lora is None:
+            check_patterns(model, scales, key="trainer.lr_scales", images=images, path=cfg.model.path)
 
 
 def check_router_replay(cfg: RLConfig) -> None:

@@ -56,8 +56,8 @@ RULES = (
     ),
     Rule(
         keys=("trainer.betas", "trainer.eps"),
-        is_unused=lambda cfg: cfg.trainer.optimizer != "adamw",
-        why="trainer.optimizer is not adamw",
+        is_unused=lambda cfg: cfg.trainer.optimizer not in ("adamw", "muon"),
+        why="trainer.optimizer is neither adamw nor muon",
     ),
     Rule(
         keys=("trainer.weight_decay",),
@@ -66,8 +66,8 @@ RULES = (
     ),
     Rule(
         keys=("trainer.optimizer_settings",),
-        is_unused=lambda cfg: not cfg.trainer.is_optimizer_named,
-        why="trainer.optimizer is not named by a path",
+        is_unused=lambda cfg: cfg.trainer.optimizer in ("adamw", "sgd"),
+        why="trainer.optimizer is adamw or sgd, which have keys of their own",
     ),
     Rule(
         keys=("trainer.zero_stage", "trainer.deepspeed"),

@@ -12,6 +12,7 @@ from typing import Any
 from configs.schema import RLConfig, RunConfig
 from core import metrics as names
 from core.text.secrets import hide_secrets
+from core.types.weights import SavedModel
 from driver.records.trackers.jsonl import FILE
 from modeling.model_files import find_model_file
 
@@ -22,12 +23,18 @@ LICENCE_KEYS = ("license", "license_name", "license_link")
 MOST_ROWS = 20
 """Rows of the curve."""
 
+KINDS: dict[str, str] = {
+    "value": "value model: from a prefix, the return that the policy expects",
+    "ema": "exponential moving average of the policy's weights (`trainer.ema={ema}`)",
+}
+"""Models other than the policy."""
 
-def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int, is_value_model: bool = False) -> None:
+
+def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int, which: SavedModel = "policy") -> None:
     """Write README.md and recipe.yaml, and copy the licence of the base model.
 
-    run: the run folder, with config.yaml and metrics.jsonl. steps: steps done. is_value_model: the folder has the
-    value model of the run, which is always whole.
+    run: the run folder, with config.yaml and metrics.jsonl. steps: steps done. which: the model in the folder; a
+    value model is always whole.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -38,10 +45,10 @@ def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int, is_value_
         if (file := find_model_file(cfg.model.path, name)) is not None:
             shutil.copyfile(file, folder / name)
     alg = str(cfg.alg.get("name") or Path(str(cfg.alg.get("file"))).stem)
-    is_adapter = _is_adapter(cfg) and not is_value_model
+    is_adapter = _is_adapter(cfg) and which != "value"
     sources = [source.path for source in cfg.data.list_sources("train")]
     licence = read_licence(cfg.model.path, folder)
-    tags = ["value-model"] if is_value_model else ["lora"] if cfg.model.lora is not None else []
+    tags = ["value-model"] if which == "value" else ["lora"] if cfg.model.lora is not None else []
     data = ModelCardData(
         # the Hub takes names of its own only
         base_model=None if os.path.isdir(cfg.model.path) else cfg.model.path,
@@ -55,7 +62,7 @@ def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int, is_value_
         license_link=licence.get("license_link"),
     )
     facts = {
-        **({"model": "value model: from a prefix, the return that the policy expects"} if is_value_model else {}),
+        **({"model": KINDS[which].format(ema=cfg.trainer.ema)} if which in KINDS else {}),
         "base model": f"`{cfg.model.path}`" + (", of which this is a LoRA adapter" if is_adapter else ""),
         "algorithm": f"`{alg}`",
         "data": ", ".join(f"`{hide_secrets(path)}`" for path in sources),

@@ -164,6 +164,8 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "trainers/test_vision_training.py": ("model.lora.vision",),
     "modeling/test_text_use.py": ("model.images",),
     "modeling/test_freeze.py": ("trainer.freeze",),
+    "trainers/test_optimizers.py": ("trainer.lr_scales",),
+    "trainers/test_references.py": ("trainer.ema",),
     "data_feeds/test_template_args.py": ("data.template_args",),
     "driver/test_run_inputs.py": ("data.template_date",),
     "data_feeds/test_template_rules.py": ("data.end_of_turn", "data.continue_final_message"),

@@ -1,5 +1,7 @@
 """Files of object stores and web servers: downloaded once per version, or refused with the remedy."""
 
+import subprocess
+import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -126,6 +128,20 @@ def test_a_web_server_is_read_and_asked_for_changes(tmp_path, tokenizer, server)
     for n in (2, 3):
         fetch(f"{address}/rows.jsonl", "data.train=x")
         assert len(handler.gets) == n, "a file without time and hash may have changed"
+
+
+def test_a_copy_that_no_later_start_reads_goes_with_the_process(tmp_path, cache, server):
+    folder, address, handler = server
+    write(folder / "rows.jsonl", rows_of(9))
+    code = (
+        "import sys; from data_feeds.rows.remote_files import fetch\n"
+        "print(fetch(sys.argv[1], 'data.train=x').stat().st_size)"
+    )
+    for tells, kept in ((False, 0), (True, 1)):
+        handler.tells = tells
+        done = subprocess.run([sys.executable, "-c", code, f"{address}/rows.jsonl"], capture_output=True, text=True)
+        assert int(done.stdout) == (folder / "rows.jsonl").stat().st_size, done.stderr
+        assert len([*cache.rglob("rows.jsonl")]) == kept
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path, tokenizer, server, monkeypatch):

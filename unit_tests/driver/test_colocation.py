@@ -113,7 +113,7 @@ def test_a_trainer_that_is_away_does_nothing(tiny_path, tmp_path):
         "values": lambda: columns_of(trainer, [*micro], "values"),
         "ref_logp": lambda: columns_of(trainer, [*micro], "ref_logp"),
         "save_state": lambda: trainer.save_state(tmp_path),
-        "value model": lambda: trainer.save_value_model(tmp_path / "value_model"),
+        "value model": lambda: trainer.save_model(tmp_path / "value_model", "value"),
         "leave twice": away.offload_states,
         "return early": away.reload_states,
     }

@@ -32,12 +32,14 @@ def test_a_saved_model_says_where_it_comes_from(trained, tiny_path, sums):
     assert curve == [(f"{row['step']:.0f}", f"{row['reward/mean']:.4g}") for row in rows]
 
 
-def test_a_value_model_has_a_card_that_says_what_it_is(trained):
-    folder = trained({"alg": {"name": "ppo"}, "steps": 1}) / "value_model"
+def test_models_beside_the_policy_have_a_card_that_says_what_they_are(trained):
+    folder = trained({"alg": {"name": "ppo"}, "trainer.ema": 0.5, "steps": 1}) / "value_model"
     card = ModelCard.load(folder / "README.md")
     assert card.data.tags == ["feynrl", "ppo", "value-model"] and card.data.library_name == "transformers"
     assert "| model | value model" in card.text
     assert (folder / "recipe.yaml").read_bytes() == (folder.parent / "config.yaml").read_bytes()
+    average = ModelCard.load(folder.parent / "model_ema" / "README.md")
+    assert "| model | exponential moving average of the policy's weights (`trainer.ema=0.5`) |" in average.text
 
 
 LICENCES = {

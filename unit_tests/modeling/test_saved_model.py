@@ -99,8 +99,7 @@ def save_kind(kind: str, tmp_path: Path) -> tuple[Path, str]:
     how = dict(KINDS[kind])
     base = a_base(tmp_path / "base", tied=how.pop("tied", False), own_head=how.pop("own_head", False))
     trainer = trained(base, how.pop("lora", None), steps=0, **how)
-    save = trainer.save_value_model if kind == "value model" else trainer.save_model
-    save(tmp_path / "out")
+    trainer.save_model(tmp_path / "out", "value" if kind == "value model" else "policy")
     return tmp_path / "out", how.get("dtype", "float32")
 
 

@@ -13,7 +13,7 @@ from core.types.samples import Prompt
 from data_prep import reasoning_gym as prep
 from data_prep.rows import Row
 from rewards import reasoning_gym
-from rewards.reasoning_gym import LITERALS, is_harmless, score
+from rewards.reasoning_gym import LITERALS, is_harmless, make_scorer, score
 
 NO_ANSWER = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
 """Sets with many right answers, whose entries state none."""
@@ -45,6 +45,12 @@ def test_rows_score_their_own_answer_and_no_other(tmp_path):
     )
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all(json.loads(row["answer"])["dataset"] == "leg_counting" for row in rows)
+
+
+@pytest.mark.usefixtures("_package")
+def test_the_score_has_the_arguments_that_the_row_was_made_with():
+    assert make_scorer("countdown", '{"max_numbers": 4}').__self__.config.max_numbers == 4
+    assert make_scorer("countdown", "{}") is make_scorer("countdown", "{}"), "a data set is made once"
 
 
 @pytest.mark.usefixtures("_package")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rollouts.agents.gateway import Gateway
 from rollouts.agents.processes import name_endpoint
 from rollouts.agents.session import AgentSession
 from rollouts.agents.task import Task
-from unit_tests.helpers.other_packages import install_program
+from unit_tests.helpers.other_packages import ROOT, install_program
 from unit_tests.helpers.scripted_policy import Policy, check_exact, make_session, say_calls
 
 pytestmark = [
@@ -23,35 +23,29 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed: apt install npm"),
 ]
+CAT = {"command": "cat number.txt", "description": "Print the number"}
 ASKED = "Which number is in number.txt?"
 # the agents' own instructions and tools are long, and this tokenizer has one token per character
 ROOM = {"room": 10**6, "max_new_tokens": 10**6}
 
 
-def write_claude(url: str) -> list[str]:
-    program = install_program("@anthropic-ai/claude-code", "2.1.197", "claude")
-    return [str(program), "-p", ASKED, "--model", "policy", "--tools", "Bash", "--allowedTools", "Bash"]
-
-
-def write_codex(url: str) -> list[str]:
-    program = install_program("@openai/codex", "0.171.0", "codex")
-    provider = f'{{name = "policy", base_url = "{url}", env_key = "OPENAI_API_KEY", wire_api = "responses"}}'
-    options = ["model_provider=policy", f"model_providers.policy={provider}", 'web_search="disabled"']
-    written = [word for option in options for word in ("-c", option)]
-    rest = ["--skip-git-repo-check", "-s", "danger-full-access", "--disable", "multi_agent", "-m", "policy"]
-    return [str(program), "exec", *written, *rest, ASKED]
+def read_command(name: str) -> str:
+    """Return the command of docs/how_to/agent.md that begins with a name."""
+    page = (ROOT / "docs" / "how_to" / "agent.md").read_text(encoding="utf-8")
+    found = re.search(rf"^{name} .*(?:\\\n.*)*", page, re.MULTILINE)
+    assert found, f"the page has no command of {name}"
+    return found[0]
 
 
 @pytest.mark.parametrize(
-    "write, tool, arguments",
+    "name, package, version, tool, arguments",
     [
-        (write_claude, "Bash", {"command": "cat number.txt", "description": "Print the number"}),
-        (write_codex, "exec_command", {"cmd": "cat number.txt"}),
+        *[("claude", "@anthropic-ai/claude-code", "2.1.197", "Bash", CAT)],
+        *[("codex", "@openai/codex", "0.171.0", "exec_command", {"cmd": "cat number.txt"})],
     ],
-    ids=["claude", "codex"],
 )
 def test_a_coding_agent_is_one_exact_sample(
-    qwen, tmp_path: Path, write: Callable[[str], list[str]], tool: str, arguments: Any
+    qwen, tmp_path: Path, name: str, package: str, version: str, tool: str, arguments: Any
 ):
     (tmp_path / "number.txt").write_text("4711\n")
     calls = say_calls("I look.", (tool, arguments))
@@ -62,10 +56,12 @@ def test_a_coding_agent_is_one_exact_sample(
         async with gateway.serving(session) as url:
             task = Task(base_url=url, api_key=session.key, model="policy", messages=[])
             quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "ANTHROPIC_SMALL_FAST_MODEL": "policy"}
+            program = install_program(package, version, name)
+            place = {"TASK": ASKED, "HOME": str(tmp_path / "home"), "PATH": f"{program.parent}:{os.environ['PATH']}"}
             process = await asyncio.create_subprocess_exec(
-                *write(url),
+                *("bash", "-c", read_command(name)),
                 cwd=tmp_path,
-                env=os.environ | name_endpoint(task) | quiet | {"HOME": str(tmp_path / "home")},
+                env=os.environ | name_endpoint(task) | quiet | place,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

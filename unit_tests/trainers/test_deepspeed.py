@@ -61,6 +61,8 @@ from unit_tests.helpers.ray_trainers import (
 )
 from unit_tests.helpers.seeing import save_model
 
+SLOW_BLOCK = {"lr_scales": {"model.layers.0": 0.25}}
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -232,11 +234,17 @@ def test_a_rank_without_tokens_takes_part(ranks, tiny_path, stage):
     check_update(ranks, tiny_path, some_groups(1, 1), max_tokens=100, same={}, **sharded(stage), ranks=2)
 
 
-@pytest.mark.parametrize("stage", [1, 3, FSDP2, OFFLOADED])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_five_steps_of_adamw_agree(ranks, tiny_path, stage, dtype):
+@pytest.mark.parametrize(
+    ("stage", "dtype", "more"),
+    [
+        *((stage, "float32", SLOW_BLOCK) for stage in (1, 3, FSDP2)),
+        *((stage, "bfloat16", {}) for stage in (1, 3, FSDP2, OFFLOADED)),
+        *((stage, "float32", {"optimizer": "muon"} | SLOW_BLOCK) for stage in (FSDP2, OFFLOADED)),
+    ],
+)
+def test_five_steps_of_an_optimizer_agree(ranks, tiny_path, stage, dtype, more):
     groups = some_groups()
-    settings = {"lr": 1e-3, "max_grad_norm": 0.5, "weight_decay": 0.01}
+    settings = {"lr": 1e-3, "max_grad_norm": 0.5, "weight_decay": 0.01, **more}
     want, _ = asyncio.run(run(None, plan_of(tiny_path, dtype=dtype, **settings), groups, max_tokens=10_000, steps=5))
     plan = plan_of(tiny_path, dtype=dtype, **settings, **sharded(stage), ranks=2)
     got, _ = asyncio.run(run(ranks, plan, groups, max_tokens=60, steps=5))
@@ -356,7 +364,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny
 )
 def test_saved_and_loaded_ranks_go_on_to_the_bit(ranks, tiny_path, tmp_path, stage, dtype, name):
     """Against ranks that saved nothing: neither saving nor loading moves a bit."""
-    settings = {"lr": 1e-2, "lr_schedule": "cosine", "warmup_updates": 3, "weight_decay": 0.1}
+    settings = {"lr": 1e-2, "lr_schedule": "cosine", "warmup_updates": 3, "weight_decay": 0.1, **SLOW_BLOCK}
     plan = plan_of(tiny_path, alg={"name": name}, dtype=dtype, **settings, **sharded(stage), ranks=2)
     shards = [[m] for m in micro_batches(with_values(some_groups()), "token", 60, ranks=2, padded=True)]
 

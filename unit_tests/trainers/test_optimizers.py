@@ -1,14 +1,23 @@
-"""Optimizers that a recipe names by their path."""
+"""Muon, optimizers that a recipe names by their path, and learning rates of parts."""
+
+import copy
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 
-from configs.trainer_schema import TrainerConfig
+from algs.grpo import GRPO
+from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError
+from driver.checks.models import check_freeze
 from trainers.local import TorchLearner
+from trainers.muon import list_matrices, orthogonalize
 from trainers.optimizer import make_optimizer
 from trainers.optimizer_probe import check_optimizer, probe_optimizer
+from unit_tests.helpers.models import random_model
 
 
 def named(name: str, **settings) -> TrainerConfig:
@@ -50,6 +59,84 @@ def test_an_update_is_that_of_the_class_with_its_settings():
         torch.testing.assert_close(ours.detach(), want.detach(), rtol=1e-6, atol=1e-7)
 
 
+def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
+    """Torch's computes in bfloat16, whose rounding the iteration makes larger."""
+    cfg = TrainerConfig(optimizer="muon", lr=0.02, weight_decay=0.1, max_grad_norm=0.0)
+    model, ids = random_model("llama", tie_word_embeddings=False), torch.arange(12).reshape(2, 6)
+    theirs = copy.deepcopy(model)
+    learner, named = TorchLearner(model, cfg), dict(theirs.named_parameters())
+    layers = [p for name, p in named.items() if ".layers." in name and p.ndim == 2]
+    rest = [p for p in named.values() if all(p is not other for other in layers)]
+    assert len(layers) == 14 and len(rest) == 7, "two blocks of seven matrices"
+    kind = {"lr": 0.02, "weight_decay": 0.1}
+    optimizers = [torch.optim.Muon(layers, adjust_lr_fn="match_rms_adamw", **kind), torch.optim.AdamW(rest, **kind)]
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(3):
+        learner.backward(learner.model(ids).logits.square().mean())
+        for name, p in model.named_parameters():
+            named[name].grad = p.grad.clone()
+        learner.update(lr=0.02, apply=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, (name, want), start in zip(model.parameters(), named.items(), before, strict=True):
+        exact = 0.25 if any(want is p for p in layers) else 1e-6
+        assert (ours - want).norm() < exact * (want - start).norm(), name
+
+
+@pytest.mark.parametrize("shape", [(24, 9), (9, 24), (3, 8, 8)])
+def test_an_orthogonal_update_has_singular_values_near_one(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 100
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s /= s.norm(dim=-1, keepdim=True)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    assert ((s > 0.6) & (s < 1.3)).all()
+    torch.testing.assert_close(orthogonalize(matrix).double(), (u * s[..., None, :]) @ v, rtol=1e-4, atol=1e-5)
+
+
+def test_muon_leaves_embeddings_heads_and_scores_to_adamw():
+    names = list_matrices(random_model("qwen3_moe", tie_word_embeddings=False))
+    assert not [name for name in names if "embed" in name or "lm_head" in name or "norm" in name]
+    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.gate.weight"} & names
+    scored = nn.Sequential(OrderedDict(body=nn.Linear(2, 2), score=nn.Linear(2, 1)))
+    assert list_matrices(scored) == {"body.weight"}
+
+
+def test_parts_of_a_model_have_learning_rates_of_their_own():
+    scales = {"model.layers.0": 0.5, "model.layers.*": 0.25, "lm_head": 2.0}
+    model, ids = random_model("llama", tie_word_embeddings=True), torch.arange(12).reshape(2, 6)
+    learner = TorchLearner(model, TrainerConfig(optimizer="sgd", max_grad_norm=0.0, lr_scales=scales))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    learner.backward(model(ids).logits.square().mean())
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    learner.update(lr=0.1, apply=True)
+    for name, p in model.named_parameters():
+        # the head is tied to the embedding, and of two patterns the first counts
+        wanted = next((s for part, s in (("layers.0", 0.5), ("layers.1", 0.25), ("embed", 2.0)) if part in name), 1.0)
+        torch.testing.assert_close(p.detach(), before[name] - 0.1 * wanted * gradients[name], msg=name)
+
+
+def test_a_scale_that_nothing_has_is_refused_before_the_start(tiny_path):
+    cfg = SimpleNamespace(model=ModelConfig(path=tiny_path), trainer=TrainerConfig(lr_scales={"model.layer.0": 0.5}))
+    with pytest.raises(UserError, match=r"trainer.lr_scales: 'model.layer.0' matches no parameter of .*model.layers"):
+        check_freeze(cfg, GRPO())
+
+
+@pytest.mark.parametrize(
+    ("settings", "how", "sentence"),
+    [
+        ({}, {"is_sharded": True}, "DeepSpeed's ranks hold parts of flattened ones: set trainer.strategy=fsdp2"),
+        ({}, {"is_sharded": False, "has_adapter": True}, "an adapter has factors: use adamw"),
+        ({"momentum": 1.5}, {"is_sharded": False}, "momentum=1.5 must be at least 0 and below 1"),
+        ({"beta": 1}, {"is_sharded": False}, "unexpected keyword argument 'beta'"),
+    ],
+)
+def test_muon_is_refused_where_it_cannot_run(settings, how, sentence):
+    with pytest.raises(UserError, match=sentence):
+        check_optimizer(TrainerConfig(optimizer="muon", optimizer_settings=settings), **how)
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -74,7 +161,7 @@ def test_a_model_that_an_optimizer_does_not_take_is_one_sentence():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"optimizer": "lion"}, "optimizer=lion is not known: choose adamw, sgd, or a path"),
+        ({"optimizer": "lion"}, "optimizer=lion is not known: choose adamw, sgd, muon, or a path"),
         ({"optimizer": "torch.optim.NAdam", "optimizer_settings": {"lr": 1.0}}, "has lr, which the trainer sets"),
     ],
 )

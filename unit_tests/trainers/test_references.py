@@ -14,6 +14,7 @@ from configs.trainer_schema import LoraConfig
 from core.cluster.ray_workers import Cluster
 from core.errors import UserError
 from data_feeds.packing.batches import micro_batches
+from modeling.load import load_model
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.references import Reference
 from trainers.trainer import Trainer
@@ -200,6 +201,33 @@ def test_a_resumed_run_goes_on_with_the_same_reference(tiny_path, tmp_path, afte
     assert train(again, 5 - after, first=after) == want
     assert torch.equal(again.flatten_weights(), whole.flatten_weights())
     assert distance(again) == distance(whole)
+
+
+def test_the_average_of_a_run_is_saved_beside_the_model_and_comes_back(tiny_path, tmp_path):
+    batch = a_batch(trainer_of(tiny_path, GRPO(kl=KL(coef=0.1)), **ADAM))
+
+    def make() -> Trainer:
+        return trainer_of(tiny_path, GRPO(), dtype="bfloat16", ema=0.75, **ADAM)
+
+    trainer = make()
+    want = [m.clone() for m in trainer.policy.list_masters()]
+    for step in range(4):
+        if step == 2:
+            (state := tmp_path / "state").mkdir()
+            trainer.save_state(state)
+            trainer = make()
+            trainer.load_state(state)
+        trainer.step([[batch]])
+        want = [0.75 * w + 0.25 * m for w, m in zip(want, trainer.policy.list_masters(), strict=True)]
+    policy = trainer.flatten_weights()
+    trainer.save_model(tmp_path / "model")
+    trainer.save_model(tmp_path / "model_ema", "ema")
+    assert torch.equal(trainer.flatten_weights(), policy)
+    for name, theirs in (("model", trainer.policy.list_masters()), ("model_ema", want)):
+        saved = load_model(str(tmp_path / name), dtype="bfloat16", attention="auto").parameters()
+        for own, other in zip(saved, theirs, strict=True):
+            torch.testing.assert_close(own.float(), other, rtol=2**-8, atol=1e-30)
+    assert not torch.equal(want[0], trainer.policy.list_masters()[0])
 
 
 def test_a_reference_leaves_the_device_and_comes_back(tiny_path):
