@@ -119,6 +119,9 @@ class TrainerConfig(StrictModel):
     """AdamW's term in the denominator."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay: decoupled in AdamW, added to the gradient in sgd."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """Peak of a trainer device in teraflops per second, for the metric mfu. null: measured at the start, by a product
+    of two matrices in model.dtype."""
     ema: float | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average of the policy's weights, which is saved beside the model, as model_ema:
     after each update, in float32, average = ema * average + (1 - ema) * weights. null: none."""

@@ -13,6 +13,7 @@ from core.judge_metrics import JUDGE_METRICS
 from core.metric import Metric as Metric
 from core.metric import Unit
 from core.route_metrics import ROUTE_METRICS
+from core.speed_metrics import SPEED_METRICS
 from core.sync_metrics import SYNC_METRICS
 from core.timing.phases import (
     ENGINE_ACTIVITIES,
@@ -42,7 +43,6 @@ _TOOLS, _AGENTS, _TURNS = "RL with tools", "RL with rollout.agent", "RL with pla
 STEP_NUMBER = _declare(
     "step", "steps", "number of the step, from 0: the steps behind the weights that it starts with, or is of", ALL
 )
-TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second of the whole step", ALL)
 
 REWARD_MEAN = _declare("reward/mean", "", "mean reward over the episodes that have one", RL)
 REWARD_STD = _declare("reward/std", "", "standard deviation of the rewards of the step", RL)
@@ -296,6 +296,7 @@ _declare(
 )
 
 METRICS.extend(SYNC_METRICS)
+METRICS.extend(SPEED_METRICS)
 
 GROUP_SECONDS_MEAN = _declare("time/groups/mean_s", "seconds", "from a group's start to its last reward, mean", RL)
 GROUP_SECONDS_STD = _declare("time/groups/std_s", "seconds", "standard deviation of the seconds of a group", RL)

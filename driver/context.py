@@ -38,6 +38,7 @@ from driver.records.outcome import show_outcome
 from driver.records.run_folder import RunFolder
 from driver.records.run_result import RunResult, make_result, name_end
 from driver.records.sample_text import make_record, write_sample
+from driver.records.speed import measure_speed
 from driver.records.trackers.base import Outcome
 from driver.records.trackers.hub import Trackers
 from driver.records.tracking import make_sample_rows, make_trackers
@@ -80,7 +81,7 @@ class RunContext:
         """Send a step's metrics to the trackers and the console, with advice; an evaluation gets its own line."""
         metrics = {names.STEP_NUMBER: float(step), **metrics, **self.clock.start_lap()}
         tokens = metrics.get(names.ROLLOUT_TOKENS, metrics[names.TRAIN_TOKENS])
-        metrics[names.TOKENS_PER_S] = tokens / metrics[names.STEP_SECONDS]
+        metrics |= measure_speed(self.training, metrics, tokens, peak_tflops=self.facts["peak_tflops"])
         self.logged = metrics
         self.names_logged |= metrics.keys()
         evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}

@@ -23,7 +23,7 @@ ANCHORS = {"what": (0.0, 0.5), "where": (0.3, 2.4), "one, ones": (1.2, 7.5), "it
 GOALS = {"what": 0.8, "where": 3.6, "one, ones": 11.0, "its": 5.0}
 """Half again the highest of the ten."""
 GENERATED = ("docs/reference/", "docs/changelog")
-DOC_WORDS = 43_000
+DOC_WORDS = 44_500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

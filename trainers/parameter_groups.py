@@ -35,4 +35,5 @@ def group_parameters(model: nn.Module, cfg: TrainerConfig, tensors: Mapping[str,
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next update."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+        # a checkpoint from before there were scales has none
+        group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -56,6 +56,7 @@ from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
 from trainers.references import AVERAGE, Reference
 from trainers.routes import RouteMetrics
+from trainers.utilization import Utilization
 
 
 class Trainer:
@@ -83,15 +84,14 @@ class Trainer:
     ):
         """Load the models and make the learners; see TrainerSettings.
 
-        total_updates: updates of the whole run, for the learning rate. observers: factories by the recipe key that
-        enables them.
+        total_updates: updates of the whole run, for the learning rate. observers: factories by their recipe key.
         """
         self.device, self.cfg, self.temperature = device, cfg, temperature
         self.set_algorithm(alg)
         self.allowed_tokens = allowed_tokens
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
         routed: dict[str, ObserverFactory] = {} if router_replay == "off" else {"routes": RouteMetrics}
-        asked: dict[str, ObserverFactory] = {"metrics": StepMetrics, **routed, **observers}
+        asked: dict[str, ObserverFactory] = {"metrics": StepMetrics, "utilization": Utilization, **routed, **observers}
         self.observers = Observers({key: make(self) for key, make in asked.items()})
         if device == "cpu":
             keep_freed_memory()  # before any model is loaded: only later allocations profit

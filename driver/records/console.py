@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from core import metrics as names
+from core.speed_metrics import TOKENS_PER_S
 from core.text.plain_text import escape_controls
 from core.timing.clock import Clock
 from core.timing.deadlines import STEP_PROGRESS_EVERY_S
@@ -31,7 +32,7 @@ COLUMNS: list[tuple[str, str, str]] = [
     ("mismatch", names.MISMATCH_KL, "{:.1e}"),
     ("kl_ref", names.TRAIN_KL_REF, "{:.1e}"),
     ("grad", names.TRAIN_GRAD_NORM, "{:.2f}"),
-    ("tok/s", names.TOKENS_PER_S, "{:.0f}"),
+    ("tok/s", TOKENS_PER_S, "{:.0f}"),
     ("stale", names.ROLLOUT_STALENESS_MEAN, "{:.2f}"),
     ("wait", time_metric(Phase.WAIT_FOR_DATA), "{:.1f}s"),
     ("logp", time_metric(Phase.LOGP), "{:.1f}s"),

@@ -34,6 +34,7 @@ from driver.records.rollout_metrics import (
     name_train_metrics,
 )
 from driver.records.sample_files import describe_sampling
+from driver.records.speed import read_tflops
 from driver.records.time_account import TimeBreakdown
 from driver.rl.colocation import Colocation
 from driver.rl.evaluation import RunEvaluation
@@ -149,7 +150,7 @@ class Run:
         self.alg = await move_algorithm(self.alg, self.trainers, groups, measured)
         with clock.phase(Phase.TRAIN):
             await move_teachers(self.trainers, self.alg, self.steps_done)
-        return metrics
+            return metrics | await read_tflops(self.trainers)
 
     def _plan_step(self, groups: list[Group]) -> PlannedStep:
         """Distribute the groups of a step over updates, ranks and micro-batches."""

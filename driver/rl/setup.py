@@ -44,6 +44,7 @@ from driver.context import RunContext
 from driver.evaluation.evaluator import Evaluator
 from driver.load_recipe import Loaded, with_forms
 from driver.records.engine_timers import EngineTimers
+from driver.records.speed import describe_trainers
 from driver.records.time_account import TimeBreakdown
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
@@ -181,7 +182,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         colocation = make_colocation(cfg, trainers, engines, weights, context.clock)
         await colocation.give_to_trainers()
     with context.clock.phase(Phase.START):
-        layout = await trainers.call_one(0, Trainer.describe_layout)
+        layout, context.facts["peak_tflops"] = await describe_trainers(trainers, cfg)
     context.report_layout(layout)
     # Colocated trainers were reloaded above: a checkpoint is loaded into their tensors.
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)

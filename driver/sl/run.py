@@ -31,6 +31,7 @@ from driver.checks.output_folder import check_output_folders
 from driver.context import RunContext
 from driver.load_recipe import Loaded, with_forms
 from driver.records.rollout_metrics import name_train_metrics
+from driver.records.speed import describe_trainers, read_tflops
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
 from driver.rl.scoring import add_ref_logp, compute_columns, index_reference
@@ -139,8 +140,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     with context.clock.phase(Phase.START):
         await claim_machines(context, [plan_trainer_role(cfg)], {"model.path": cfg.model.path})
         trainers = await start_trainers(context.cluster, cfg, plan)
-        # Whether rows can be packed depends on the loaded models, so only a trainer knows it.
-        layout = await trainers.call_one(0, Trainer.describe_layout)
+        layout, context.facts["peak_tflops"] = await describe_trainers(trainers, cfg)
     context.report_layout(layout)
     run = Run(
         cfg=cfg,
@@ -208,8 +208,9 @@ class Run:
             shards = copy_to_groups([[micro] for micro in batches], len(self.trainers))
             # Every rank returns the metrics of the whole step.
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
+            speed = await read_tflops(self.trainers)
             of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.measure_shared(batches)}
-        metrics = name_train_metrics(measured) | of_plan | measure_algorithm(self.alg)
+        metrics = name_train_metrics(measured) | of_plan | speed | measure_algorithm(self.alg)
         self.alg = await move_algorithm(self.alg, self.trainers, groups, measured)
         return metrics
 

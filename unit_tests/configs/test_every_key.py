@@ -180,6 +180,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "trainers/test_deepspeed.py": ("trainer.layout", "trainer.strategy", "trainer.offload"),
     "modeling/test_sequence_parallel.py": ("trainer.sequence_parallel",),
     "trainers/test_step.py": ("trainer.max_skipped_updates",),
+    "modeling/test_flops.py": ("trainer.peak_tflops",),
     "rewards/test_rewards.py": ("reward.workers", "reward.timeout_s"),
     "driver/test_second_reward.py": ("eval_reward",),
     "rewards/test_async_rewards.py": ("reward.max_concurrency",),

@@ -47,7 +47,7 @@ from trainers.weight_sync.transports import HandleTransport, SyncEndpoints
 from unit_tests.helpers.engines import PROMPTS, engine_of, several
 from unit_tests.helpers.examples import a_changed, columns_of, is_running, run_here, some_groups
 from unit_tests.helpers.local_trainers import trainer_of
-from unit_tests.helpers.runs import ROOT, SEVENS, file_of, folder_of, marked, metrics_of, numbers_of
+from unit_tests.helpers.runs import OF_TEST, ROOT, SEVENS, file_of, folder_of, list_started, metrics_of, numbers_of
 
 COLOCATED = {"placement": "colocate"}
 
@@ -618,10 +618,10 @@ def strike(recipe: Any, tmp_path: Path, arrow: str, kind: str) -> None:
         | {"backend": "ray", "alg": {"file": mine[0]}, "rollout.engine": mine[1], "steps": 4, "timeout_s": 60.0}
         | {"weight_sync.timeout_s": 3.0, "reward.function": file_of(tmp_path / "sevens.py", SEVENS)}
     )
-    before = marked()
     command = [sys.executable, "main_rl.py", "--config", path]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    run = subprocess.Popen(command, **how, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1", OF_TEST: str(tmp_path)}
+    run = subprocess.Popen(command, **how, env=env, start_new_session=True)
     if kind == "interrupt":
         while not (tmp_path / "struck").exists() and run.poll() is None:
             time.sleep(0.2)
@@ -634,7 +634,7 @@ def strike(recipe: Any, tmp_path: Path, arrow: str, kind: str) -> None:
     else:
         assert run.returncode == 1 and len(said) == 1, (arrow, err)
         assert re.match(SAID[kind], said[0]), (arrow, said[0])
-    left = {pid for pid in marked() - before if is_running(pid)}
+    left = {pid for pid in list_started(tmp_path) if is_running(pid)}
     assert not left, (arrow, left)
 
 

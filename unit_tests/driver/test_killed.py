@@ -21,7 +21,7 @@ from driver.load_recipe import load_recipe
 from driver.on_failure import run_with_resumes
 from unit_tests.helpers.checkpoints import Writer, stand
 from unit_tests.helpers.examples import command_of, is_running
-from unit_tests.helpers.runs import EXACT, marked, rows_of, start
+from unit_tests.helpers.runs import EXACT, list_started, rows_of, start
 
 KILLS, STEPS = 20, 80
 NOTHING_LEFT_S = 15.0
@@ -44,24 +44,24 @@ def test_a_run_killed_twenty_times_makes_the_numbers_of_one_that_was_not(recipe,
     assert whole.wait() == 0, whole.stderr.read()
     [reference] = (tmp_path / "whole").iterdir()
     expected, draw, resume, done = rows_of(reference), random.Random(0), (), 0
-    before = marked()
+    killed = tmp_path / "killed"
 
     for kill in range(KILLS):
-        run = start(path, tmp_path / "killed", *resume)
+        run = start(path, killed, *resume)
         if draw.random() < 0.4:
             wait_for_lines(run, 10**9, draw.uniform(0.0, 12.0))  # while it starts, mostly
         else:
             wait_for_lines(run, draw.randint(2, 5), 120.0)
             time.sleep(draw.uniform(0.0, 0.5))
         assert run.poll() is None, (kill, run.stderr.read())
-        below = {p.pid for p in psutil.Process(run.pid).children(recursive=True)} | (marked() - before)
+        below = {p.pid for p in psutil.Process(run.pid).children(recursive=True)} | list_started(killed)
         run.send_signal(signal.SIGKILL)
         run.wait()
         until = time.monotonic() + NOTHING_LEFT_S
-        while (left := {pid for pid in below | (marked() - before) if is_running(pid)}) and time.monotonic() < until:
+        while (left := {pid for pid in below | list_started(killed) if is_running(pid)}) and time.monotonic() < until:
             time.sleep(0.1)
         assert not left, (kill, [command_of(pid) for pid in left])
-        folders = sorted((tmp_path / "killed").iterdir()) if (tmp_path / "killed").exists() else []
+        folders = sorted(killed.iterdir()) if killed.exists() else []
         for folder in folders:
             logged = rows_of(folder)
             assert logged == {step: expected[step] for step in logged}, (kill, folder)

@@ -21,6 +21,7 @@ from driver.load_recipe import load_recipe
 from driver.start import observers
 from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import run_here, some_groups
+from unit_tests.helpers.runs import TIMED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIGITS = "def score(prompt, messages):\n    return {'digits': sum(map(str.isdigit, messages[-1]['content'])) / 8}\n"
@@ -37,7 +38,7 @@ def run_into(folder: Path, path: str) -> dict[str, Any]:
     assert run_here(main_rl, "--config", path, f"run_dir={folder}") == (0, "")
     [made] = folder.iterdir()
     lines = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{n: v for n, v in line.items() if not n.startswith("time/") and n != "tokens_per_s"} for line in lines]
+    metrics = [{n: v for n, v in line.items() if not n.startswith(TIMED)} for line in lines]
     return {
         "metrics": metrics,
         "samples": {file.name: file.read_text() for file in sorted((made / "samples").iterdir())},

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import psutil
 
-from core.cluster.guardian import MARK
 from core.metrics import is_evaluation
 
+TIMED = ("time/", "tokens_per_s", "mfu")
+"""In the names of metrics that depend on the machine."""
+OF_TEST = "FEYNRL_TEST_RUN"
+"""Variable by which the processes of a run are told from those of other runs."""
 ROOT = Path(__file__).parent.parent.parent
 SEVENS = '''
 def score(prompt, messages):
@@ -77,13 +80,14 @@ def descendants(pid: int) -> set[int]:
 
 def numbers_of(folder: Path) -> list[dict[str, str]]:
     """Return the numbers of every step, as hexadecimal; without the seconds, and what is counted per second."""
-    kept = [{k: v for k, v in row.items() if "time/" not in k and "per_s" not in k} for row in metrics_of(folder)]
+    kept = [{k: v for k, v in row.items() if not any(part in k for part in TIMED)} for row in metrics_of(folder)]
     return [{k: float(v).hex() for k, v in row.items()} for row in kept]
 
 
 def start(recipe: str, run_dir: Path, *overrides: str, program: str = "main_rl.py") -> subprocess.Popen:
     command = [sys.executable, program, "--config", recipe, f"run_dir={run_dir}", *overrides]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {OF_TEST: str(run_dir)}}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **how)
 
 
 def rows_of(folder: Path) -> dict[int, dict]:
@@ -91,17 +95,17 @@ def rows_of(folder: Path) -> dict[int, dict]:
     lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1] if (folder / "metrics.jsonl").exists() else []
     rows: dict[int, dict] = {}
     for row in map(json.loads, lines):
-        kept = {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_s"))}
+        kept = {k: v for k, v in row.items() if not k.startswith(TIMED)}
         rows.setdefault(int(row["step"]), {}).update(kept)
     return rows
 
 
-def marked() -> set[int]:
-    """Return the processes of any run of this project, from whatever it started."""
+def list_started(run_dir: Path) -> set[int]:
+    """Return the living processes of runs that `start` was given a folder for, whatever started them."""
     found = set()
     for process in psutil.process_iter():
         try:
-            if MARK in process.environ():
+            if process.environ().get(OF_TEST) == str(run_dir) and process.status() != psutil.STATUS_ZOMBIE:
                 found.add(process.pid)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
