@@ -6,6 +6,7 @@ https://arxiv.org/abs/2402.09353.
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ from modeling.hf_config import is_text_use, meta_model, vision_family
 if TYPE_CHECKING:
     from peft import PeftModel
 
+
+# PEFT imports it where it is installed, and it reports a kernel for CPUs that it does without
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 ADAPTER = "default"
 """PEFT's name of the only adapter."""

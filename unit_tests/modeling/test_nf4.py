@@ -16,7 +16,7 @@ from core.errors import UserError
 from driver.load_recipe import load_recipe
 from modeling import nf4
 from modeling.load import load_model
-from modeling.nf4 import BYTES, Nf4Linear, check_quantization, quantize
+from modeling.nf4 import BYTES, Nf4Linear, check_quantization, list_quantized, quantize
 from modeling.saved_model import check_saved
 from trainers.checkpoint.saved_policy import load_policy
 from unit_tests.helpers.examples import columns_of
@@ -105,6 +105,12 @@ def test_the_base_is_quantised_once_and_is_the_reference(tiny_path):
             p.add_(p.requires_grad * 0.1)
     after = torch.cat([s["ref_logp"] for s in columns_of(trainer, batches(), "ref_logp")])
     assert torch.equal(before, after)
+
+
+def test_a_weight_that_a_fused_kernel_reads_stays_as_it_is():
+    sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
+    ends = {name.rpartition(".")[2] for name in list_quantized(random_model("falcon_h1", **sizes))}
+    assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj"}
 
 
 def test_a_checkpoint_is_an_adapter_of_the_quantised_base(tiny_path, tmp_path):
