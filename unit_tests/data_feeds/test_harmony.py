@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,12 @@ from core.errors import UserError
 from data_feeds.chat.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, Marks
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import PlainParser, make_parser
+from rollouts.agents.session import AgentSession, Request
+from rollouts.agents.wire import ChatRequest
+from rollouts.engines.base import Completion
 from rollouts.stops import Stops
 from unit_tests.helpers.chat_families import TOOLS, user
+from unit_tests.helpers.scripted_policy import PROMPT, check_exact, make_sampler
 from unit_tests.helpers.template_families import FAMILIES
 
 TEMPLATE = (
@@ -146,6 +151,36 @@ def test_a_call_ends_a_turn_and_its_result_follows_the_sampled_tokens(chat):
     reply = make_parser("harmony", chat).parse(final, "", TOOLS).message
     asked = chat.hf.decode(chat.render_turns(reply, [user("And 3?")], TOOLS))
     assert asked == "<|start|>user<|message|>And 3?<|end|><|start|>assistant"
+
+
+def test_an_agent_gets_content_and_reasoning_with_tools_and_without(chat):
+    """Its next request goes on after all sampled tokens, though the template leaves thoughts out of history."""
+
+    class Thinker:
+        tokenizer, log = chat, []
+
+        async def generate(self, token_ids, *, max_new_tokens, seed):
+            ids = chat.encode(REPLIES["thought and final"].text)
+            self.log.append((token_ids, ids))
+            return Completion(token_ids=ids, logp=[-1.0] * len(ids), versions=[0] * len(ids), stop="eos")
+
+    policy = Thinker()
+
+    async def go(tools):
+        sampler = replace(make_sampler(policy), parser=make_parser(None, chat))
+        session = AgentSession(sampler, PROMPT, lambda turn: 0)
+        said = [*PROMPT.messages]
+        for n in range(2):
+            async with session.answering(Request(ask=ChatRequest(messages=said, tools=tools), digest=str(n))) as answer:
+                assert (answer.message["content"], answer.message["reasoning"]) == ("4", "Two and two.")
+                said = [*said, answer.message, user("And?")]
+        return session.trace.list_branches()
+
+    for tools in (TOOLS, []):
+        policy.log.clear()
+        [branch] = asyncio.run(go(tools))
+        check_exact([branch], policy.log)
+        assert branch.turn_numbers == [0, 1]
 
 
 def test_what_the_format_needs_is_asked_for_at_the_start(families, tmp_path):
