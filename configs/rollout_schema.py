@@ -224,10 +224,11 @@ class RolloutConfig(StrictModel):
     """Leave special tokens out of the text of replies. false: rewards, environments, stop strings and samples see them,
     except for the model's stop token at the end of a reply."""
     tool_parser: str | None = Field(None, min_length=1)
-    """Format of the model's tool calls and reasoning. hermes (also Qwen2.5, Qwen3, SmolLM3), llama3_json;
-    response_template: the tokenizer's template, of transformers; a .json file with such a template; vllm:NAME or
-    vllm:NAME+REASONING: vLLM's parsers, such as vllm:hermes+qwen3. Rewards and environments receive the parsed reply.
-    Unset: the tokenizer's template parses replies to prompts with tools."""
+    """Format of the model's tool calls and reasoning. hermes (also Qwen2.5, Qwen3, SmolLM3), llama3_json; harmony: the
+    channels of gpt-oss; response_template: the tokenizer's template, of transformers; a .json file with such a
+    template; vllm:NAME or vllm:NAME+REASONING: vLLM's parsers, such as vllm:hermes+qwen3. Rewards and environments
+    receive the parsed reply. Unset: harmony if the template begins replies so, otherwise the tokenizer's template
+    parses replies to prompts with tools."""
     max_turns: int = Field(1, ge=1)
     """Maximum number of replies of the policy in an episode."""
     timeout_s: Seconds = 900.0

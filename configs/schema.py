@@ -270,6 +270,8 @@ class RLConfig(RunConfig):
             return None
         if lora is None:
             return "and the model has none: set model.lora"
+        if self.model.quantization is not None:
+            return "and the engine would add it to the weights of model.path: leave model.quantization out"
         if lora.dora:
             return "and vLLM has no DoRA: set model.lora.dora to false"
         if lora.r > 512:

@@ -56,11 +56,31 @@ class ModelConfig(StrictModel):
     saved."""
     lora: LoraConfig | None = None
     """Low-rank adapters to train instead of the weights. Unset: train the weights."""
+    quantization: Literal["nf4"] | None = None
+    """Storage of an adapter's frozen linear layers. nf4: four bits (QLoRA, https://arxiv.org/abs/2305.14314), by
+    bitsandbytes. The policy is then the dequantised model with the adapter: that is sent to engines, and saved without
+    the folder `adapter/`. A value model is not quantised. Unset: `dtype`."""
     trust_remote_code: bool = False
     """Run code shipped with a model, from a folder or the Hub, in driver, trainers and engines: for `path` and the
     models in `alg`. Read that code first. Such a model is sampled by vLLM if vLLM supports the architecture, otherwise
     by the engine hf. A saved model includes the code. Reward models have a separate setting
     (rewards/reward_model.py)."""
+
+    @model_validator(mode="after")
+    def what_is_quantized_is_frozen_and_saved_whole(self) -> ModelConfig:
+        if self.quantization is None:
+            return self
+        if self.lora is None:
+            raise ValueError(
+                f"quantization={self.quantization} is of the frozen weights below an adapter, and lora is unset: set "
+                "lora, or leave quantization out"
+            )
+        if not self.lora.merge_on_save:
+            raise ValueError(
+                f"quantization={self.quantization}, and an adapter saved alone would be used with the weights of path, "
+                "which are not those it was trained with: set lora.merge_on_save to true"
+            )
+        return self
 
 
 OURS_OF_DEEPSPEED = (

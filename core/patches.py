@@ -260,14 +260,21 @@ def list_block_classes(module: nn.Module) -> set[str]:
 def make_sharded_class(model_class: type, shard: Callable[[nn.Module], None]) -> Any:
     """Return a subclass whose `from_pretrained` shards the empty model before it reads the weights.
 
-    `from_pretrained` must get a `distributed_config`; otherwise transformers skips the sharding.
+    `from_pretrained` must get a `distributed_config`; otherwise transformers skips the sharding. FSDP2's class of a
+    sharded model is not in a module of transformers, which would take it for custom code: it would leave out modules
+    without tensors of their own, and a buffer that such a module fills would stay empty memory (Falcon-H1).
     """
+    written: Any = model_class
 
     def distribute(_cls: Any, model: nn.Module, *_: Any) -> nn.Module:
         shard(model)
         return model
 
-    own = {"maybe_distribute_model": classmethod(distribute), "__module__": model_class.__module__}
+    own = {
+        "maybe_distribute_model": classmethod(distribute),
+        "is_custom_code": classmethod(lambda _cls: written.is_custom_code()),
+        "__module__": model_class.__module__,
+    }
     return type(model_class.__name__, (model_class,), own)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError, writing
@@ -27,6 +27,7 @@ class CheckpointModel:
     """`model.path` of the run, with config, tokenizer and frozen weights."""
     dtype: str
     lora: LoraConfig | None
+    quantization: Literal["nf4"] | None
 
 
 def find_checkpoint_model(path: str) -> CheckpointModel | None:
@@ -46,6 +47,7 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
         base=settings["model.path"],
         dtype=settings["model.dtype"],
         lora=LoraConfig(**lora) if lora else None,
+        quantization=settings.get("model.quantization"),
     )
 
 
@@ -57,12 +59,13 @@ def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote
         # No forward pass is made, so the kernel does not matter.
         attention="auto",
         lora=found.lora,
+        quantization=found.quantization,
         key=f"{found.folder}, model.path",
         trust_remote_code=trust_remote_code,
     )
     load_policy(model, found.folder)
     exported = exported_tensors(model)
-    scopes: list[ExportScope] = ["whole", "adapter"] if found.lora else ["whole"]
+    scopes: list[ExportScope] = ["whole", "adapter"] if found.lora and not found.quantization else ["whole"]
     with writing(folder):
         save_exported(model, folder, {scope: {t.name: t.compute() for t in exported[scope]} for scope in scopes})
     check_saved(folder, dtype=found.dtype, trust_remote_code=trust_remote_code)

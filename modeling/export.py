@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from configs.trainer_schema import LoraConfig
+from configs.trainer_schema import ModelConfig
 from core.types.weights import Bucket, ExportScope
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 from modeling.lora import ADAPTER, merged_experts, merged_weight
+from modeling.nf4 import Nf4Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +34,13 @@ class ExportedTensor:
     first."""
     make: Callable[..., Tensor]
     """Function that computes it from whole parameters."""
+    unpacked: tuple[int, ...] | None = None
+    """Shape, where the first tensor has another: it holds a quantised weight."""
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.unpacked is not None:
+            return self.unpacked
         first = self.parameters[0]
         return tuple(getattr(first, "ds_shape", first.shape))  # with ZeRO-3 a parameter has no shape of its own
 
@@ -87,12 +92,37 @@ def export_merged(model: PeftModel) -> list[ExportedTensor]:
             continue
         layer, plain = layers.get(id(p)), export_parameter(name.replace("base_layer.", ""), p)
         exported.append(plain if layer is None else _export_merged_layer(plain.name, layer))
+    for name, module in base.named_modules():
+        if isinstance(module, Nf4Linear):
+            layer, plain = layers.get(id(module.packed)), _export_dequantized(name.replace(".base_layer", ""), module)
+            exported.append(plain if layer is None else _merge_dequantized(plain, module, layer))
     return exported
 
 
 def get_weight(layer: LoraLayer) -> Tensor:
-    """Return the weight that a layer's adapter changes: that of a linear layer, or of all experts."""
-    return layer.get_param() if hasattr(layer, "parameter_name") else layer.get_base_layer().weight
+    """Return the weight that a layer's adapter changes, possibly in four bits: of a linear layer, or of all experts."""
+    base = layer.get_base_layer()
+    if isinstance(base, Nf4Linear):
+        return base.packed
+    return layer.get_param() if hasattr(layer, "parameter_name") else base.weight
+
+
+def _export_dequantized(name: str, layer: Nf4Linear) -> ExportedTensor:
+    def make(_: Tensor) -> Tensor:
+        return layer.weight
+
+    return ExportedTensor(
+        name=f"{name}.weight", dtype=layer.dtype, parameters=[layer.packed], make=make, unpacked=layer.shape
+    )
+
+
+def _merge_dequantized(plain: ExportedTensor, layer: Nf4Linear, adapter: LoraLayer) -> ExportedTensor:
+    merged = _export_merged_layer(plain.name, adapter)
+
+    def make(_: Tensor, *of_adapter: Tensor) -> Tensor:
+        return merged.make(layer.weight, *of_adapter)
+
+    return replace(plain, parameters=merged.parameters, make=make)
 
 
 def _export_merged_layer(name: str, layer: LoraLayer) -> ExportedTensor:
@@ -117,9 +147,11 @@ def _name_in_file(name: str) -> str:
     return name.replace(f"lora_magnitude_vector.{ADAPTER}.weight", "lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
 
 
-def saved_scopes(lora: LoraConfig | None) -> list[ExportScope]:
+def saved_scopes(model: ModelConfig) -> list[ExportScope]:
     """Return the scopes that a run saves."""
-    if lora is None:
+    lora = model.lora
+    # the adapter of a quantised base would be used with the files' weights, which are another policy's
+    if lora is None or model.quantization is not None:
         return ["whole"]
     return ["whole", "adapter"] if lora.merge_on_save else ["adapter"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,13 +30,16 @@ def load_model(
     key: str = "model.path",
     trust_remote_code: bool = False,
     place: Place | None = None,
+    quantization: Literal["nf4"] | None = None,
 ) -> nn.Module:
     """Load a Hugging Face language model on the CPU, without dropout, so that two passes of the same policy agree.
 
     With `lora` the model gets a new adapter, and all other weights are frozen. Raises UserError, starting with `key`,
     if loading fails or the files do not contain exactly the tensors of the config. place: shards the empty model, see
-    `load_placed`. Not used for DoRA, whose adapter is initialised from norms of whole weights.
+    `load_placed`. Not used for DoRA, whose adapter is initialised from norms of whole weights, and not with
+    `quantization` of the frozen weights, whose blocks are no rows.
     """
+    needs_whole = quantization is not None or (lora is not None and lora.dora)
     model = _load_pretrained(
         choose_class(read_config(path, key=key, trust_remote_code=trust_remote_code), path=path, key=key),
         path,
@@ -45,8 +48,12 @@ def load_model(
         gradient_checkpointing,
         key=key,
         trust_remote_code=trust_remote_code,
-        place=None if lora is not None and lora.dora else place,
+        place=None if needs_whole else place,
     )
+    if quantization is not None:
+        from modeling.nf4 import quantize
+
+        quantize(model)
     if lora is None:
         return model
     from modeling.lora import with_adapter

@@ -6,6 +6,7 @@ https://arxiv.org/abs/2402.09353.
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ from modeling.hf_config import is_text_use, meta_model, vision_family
 if TYPE_CHECKING:
     from peft import PeftModel
 
+
+# PEFT imports it where it is installed, and it reports a kernel for CPUs that it does without
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 ADAPTER = "default"
 """PEFT's name of the only adapter."""
@@ -96,9 +100,8 @@ def linear_names(model: nn.Module, lora: LoraConfig) -> list[str]:
     """
     plain: list[str] = []
     others: set[str] = set()
-    for name, module in modules_in_reach(model, lora):
-        is_gate = isinstance(module, nn.Linear) and module.out_features == 1
-        if _may_adapt(model, name) and not is_gate and not is_router(model, name):
+    for name, _ in modules_in_reach(model, lora):
+        if is_plain_linear(model, name):
             plain.append(name)
         else:
             others |= {*_list_ends(name)}
@@ -183,6 +186,13 @@ def name_lora_targets(lora: LoraConfig, path: str, *, trust_remote_code: bool = 
         return lora
     names = linear_names(meta_model(path, trust_remote_code=trust_remote_code), lora)
     return lora.model_copy(update={"targets": names})
+
+
+def is_plain_linear(model: nn.Module, name: str) -> bool:
+    """Tell whether a module is a linear layer, and no head, router of experts or gate of a single output."""
+    module = model.get_submodule(name)
+    is_gate = isinstance(module, nn.Linear) and module.out_features == 1
+    return _may_adapt(model, name) and not is_gate and not is_router(model, name)
 
 
 def _may_adapt(model: nn.Module, name: str) -> bool:

@@ -43,7 +43,7 @@ def save_exported(model: nn.Module, folder: Path, parts: dict[ExportScope, dict[
     hf: Any = model
     corrected: list[str] = []
     if "whole" in parts:
-        base = hf.get_base_model() if "adapter" in parts else hf
+        base = hf.get_base_model() if hasattr(hf, "peft_config") else hf
         # the given state: the model's own tensors may be sharded, wider, or without the merged adapter
         corrected = save_whole(base, folder, parts["whole"])
         _write_dtype(folder, parts["whole"])

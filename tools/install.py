@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = {"run": [], "standard": ["trackers"]}
-EXTRAS["test"] = ["trackers", "tensorboard", "lm-eval", "gymnasium", "test", "dev"]
+EXTRAS["test"] = ["trackers", "tensorboard", "lm-eval", "gymnasium", "quantization", "test", "dev"]
 INPUTS = ("pyproject.toml", "setup.py", "constraints.txt", "constraints-gpu.txt", "tools/install.py", "tools/builds.py")
 SETS = list(EXTRAS)  # each holds those before it
 PIP = ["-m", "pip", "install", "--disable-pip-version-check"]

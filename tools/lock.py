@@ -56,7 +56,7 @@ def lock(pyproject: dict[str, Any], installed: Installed) -> tuple[str, list[str
     # setuptools too: the link to the clone is made without asking a package index
     run = [*pyproject["build-system"]["requires"], *project["dependencies"], *extras["cpu"]]
     standard = [*run, *extras["trackers"]]
-    beside = ("tensorboard", "lm-eval", "gymnasium", "test", "dev")
+    beside = ("tensorboard", "lm-eval", "gymnasium", "quantization", "test", "dev")
     test = [*standard, *(one for name in beside for one in extras[name])]
     found = {
         "run": installed.closure(run, without=never | later),

@@ -42,7 +42,8 @@ class ModelLoader:
         lora = self.model.lora
         freeze_parts = partial(self._freeze_parts, path=self.model.path)
         place = _place_after(freeze_parts if lora is None else _freeze, self.place)
-        policy = load_model(self.model.path, **self.trained, lora=lora, place=place)
+        settings = {"lora": lora, "quantization": self.model.quantization, "place": place}
+        policy = load_model(self.model.path, **self.trained, **settings)
         if lora is None:  # PEFT has frozen the rest
             freeze_parts(policy)
         self._check_scales(policy)

@@ -95,7 +95,7 @@ class Trainer:
         self.observers = Observers({key: make(self) for key, make in asked.items()})
         if device == "cpu":
             keep_freed_memory()  # before any model is loaded: only later allocations profit
-        self.lora, self.images = model.lora, model.images
+        self.lora, self.images, self.saved_scopes = model.lora, model.images, saved_scopes(model)
         models = self.make_loader(model, alg)
         self.policy = self.make_learner(models.load_policy())
         self.critic: Learner | None = None if alg.value_lr is None else self.make_learner(models.load_scalar())
@@ -148,7 +148,7 @@ class Trainer:
         average = self.references[AVERAGE].in_place_of(learner) if which == "ema" else nullcontext()
         needs = partial(estimate_bytes, [learner])
         with self.timer.measure(Activity.SAVE), writing(folder, needs=needs), average:
-            return self.write_model(learner, folder, ["whole"] if which == "value" else saved_scopes(self.lora))
+            return self.write_model(learner, folder, ["whole"] if which == "value" else self.saved_scopes)
 
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> list[str]:
         """Gather the tensors of `scopes` and write them from a single rank; return as `save_model` does."""

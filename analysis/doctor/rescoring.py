@@ -120,7 +120,12 @@ def load_in(bench: Bench, dtype: str) -> nn.Module:
     """Return a second model with the trainer's weights, in this dtype."""
     cfg = bench.cfg.model
     model = load_model(
-        cfg.path, dtype=dtype, attention=cfg.attention, lora=cfg.lora, trust_remote_code=cfg.trust_remote_code
+        cfg.path,
+        dtype=dtype,
+        attention=cfg.attention,
+        lora=cfg.lora,
+        quantization=cfg.quantization,
+        trust_remote_code=cfg.trust_remote_code,
     ).to(bench.trainer.device)
     own = dict(bench.trainer.model.named_parameters())
     for name, parameter in model.named_parameters():

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 from core.errors import UserError, quote
 from core.loading import FileSpec, hash_file
 from core.text.text_files import parse_json, read_text
+from data_feeds.chat.harmony import NAME as HARMONY
+from data_feeds.chat.harmony import HarmonyParser as HarmonyParser
+from data_feeds.chat.harmony import writes_channels
 from data_feeds.chat.parsed_reply import ParsedReply as ParsedReply
 from data_feeds.chat.parsed_reply import PlainParser as PlainParser
 from data_feeds.chat.parsed_reply import ReplyParser as ReplyParser
@@ -28,6 +31,8 @@ OWN = "response_template"
 def make_parser(name: str | None, tokenizer: ChatTokenizer) -> ReplyParser:
     """Create the parser that `rollout.tool_parser` names. Raises UserError for an unknown name."""
     own, key = getattr(tokenizer.hf, OWN, None), f"{KEY}={quote(name)}"
+    if name == HARMONY or (name is None and writes_channels(tokenizer)):
+        return HarmonyParser(tokenizer, key=key if name else f"{KEY} is unset, and the model writes channels")
     if name is None and own is None:
         return PlainParser()
     if name is None:  # the recipe named no parser: replies to prompts without tools stay plain text
@@ -69,4 +74,5 @@ def check_parser(name: str | None, tokenizer: ChatTokenizer, *, has_tools: bool)
 
 
 def _list_names() -> str:
-    return f"name the form in which the model writes calls: {', '.join(REPLY_FORMS)}, {VLLM}NAME, or a .json file"
+    names = ", ".join((*REPLY_FORMS, HARMONY))
+    return f"name the form in which the model writes calls: {names}, {VLLM}NAME, or a .json file"

@@ -27,6 +27,8 @@ from driver.load_recipe import Loaded, with_forms
 from driver.start.devices import check_devices, count_gpus, uses_gpus
 from modeling.freeze import find_frozen
 from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model, needs_images
+from modeling.nf4 import BYTES as NF4_BYTES
+from modeling.nf4 import list_quantized
 from trainers.optimizer_probe import probe_optimizer
 
 ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows", "scored": "rows"}
@@ -174,8 +176,9 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     alg = loaded.alg
     models = 1 if alg.value_lr is None else 2
     of_adapter = f", and {m.adapter:,} of the adapter, which alone are trained" if m.adapter else ""
+    in_bits = f"; {m.quantized:,} are kept in four bits" if m.quantized else ""
     rows = [
-        ("parameters", f"{m.parameters:,}{of_adapter}"),
+        ("parameters", f"{m.parameters:,}{of_adapter}{in_bits}"),
         *describe_images(loaded.cfg, m, models=models),
         (
             "memory per rank",
@@ -228,6 +231,7 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
     critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
     fixed = count_frozen(cfg, alg)
+    packed = 0 if cfg.model.quantization is None else count_quantized(cfg.model.path, trust_remote_code=trusts)
     # max: without a value model, critic is 0, and has nothing to subtract.
     in_training = (n - fixed if lora is None else adapter) + max(0, critic - fixed)
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
@@ -243,7 +247,12 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     return MemoryEstimate(
         parameters=n,
         adapter=adapter,
-        weights=(in_training * each.weights + (n + adapter + critic - in_training) * each.idle) / GIB,
+        quantized=packed,
+        # four bits are whole on every rank
+        weights=(
+            in_training * each.weights + (n + adapter + critic - in_training - packed) * each.idle + packed * NF4_BYTES
+        )
+        / GIB,
         gradients=in_training * each.gradients / GIB,
         optimizer=in_training * each.optimizer / GIB,
         frozen=(frozen * each.reference + moving * each.moving) / GIB,
@@ -327,6 +336,12 @@ def count_adapter(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> in
 
     model = meta_model(path, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in with_adapter(model, lora, path=path).parameters() if p.requires_grad)
+
+
+def count_quantized(path: str, *, trust_remote_code: bool) -> int:
+    """Count the parameters that model.quantization keeps in four bits."""
+    layers = list_quantized(meta_model(path, trust_remote_code=trust_remote_code))
+    return sum(layer.weight.numel() for layer in layers.values())
 
 
 def count_parameters(path: str, *, key: str = "model.path", trust_remote_code: bool) -> int:

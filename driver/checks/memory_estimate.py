@@ -38,6 +38,8 @@ class MemoryEstimate:
     parameters: int
     """Parameters of the model, without an adapter."""
     adapter: int
+    quantized: int
+    """Parameters that are kept in four bits."""
     weights: float
     """Weights of a trainer rank; the next three fields are also per rank."""
     gradients: float

@@ -21,6 +21,7 @@ from modeling.hf_config import check_model_folder, max_positions, meta_model, re
 from modeling.layout_forecast import build_small
 from modeling.load import check_weights
 from modeling.lora import check_lora
+from modeling.nf4 import check_quantization
 from modeling.pretrained import runs_own_code
 from modeling.routes import RouterHook, check_mixture
 from rollouts.registry import load_engine_class, resolve_engine
@@ -46,6 +47,8 @@ def check_room(cfg: RLConfig | EvalConfig) -> None:
 def check_trainer(cfg: RunConfig, alg: Algorithm) -> None:
     """Raise UserError for an adapter, frozen parts, ranks or an optimizer with which the models cannot be trained."""
     check_lora(cfg.model, cfg.trainer)
+    if cfg.model.quantization is not None:
+        check_quantization(cfg.model)
     check_freeze(cfg, alg)
     check_sequence_parallel(cfg, alg)
     if isinstance(cfg, RLConfig) and cfg.rollout.router_replay != "off":

@@ -61,9 +61,11 @@ def write_card(folder: Path, cfg: RunConfig, *, run: Path, steps: int, which: Sa
         license_name=licence.get("license_name"),
         license_link=licence.get("license_link"),
     )
+    is_packed = cfg.model.quantization is not None and which != "value"
+    in_bits = f", quantised to {cfg.model.quantization}, with a LoRA adapter merged in" if is_packed else ""
     facts = {
         **({"model": KINDS[which].format(ema=cfg.trainer.ema)} if which in KINDS else {}),
-        "base model": f"`{cfg.model.path}`" + (", of which this is a LoRA adapter" if is_adapter else ""),
+        "base model": f"`{cfg.model.path}`" + (", of which this is a LoRA adapter" if is_adapter else "") + in_bits,
         "algorithm": f"`{alg}`",
         "data": ", ".join(f"`{hide_secrets(path)}`" for path in sources),
         **({"reward": _name_rewards(cfg)} if isinstance(cfg, RLConfig) else {}),

@@ -23,7 +23,7 @@ from core.types.messages import Message, ToolSpec, find_images
 from core.types.samples import Prompt, Stop
 from core.types.truncation import EVERYTHING_KEPT, Truncation
 from data_feeds.chat.template_append import TemplateRefuses
-from data_feeds.chat.tool_parsing import PlainParser, ReplyParser, rename_taken
+from data_feeds.chat.tool_parsing import HarmonyParser, PlainParser, ReplyParser, rename_taken
 from rollouts.agents.trace import CannotContinue, Node, Planned, Trace
 from rollouts.agents.wire import BadRequest, ChatRequest, ChatResponse, refuse_slow
 from rollouts.engines.base import Completion, Engine
@@ -317,7 +317,9 @@ class AgentSession:
     def _parse(self, done: Completion, ask: ChatRequest) -> tuple[Message, str | None]:
         """Return the reply as a message, cut at the request's first stop string, and that string."""
         sampler = self.sampler
-        parser = sampler.parser if ask.tools and ask.may_call else PlainParser()
+        # without tools a reply is plain text, but one in channels has its thoughts in a channel all the same
+        reads = (ask.tools and ask.may_call) or isinstance(sampler.parser, HarmonyParser)
+        parser = sampler.parser if reads else PlainParser()
         text = sampler.tokenizer.decode(done.token_ids)
         reply = rename_taken(parser.parse(done.token_ids, text, ask.tools).message, ask.messages)
         ends = [(at, s) for s in ask.stop if (at := reply["content"].find(s)) >= 0]

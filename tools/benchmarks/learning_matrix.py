@@ -112,15 +112,16 @@ MATRIX: dict[str, dict[str, Any]] = {
     "self-distillation from the answer": {"name": "opsd", "hint": "({answer})"},
     "SDPO": {"name": "sdpo", "shown": "({solution})"},
     "GRPO, LoRA": {"name": "grpo"},
+    "GRPO, QLoRA": {"name": "grpo"},
     "GRPO, top-p 0.9": {"name": "grpo"},
 }
 HINTED = {"self-distillation from the answer", "SDPO"}
 """Rows whose warmed-up model also copies an answer that stands in its prompt."""
-SETTINGS = {"GRPO, top-p 0.9": {"rollout.top_p": 0.9}}
+SETTINGS = {"GRPO, top-p 0.9": {"rollout.top_p": 0.9}, "GRPO, QLoRA": {"model.quantization": "nf4"}}
 """Other keys of the rows that change them."""
 SOURCES = {"CHORD": ["solved"], "LUFFY": ["solved"], "GRPO and SFT, by source": ["train", "solved"]}
 """Data sets of the rows that read demonstrations: `solved` has one to each of the quickstart's sums."""
-RECIPES = {"GRPO, LoRA": "quickstart_lora"}
+RECIPES = {"GRPO, LoRA": "quickstart_lora", "GRPO, QLoRA": "quickstart_lora"}
 """Recipes of the rows that do not use the quickstart's."""
 
 

@@ -221,6 +221,13 @@ def test_explain_counts_what_an_adapter_trains(recipe, capsys):
     assert "gradients 0.00, optimizer 0.00, frozen models 0.00" in out
 
 
+def test_explain_counts_what_is_kept_in_four_bits(recipe, capsys):
+    path = recipe({"model.lora": {"r": 1, "merge_on_save": True}, "model.quantization": "nf4"})
+    assert run_here(main_rl, "--config", path, "--explain")[0] == 0
+    # two blocks of width 64: four matrices of attention, and three of 64 x 256 beside it
+    assert f"; {2 * (4 * 64 * 64 + 3 * 64 * 256):,} are kept in four bits" in capsys.readouterr().out
+
+
 def test_memory_is_unknown_where_the_config_cannot_be_read(recipe, capsys):
     assert run_here(main_rl, "--config", recipe({"model.path": "some/model"}), "--explain")[0] == 0
     assert "memory                 unknown" in capsys.readouterr().out

@@ -162,6 +162,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         *("model.lora.merge_on_save", "model.lora.experts"),
     ),
     "trainers/test_vision_training.py": ("model.lora.vision",),
+    "modeling/test_nf4.py": ("model.quantization",),
     "modeling/test_text_use.py": ("model.images",),
     "modeling/test_freeze.py": ("trainer.freeze",),
     "trainers/test_optimizers.py": ("trainer.lr_scales",),

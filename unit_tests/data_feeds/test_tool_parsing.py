@@ -249,7 +249,7 @@ def test_special_tokens_within_a_reply_are_no_text(families):
 def test_a_parser_that_is_not_there_is_one_sentence(families, tmp_path):
     chat = families["hermes"]
     cases = {
-        "hermis": "rollout.tool_parser=hermis is no parser; name the form .* hermes, llama3_json, vllm:NAME",
+        "hermis": "rollout.tool_parser=hermis is no parser; name the form .* hermes, llama3_json, harmony, vllm:NAME",
         "response_template": "rollout.tool_parser=response_template: the tokenizer of this model brings none",
         str(tmp_path / "no.json"): "there is no such file",
         str(tmp_path / "text.json"): "is not JSON",

@@ -70,6 +70,13 @@ def test_the_licence_of_the_base_is_that_of_the_model(case, recipe, tiny_path, t
     assert data.library_name == "peft" and data.tags == ["feynrl", "sft", "lora"]
 
 
+def test_a_card_says_that_the_base_was_quantised(recipe, tmp_path):
+    path = recipe({"model.quantization": "nf4", "model.lora": {"merge_on_save": True}}, kind="sl")
+    shutil.copyfile(path, tmp_path / "config.yaml")
+    write_card(tmp_path / "out", load_recipe(SLConfig, path, []).cfg, run=tmp_path, steps=1)
+    assert ", quantised to nf4, with a LoRA adapter merged in |" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_base_and_data_of_the_hub_are_linked_and_a_long_curve_is_cut(recipe, tmp_path):
     path = recipe({"model.path": "owner/base", "data.train": "hub:owner/rows/main"}, kind="sl")
     shutil.copyfile(path, tmp_path / "config.yaml")

@@ -11,7 +11,9 @@ import torch
 
 import main_rl
 from algs.base import Algorithm
+from algs.grpo import GRPO
 from analysis.capture.batch_file import read_batch, write_batch
+from configs.trainer_schema import LoraConfig
 from core.types.routes import UNKNOWN
 from data_feeds.packing.batches import pack
 from unit_tests.helpers.examples import run_here, sample_of, some_groups, through_checkpoint
@@ -19,6 +21,12 @@ from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.runs import folder_of, metrics_of, numbers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+ADAPTERS = {
+    "whole": None,
+    "attention": LoraConfig(r=2, targets=["q_proj", "o_proj"]),
+    "experts": LoraConfig(r=2, targets=["q_proj"], experts=True),
+}
 
 
 def routed_group():
@@ -46,21 +54,28 @@ def test_a_run_replays_its_engines_choices_and_so_does_its_resume(recipe, tmp_pa
     assert numbers_of(folder_of(tmp_path, "again")) == numbers_of(whole)[-1:]
 
 
-def test_training_and_prox_logp_are_forced_and_the_reference_is_not(mixture_path):
-    trainer = trainer_of(mixture_path, Algorithm(), settings={"router_replay": "replay"})
-    plain = trainer_of(mixture_path, Algorithm())
-    samples = [sample_of([5, 6, 7, 8, 9, 10, 11], [0, 0, 1, 1, 1, 1, 1])]
-    own = pack(samples, [1.0])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_training_and_prox_logp_are_forced_and_the_reference_is_not(mixture_path, kind):
+    """The reference of an adapter is the model in training without it, whose routers the same hooks watch."""
+    alg, replays = {"name": "grpo", "kl": {"coef": 0.1}}, {"router_replay": "replay"}
+    trainer = trainer_of(mixture_path, GRPO(**alg), lora=ADAPTERS[kind], settings=replays)
+    start = trainer_of(mixture_path, Algorithm())
+    own = pack([sample_of([5, 6, 7, 8, 9, 10, 11], [0, 0, 1, 1, 1, 1, 1])], [1.0])
+    want = start.forward(own, measures={}).logp
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.add_(p.requires_grad * 0.05 * torch.randn_like(p))
     blocks, k = len(trainer.routes.hook.blocks), trainer.routes.hook.k
     with trainer.routes.hook.recording() as found:
-        want = trainer.forward(own, measures={}).logp
-    assert torch.equal(want, plain.forward(own, measures={}).logp)
+        of_policy = trainer.forward(own, measures={}).logp
+    assert (of_policy - want).abs().max() > 1e-3
     other = (found.stack().to(torch.int16) + 1) % 4
     forced = replace(own, routes=other)
-    assert not torch.equal(want, trainer.forward(forced, measures={}).logp)
-    [columns] = trainer.compute_columns([forced], frozenset({"prox_logp"}))
-    assert np.array_equal(columns["prox_logp"], trainer.forward(forced, measures={}).logp.detach().numpy())
-    assert torch.equal(trainer.forward(forced, measures={}, frozen=plain.model).logp, want)
+    of_forced = trainer.forward(forced, measures={}).logp
+    assert (of_policy - of_forced).abs().max() > 1e-4
+    [columns] = trainer.compute_columns([forced], frozenset({"prox_logp", "ref_logp"}))
+    assert np.array_equal(columns["prox_logp"], of_forced.detach().numpy())
+    assert np.allclose(columns["ref_logp"], want.detach().numpy(), atol=1e-6, rtol=0)
     assert other.shape == (6, blocks, k) and UNKNOWN not in other
 
 

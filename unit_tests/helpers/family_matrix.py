@@ -244,6 +244,12 @@ ends a reply only by the header of the next turn, and Falcon by nothing: there t
 reads that, and else a part of the content, such as `<think>...</think>`. What a template leaves out of earlier replies
 is not trained: set `data.train_on: last_reply`. An episode keeps every token that was sampled.
 
+**Channels.** gpt-oss writes a reply in messages: thoughts in the channel `analysis`, what the user reads in `final` (or
+in `commentary`, before a call), and a call to `functions.NAME` up to `<|call|>`. Rewards, environments and agents get
+the content; thoughts are `reasoning` of the message, and every sampled token is trained. Without a parser a reward
+would read `analysisTwo and two.assistantfinal4`, so replies are read by channels if the chat template begins them so.
+`<|call|>` must be in `eos_token_id` of the model's `generation_config.json`, as it is in OpenAI's.
+
 | family | tokenizer | end of a reply | one turn | several turns | tools | thinking |
 |---|---|---|---|---|---|---|
 {rows}

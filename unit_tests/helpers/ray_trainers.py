@@ -43,6 +43,7 @@ def plan_of(
     alg=None,
     dtype="float32",
     lora=None,
+    quantization=None,
     timeout_s=1800.0,
     attention="sdpa",
     router_replay="off",
@@ -51,7 +52,7 @@ def plan_of(
     alg = alg or {"name": "grpo"}
     _, cls = find_algorithm(alg)
     return TrainerPlan(
-        model=ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora),
+        model=ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora, quantization=quantization),
         trainer=TrainerConfig(**trainer),
         alg=cls(**alg),
         temperature=0.9,

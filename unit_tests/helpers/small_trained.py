@@ -21,12 +21,20 @@ IDS = torch.arange(2, 40)[None]
 
 
 def trainer_of(
-    path: str, lora: LoraConfig | None, *, seed: int = 0, dtype="float32", alg=None, attention="sdpa", **cfg
+    path: str,
+    lora: LoraConfig | None,
+    *,
+    seed: int = 0,
+    dtype="float32",
+    alg=None,
+    attention="sdpa",
+    quantization=None,
+    **cfg,
 ) -> LocalTrainer:
     torch.manual_seed(seed)
     alg = alg or {"name": "grpo"}
     return LocalTrainer(
-        ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora),
+        ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora, quantization=quantization),
         TrainerConfig(**{"lr": 1e-2, **cfg}),
         find_algorithm(alg)[1](**alg),
         temperature=1.0,

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from configs.trainer_schema import LoraConfig
 from core.errors import UserError
 from core.types.routes import PADDING, UNKNOWN, dtype_for, extend, fill_unknown, find_unknown
 from core.types.samples import Batch
 from data_feeds.packing.batches import pack
 from modeling.experts import list_blocks
 from modeling.forward import forward
+from modeling.lora import with_adapter
 from modeling.model_inputs import lay_out_part
 from modeling.route_counts import RouteReplay
 from modeling.routes import RouterHook
@@ -165,6 +167,26 @@ def test_gradient_checkpointing_computes_the_forced_routes_again():
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         assert replay.counts.sums[0] == len(batch.input_ids), "a token is counted once"
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_an_adapter_of_experts_learns_for_the_experts_that_are_forced(is_checkpointed):
+    lora = LoraConfig(r=3, targets=["q_proj"], experts=True)
+    model, batch = with_adapter(make_mixture("qwen3_moe"), lora, path="mixture"), some_batch()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(p.requires_grad * 0.1 * torch.randn_like(p))
+    plain, replay = score(model, batch), hooked(model)
+    logp, routes = record(model, batch, replay)
+    assert torch.equal(plain, logp) and torch.equal(plain, score(model, replace(batch, routes=routes), replay))
+    forced = torch.tensor([2, 5], dtype=torch.int16).expand_as(routes)
+    score(model, replace(batch, routes=forced), replay).sum().backward()
+    for name, p in model.named_parameters():
+        if "experts" in name and "lora_A" in name:
+            of_expert = p.grad.view(EXPERTS, 3, -1).abs().amax((1, 2))  # PEFT has A of the experts one below the other
+            assert (of_expert > 0).nonzero().flatten().tolist() == [2, 5], name
 
 
 def test_a_shared_prefix_has_the_routes_of_the_first_who_knows():

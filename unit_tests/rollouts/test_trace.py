@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.types.messages import Message
+from core.types.routes import extend
+from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from rollouts.agents.trace import CannotContinue, Node, Trace, is_repeated
 from rollouts.engines.base import Completion
@@ -123,6 +126,31 @@ def test_a_reply_nobody_got_is_in_no_sample_until_a_request_repeats_it(chat):
     got.keep()
     [branch] = trace.list_branches()
     assert branch.turn_numbers == [0, 1]
+
+
+def test_a_token_of_a_branch_has_the_route_of_the_request_that_trains_it(chat):
+    """A reply that two branches share is trained in the first; in the second its routes are those of the next request,
+    as its tokens are context there.
+    """
+    trace = make_trace(chat)
+
+    def ask(messages, number: int) -> Node:
+        planned = trace.plan_reply(messages, [])
+        ids = spell(chat, "ab")
+        inputs = np.full((len(planned.context) + len(ids) - 1, 1, 2), number, dtype=np.uint8)
+        routes = extend(inputs, len(inputs) + 1)  # the last token was no input
+        columns = {"logp": [-1.0] * len(ids), "versions": [0] * len(ids), "stop": "eos", "routes": routes}
+        return trace.add_reply(planned, Completion(token_ids=ids, **columns), assistant(chat.decode(ids)))
+
+    first = ask([user("?")], 0)
+    for number, words in ((1, "x"), (2, "y")):
+        ask([user("?"), first.reply, user(words)], number).keep()
+    samples = [branch.make_sample(Prompt(id="p", messages=[])) for branch in trace.list_branches()]
+    end = len(first.prompt_ids) + len(first.completion.token_ids)
+    for number, sample in zip((1, 2), samples, strict=True):
+        seen = sample.routes[:, 0, 0].tolist()
+        assert len(seen) == len(sample.token_ids) and seen[-1] == 255
+        assert set(seen[: end - 1]) == {0 if number == 1 else 2} and set(seen[end - 1 : -1]) == {number}
 
 
 def test_other_tools_are_another_branch(chat):

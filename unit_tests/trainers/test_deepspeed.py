@@ -311,6 +311,15 @@ def test_an_adapter_of_experts_is_trained_alike_everywhere(ranks, tmp_path, stag
     )
 
 
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(stage, marks=LATER) for stage in (1, 2, FSDP2, OFFLOADED)), pytest.param(3)]
+)
+def test_an_adapter_of_four_bits_is_trained_alike_everywhere(ranks, tiny_path, stage):
+    pytest.importorskip("bitsandbytes")
+    same = {"lora": LoraConfig(r=4, merge_on_save=True), "quantization": "nf4"}
+    check_update(ranks, tiny_path, some_groups(), max_tokens=60, same=same, tolerance=1e-4, **sharded(stage), ranks=2)
+
+
 INFINITE = """
 from algs.sft import SFT
 class Infinite(SFT):

@@ -1,5 +1,7 @@
 """Units of FSDP2, and what is said of them before a run; test_deepspeed.py trains with them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -12,8 +14,9 @@ from core.errors import UserError
 from driver.checks.explain import describe_memory, describe_placement, estimate_memory
 from driver.load_recipe import load_recipe
 from driver.resume import bitwise_only_changes, check_settings
+from modeling.load import load_model
 from trainers.fsdp2 import FsdpLearner, gather
-from trainers.fsdp2_units import find_blocks, find_units, settle_shards
+from trainers.fsdp2_units import find_blocks, find_units, settle_shards, shard_model
 from trainers.row_shards import local_part
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.seeing import make_model
@@ -63,6 +66,19 @@ def one_rank():
     distributed.init_process_group(f"cpu:gloo{gpu}", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
+
+
+def test_a_sharded_model_has_the_buffers_that_no_file_holds(one_rank, tmp_path):
+    """Falcon-H1 multiplies by numbers of its config, in buffers of its layers that the model fills."""
+    sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
+    random_model("falcon_h1", ssm_multipliers=[0.5, 2.0, 3.0, 4.0, 5.0], **sizes).save_pretrained(path := str(tmp_path))
+    place = partial(shard_model, mesh=init_device_mesh("cpu", (1,)), dtype=torch.float32, offload=False)
+    plain, sharded = (load_model(path, dtype="float32", attention="auto", place=p) for p in (None, place))
+    assert isinstance(sharded, FSDPModule)
+    found = dict(sharded.named_buffers())
+    assert any("mup_vector" in name for name in found)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(found[name], buffer), name
 
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
