@@ -16,8 +16,10 @@ from core.types.samples import Prompt
 from data_prep import boxed_tasks, harbor
 from rollouts.boxes.harbor_task import NoReward, read_rewards, read_task
 from rollouts.envs.harbor import Harbor
+from unit_tests.helpers.agents import play as play_policy
 from unit_tests.helpers.episodes import calls_of
 from unit_tests.helpers.needs_sandbox import needs_sandbox
+from unit_tests.helpers.scripted_policy import Policy, say_calls
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,21 @@ def test_the_policy_sees_bounded_output_and_cannot_write_its_own_reward(rows):
     assert asyncio.run(play(rows["set-port"], "sed -i s/80/8080/ server.conf"))[0].scores() == {
         **{"reward": 1.0, "port": 1.0, "kept": 1.0}
     }
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_an_episode_of_a_policy_is_exact(rows, qwen):
+    """What is trained on is what the policy saw and said, to the token, and the verifier's number is the reward."""
+    policy = Policy(qwen, [say_calls("", ("bash", {"command": "wc -l < trees.txt | tee count.txt"})), "Done."])
+    prompt = Prompt(id="row", messages=[{"role": "user", "content": "How many?"}], extra=rows["count-lines"])
+    [sample] = play_policy(Harbor, policy, prompt=prompt, part="reward", max_prompt_tokens=600)
+    assert sample.failure == "" and sample.reward_parts["reward"] == 1.0 and sample.reward == 2.0
+    (_, first), (context, last) = policy.log
+    assert sample.token_ids.tolist() == [*context, *last]
+    assert [sample.token_ids[begin:end].tolist() for begin, end in sample.spans] == [first, last]
+    told = "<tool_response>\n7\n\n</tool_response>"
+    assert f"<|im_end|>\n<|im_start|>user\n{told}<|im_end|>\n<|im_start|>assistant\n" in qwen.hf.decode(context)
 
 
 class Failing(Harbor):
