@@ -76,6 +76,7 @@ def test_three_steps_on_a_task(tmp_path, monkeypatch, recipe):
         "data": {"train": write_rows(tmp_path / "one.jsonl", [row]), "max_prompt_tokens": 200},
         "reward": {"function": "environment", "weights": {"reward": 1.0}},
         "rollout.env": "harbor",
+        "trainer.lr": 1e-4,
         "rollout.max_turns": 3,
         "rollout.max_new_tokens": 160,
         "run_dir": str(tmp_path / "runs"),
