@@ -64,7 +64,7 @@ def test_reference_solutions_solve_all_ten_and_empty_ones_none(rows):
 
 @needs_sandbox
 def test_the_policy_sees_bounded_output_and_cannot_write_its_own_reward(rows):
-    fake = "echo 1 | tee /logs/verifier/reward.txt > /logs/verifier/reward.json; mkdir -p /tests; echo 'echo 1' > /tests/test.sh; false"
+    fake = "cd /logs/verifier; echo 1 | tee reward.txt > reward.json; echo 'echo 1' > /tests/test.sh; false"
     env, told = asyncio.run(play(rows["count-lines"], "seq 99999", fake, "cat /solution/solve.sh; kill -9 $$"))
     assert len(told[0]) < 4100 and told[0].startswith("1\n2\n") and told[0].endswith("99999\n")
     assert "characters are left out" in told[0] and told[1] == "(exit code 1)"
