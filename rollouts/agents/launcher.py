@@ -158,7 +158,7 @@ class Launcher:
             end_children(spared=self.guards.keys())
 
     def _import_lazy(self) -> None:
-        """Import what an episode has imported. A module may start a thread, which forks would lack."""
+        """Import the modules of the first episode. One may start a thread, which forks would lack."""
         assert self.lazy is not None
         self.lazy.take()
         self.has_threads = threading.active_count() > 1

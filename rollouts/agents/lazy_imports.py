@@ -42,7 +42,7 @@ class LazyImports:
             os.write(writing, new + b"\n")
 
     def take(self) -> None:
-        """Read what has come of the report. Import the modules once it is whole."""
+        """Read the next piece of the report. Import the modules once it is whole."""
         assert self.reading is not None
         piece = os.read(self.reading, 2**16)
         self._said += piece

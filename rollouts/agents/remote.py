@@ -46,7 +46,7 @@ class RemoteAgents:
     async def run(self, task: Task, *, timeout_s: float, log: bytearray) -> AgentResult:
         """Play one episode on the least busy host. It is ended after `timeout_s` seconds, or on cancellation.
 
-        log: receives the end of what the agent prints.
+        log: receives the end of the agent's output.
         """
         given = json.loads(write_task(task))
         body: dict[str, Any] = {"id": secrets.token_hex(16), "task": given, "timeout_s": timeout_s}

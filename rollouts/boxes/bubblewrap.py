@@ -1,7 +1,7 @@
 """Box by bubblewrap: programs of an image, read-only, and folders of its own that stay between commands.
 
 Each command is a sandbox of rewards/sandbox/bubblewrap.py, so no process outlives its command. The folders WRITABLE,
-and that of the working folder, are copies: what is in them may be changed, and all else is read-only. So a policy
+and that of the working folder, are copies that may be changed; all else is read-only. So a policy
 cannot replace the programs that verify its work. Commands run as an unprivileged user, even if the image expects root.
 """
 
@@ -39,7 +39,7 @@ class BubblewrapBox:
     """Box on this machine."""
 
     def __init__(self, image: Image, spec: BoxSpec, home: Path) -> None:
-        """home: folder for what the box may write, which is made here."""
+        """home: empty folder, for the writable folders."""
         self.broken = ""
         self._spec, self._home = spec, home
         self._folder = spec.folder or image.folder
@@ -100,7 +100,7 @@ class BubblewrapBox:
         await asyncio.to_thread(remove_tree, self._home)
 
     def _make_folder(self, name: str, root: Path | None) -> None:
-        """Make a folder of the box, with what the image has there."""
+        """Make a writable folder, with the files of the image."""
         given = None if root is None else root / name
         if given is not None and given.is_dir() and not given.is_symlink():
             shutil.copytree(given, self._home / name, symlinks=True)

@@ -3,7 +3,7 @@
     TASK/instruction.md, task.toml, tests/test.sh, and for people solution/, environment/
 
 Source: https://github.com/laude-institute/harbor, src/harbor/models/task/config.py and verifier/verifier.py of 0.26.
-What a box cannot give (GPUs, services beside it, several steps) is refused.
+Tasks that ask for more than a box (GPUs, services beside it, several steps) are refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HarborTask:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """Read a task. Raises UserError if it is none, or asks for what boxes cannot give."""
+    """Read a task. Raises UserError if it is none, or asks for more than a box."""
     if not (folder / "tests" / "test.sh").is_file():
         raise UserError(f"the task {quote(folder)} has no tests/test.sh, so it is no task of Harbor's format")
     found = _read_toml(folder / "task.toml")

@@ -50,7 +50,7 @@ class Image:
 
 
 def prepare_image(name: str) -> Image:
-    """Return an image, unpacked into the cache folder if need be. Raises UserError if it is not what its name says."""
+    """Return an image, unpacked into the cache folder if need be. Raises UserError if the digest differs."""
     if name == HOST:
         return Image(root=None)
     path, _, digest = name.partition("@")

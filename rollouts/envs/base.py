@@ -45,7 +45,7 @@ class Env(ABC):
         """
 
     async def end(self) -> None:
-        """Find what `scores` returns, where that takes time. Called once, when the conversation has ended."""
+        """Compute the scores, if that takes time. Called once, when the conversation has ended."""
         return
 
     def scores(self) -> dict[str, float]:

@@ -37,7 +37,7 @@ KILLED = {
 
 
 class Harbor(ToolEnv):
-    """Box with a task. A reply without calls ends the episode, and the verifier judges what is in the box."""
+    """Box with a task. A reply without calls ends the episode, and the verifier judges the files of the box."""
 
     backend: ClassVar[str] = "bubblewrap"
     """Boxes to use: bubblewrap, podman, docker or apptainer."""
@@ -48,7 +48,7 @@ class Harbor(ToolEnv):
     most_characters: ClassVar[int] = 4000
     """Maximum number of characters of a command's output that the policy sees: its beginning and its end."""
     on_timeout: ClassVar[Literal["score", "fail"]] = "score"
-    """Result of an episode whose policy used up its time or broke its box: what the verifier finds, or else 0; or a
+    """Result of an episode whose policy used up its time or broke its box: the verifier's numbers, or else 0; or a
     failed sample."""
     parallel_calls = False  # commands share one box
 
