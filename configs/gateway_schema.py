@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from configs.agent_schema import AgentConfig
 from core.strict_model import StrictModel
 
 PLACES = ("engine", "port")
@@ -82,11 +83,19 @@ class GatewayConfig(StrictModel):
         return (self.url or f"http://{host}:{port}").format(engine=engine, port=port)
 
 
-def check_gateway(gateway: GatewayConfig | None, *, has_agent: bool, engines: int) -> None:
+def check_gateway(gateway: GatewayConfig | None, agent: AgentConfig | None, *, engines: int) -> None:
     """Raise ValueError unless agents find every engine at the address, which is for agents alone."""
+    afar = [one for one in (agent.address if agent else ()) if not _is_loopback(urlsplit(one).hostname)]
+    if afar and gateway is None:
+        raise ValueError(f"agent.address={afar[0]} is another machine, which does not reach 127.0.0.1: set gateway")
     if gateway is None:
         return
-    if not has_agent:
+    if not gateway.insecure and (plain := [one for one in afar if one.startswith("http:")]):
+        raise ValueError(
+            f"agent.address={plain[0]} is plain HTTP to another machine, where keys and texts can be read: use https, "
+            "or set gateway.insecure: true"
+        )
+    if agent is None:
         raise ValueError("gateway is for agents: set agent, or leave gateway out")
     if engines > 1 and gateway.url and "{" not in gateway.url:
         raise ValueError(f"gateway.url={gateway.url} is one address for several engines: add {{engine}} to it")

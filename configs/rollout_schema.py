@@ -282,7 +282,7 @@ class RolloutConfig(StrictModel):
     def an_agent_takes_the_place_of_an_environment(self) -> RolloutConfig:
         if self.agent is not None and self.env != "single_turn":
             raise ValueError(f"env={self.env} and agent exclude each other: leave one of them out")
-        check_gateway(self.gateway, has_agent=self.agent is not None, engines=self.most_engines)
+        check_gateway(self.gateway, self.agent, engines=self.most_engines)
         if self.max_concurrency is not None and self.max_concurrency < self.most_engines:
             raise ValueError(
                 f"max_concurrency={self.max_concurrency} is less than an episode for each of {self.most_engines} "

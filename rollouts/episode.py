@@ -87,6 +87,9 @@ async def run_episode(
                 episode.env = make_env(prompt)
                 opening = await episode.open(episode.env)
             await episode.converse(opening)
+            if _implements(episode.env, "end"):
+                with rules.in_environment(), _catch_environment_errors():
+                    await episode.wait_for(episode.env.end(), "Env.end()")
         except _EnvironmentFailed as error:
             failure = str(error)
         # before close(), after which an environment may have no scores

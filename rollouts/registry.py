@@ -84,6 +84,8 @@ def resolve_agent(agent: AgentConfig) -> AgentPlan:
     if agent.file is not None:
         spec = resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file")
         return replace(plan, file=spec)
+    if agent.address:
+        return replace(plan, address=tuple(agent.address))
     if shutil.which(agent.command[0]) is None:
         raise UserError(
             f"rollout.agent.command: there is no program {quote(agent.command[0])}: give its path, or install it"

@@ -35,6 +35,7 @@ from rollouts.transcript import SharedPrompt, Tokenizer
 if TYPE_CHECKING:
     from rollouts.agents.episode import AgentRunner
     from rollouts.agents.processes import AgentProcesses
+    from rollouts.agents.remote import RemoteAgents
     from rollouts.agents.session import AgentTokenizer
     from rollouts.judges.endpoint import JudgeEndpoint
 
@@ -67,7 +68,7 @@ class RolloutWorker:
         stops: Stops | None = None,
         parser: ReplyParser | None = None,
         max_prompt_tokens: int | None = None,
-        agents: AgentProcesses | None = None,
+        agents: AgentProcesses | RemoteAgents | None = None,
         judge: JudgeEndpoint | None = None,
         second: SecondReward | None = None,
         rank: int = 0,
@@ -247,7 +248,7 @@ class RolloutWorker:
         finally:
             self.timer.begin_activity(Activity.GENERATE)
 
-    def _make_runner(self, agents: AgentProcesses) -> AgentRunner:
+    def _make_runner(self, agents: AgentProcesses | RemoteAgents) -> AgentRunner:
         from rollouts.agents.episode import AgentRunner
         from rollouts.agents.session import Sampler
 

@@ -34,7 +34,7 @@ OPTIONAL = {
     "analysis": ("analysis/",),
     "agents": ("rollouts/agents/",),
     "tools": ("rollouts/tools/",),
-    "environments": ("rollouts/envs/",),
+    "environments": ("rollouts/envs/", "rollouts/boxes/"),
     "images": ("data_feeds/images/", "modeling/images/", "driver/checks/explain_images.py"),
     "trackers": ("driver/records/trackers/",),
     "sandbox": ("rewards/sandbox/",),
@@ -48,8 +48,11 @@ KEPT = (
     *(f"driver/records/trackers/{name}.py" for name in ("__init__", "base", "feeder", "hub", "jsonl")),
 )
 """Files in the folders of optional parts that every run needs."""
-PLUG_INS = ("rewards/code.py", "rewards/code_tests.py", "rewards/judge.py", "rewards/rubric.py", "rollouts/envs/")
-"""Files that are imported by their name in a recipe only, so they may need optional parts."""
+PLUG_INS = (
+    *("rewards/code.py", "rewards/code_tests.py", "rewards/judge.py", "rewards/rubric.py"),
+    *("rollouts/envs/", "rollouts/boxes/"),
+)
+"""Files that are imported by their name in a recipe only, or by such a file, so they may need optional parts."""
 LINES_OF_FILE, LINES_OF_FUNCTION = 350, 60
 
 

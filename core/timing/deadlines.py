@@ -43,6 +43,7 @@ AGENT_START_TIMEOUT_S = 120.0
 AGENT_END_TIMEOUT_S = 10.0
 AGENT_CANCEL_TIMEOUT_S = 5.0
 AGENT_REQUEST_TIMEOUT_S = 60.0
+AGENT_HOST_POLL_S = 20.0
 # An int, because math-verify passes it to signal.alarm, which takes whole seconds.
 MATH_VERIFY_TIMEOUT_S = 2
 MCP_START_TIMEOUT_S = 60.0
@@ -52,6 +53,7 @@ SANDBOX_EXIT_GRACE_S = 10.0
 SANDBOX_CHECK_TIMEOUT_S = 30.0
 SANDBOX_HTTP_GRACE_S = 60.0
 SANDBOX_MARGIN_S = 2.0
+BOX_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,11 @@ TABLE = (
         after_it="the sample has no reward",
     ),
     Deadline(
+        waits_for="podman, docker or apptainer (`rollout.env: harbor`): a start with its pull, a copy, or an end",
+        length=_seconds(BOX_TIMEOUT_S),
+        after_it="the sample has no reward",
+    ),
+    Deadline(
         waits_for="a reward process that loads its file, model included",
         length=_seconds(REWARD_START_TIMEOUT_S),
         after_it="the run stops",
@@ -184,6 +191,11 @@ TABLE = (
         waits_for="a request of an agent's to be received, parsed and rendered",
         length=_seconds(AGENT_REQUEST_TIMEOUT_S),
         after_it="it is refused; the 200th refusal ends the episode",
+    ),
+    Deadline(
+        waits_for="a machine of `rollout.agent.address` that is asked whether an episode has ended",
+        length=f"{_seconds(AGENT_HOST_POLL_S)} + {_seconds(AGENT_END_TIMEOUT_S)}",
+        after_it="the episode begins again on another machine if nothing was sampled yet, else it has failed",
     ),
     Deadline(
         waits_for="an agent's processes, which have been killed, to be gone",
@@ -271,8 +283,7 @@ TABLE = (
         after_it="what is cached is used, and a line says so; what is not cached is refused",
     ),
     Deadline(
-        waits_for="the import of a file of yours (algorithm, reward, environment, engine) in the main thread, without "
-        "the time at a breakpoint",
+        waits_for="the import of a file of yours (algorithm, reward, ...) in the main thread, breakpoints not counted",
         length=_seconds(IMPORT_TIMEOUT_S),
         after_it="the run is refused; the sentence names the file and the line",
     ),

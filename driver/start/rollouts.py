@@ -49,6 +49,7 @@ from trainers.weight_sync.base import TransportName
 
 if TYPE_CHECKING:
     from rollouts.agents.processes import AgentProcesses
+    from rollouts.agents.remote import RemoteAgents
     from rollouts.agents.task import AgentPlan
 
 
@@ -249,11 +250,11 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with an engine; without `info`, everything is in this process."""
     if info is not None and plan.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = plan.devices[info.rank]  # before CUDA is in use
-    agents: AgentProcesses | None = None
+    agents: AgentProcesses | RemoteAgents | None = None
     if plan.agent is not None:  # its file is imported while the engine starts
-        from rollouts.agents.processes import AgentProcesses
+        from rollouts.agents.remote import start_agents
 
-        agents = AgentProcesses(plan.agent)
+        agents = start_agents(plan.agent)
     # The cores follow from the rank, which only this process knows.
     engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
     judge = serve_policy(engine, tokenizer, plan.engine.max_model_len, plan.reward_functions.run.judge)

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from core.errors import Unavailable
 
-KilledFor = Literal["time", "memory", "output", "files"]
+KilledFor = Literal["time", "memory", "output", "files", "disk"]
 MIB = 2**20
 
 
@@ -29,11 +29,11 @@ class Limits:
     memory_mib: int = 512
     """Memory of all processes together, and address space of each."""
     disk_mib: int = 64
-    """Size of /tmp, the only writable folder. It is in memory."""
+    """Size of /tmp, the only writable folder, which is in memory. Of a box: of all files that it has written."""
     file_mib: int = 32
     """Maximum size of a file."""
     files: int = 10_000
-    """Maximum number of files and folders in /tmp."""
+    """Maximum number of files and folders there."""
     processes: int = 32
     """Maximum number of processes and threads."""
     open_files: int = 256

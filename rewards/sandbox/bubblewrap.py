@@ -15,12 +15,13 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from core.cluster.guardian import MARK
 from core.timing.deadlines import SANDBOX_CHECK_TIMEOUT_S
 from rewards.sandbox.base import MIB, Limits, Ran, SandboxUnavailable, check_names, last_line
-from rewards.sandbox.box import Box
+from rewards.sandbox.running import Running
 from rewards.sandbox.seccomp import make_filter
 
 WORK = "/tmp/work"
@@ -49,6 +50,23 @@ FORBIDDEN = (
 PROBE = "import os; os.fork() or os._exit(0); os.wait(); print(os.getuid() > 0, os.path.exists('/etc/passwd'))"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Files, variables and network that the processes of a sandbox see."""
+
+    mounts: tuple[str, ...]
+    """Options of bwrap for everything but the devices."""
+    folder: str
+    """Working folder."""
+    environment: Mapping[str, str]
+    network: bool = False
+    """True: the network of this machine, its own addresses included."""
+    user: int | None = None
+    """User id if root starts the sandbox. None: one drawn at random."""
+    writable: tuple[Path, ...] = ()
+    """Folders of this machine to which the processes write. Their size is watched."""
+
+
 class Bubblewrap:
     """Sandbox on this machine. Runs share nothing, so any number may be concurrent."""
 
@@ -71,16 +89,20 @@ class Bubblewrap:
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
         time_is_one_piece: bool = False,
-    ) -> Box:
+        view: View | None = None,
+    ) -> Running:
         """Start `command` and return the running sandbox. The caller must close it.
 
-        time_is_one_piece: the time limit applies to each piece of a session, so CPU time is unlimited.
+        time_is_one_piece: the time limit applies to each piece of a session, so CPU time is unlimited. view: None
+        stands for this machine's /usr, and a /tmp in memory.
         """
         check_names(files := files or {})
         limits = limits or Limits()
+        if view is None:
+            view, command = _make_default_view(limits), _name_python(command)
         # each command starts the next: the init, the loss of root, the limits, and last the program
-        inside = [*INIT, *_drop_privileges(), *_set_limits(limits, cpu=not time_is_one_piece), *_name_python(command)]
-        starting = asyncio.create_task(self._start(inside, files, limits))
+        inside = [*INIT, *_drop_privileges(view.user), *_set_limits(limits, cpu=not time_is_one_piece), *command]
+        starting = asyncio.create_task(self._start(inside, files, limits, view))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:  # killing bwrap during its start could leave an unknown process
@@ -88,7 +110,7 @@ class Bubblewrap:
                 await (await starting).close()
             raise
 
-    async def _start(self, inside: Sequence[str], files: Mapping[str, bytes], limits: Limits) -> Box:
+    async def _start(self, inside: Sequence[str], files: Mapping[str, bytes], limits: Limits, view: View) -> Running:
         """Start bwrap; return when the code inside can be killed. Raises SandboxUnavailable."""
         program = shutil.which("bwrap")
         if program is None:
@@ -101,7 +123,7 @@ class Bubblewrap:
             contents = {name: _in_memory(content) for name, content in files.items()}
             handed += contents.values()
             process = await asyncio.create_subprocess_exec(
-                *[program, *_walls(limits), *_contents(contents, limits), "--json-status-fd", str(reports)],
+                *[program, *_walls(view), *_contents(contents, view), "--json-status-fd", str(reports)],
                 *["--seccomp", str(rules), "--", *inside],
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -110,7 +132,7 @@ class Bubblewrap:
                 # bwrap itself keeps the mark, by which leftovers of a killed run are found
                 env={name: os.environ[name] for name in (MARK,) if name in os.environ},
                 cwd="/",
-                # the longest line that Box.ask reads
+                # the longest line that Running.ask reads
                 limit=limits.output_bytes,
             )
         except OSError as error:
@@ -122,7 +144,7 @@ class Bubblewrap:
         finally:
             for handle in handed:
                 os.close(handle)
-        box = Box(process, status, limits)
+        box = Running(process, status, limits, view.writable)
         await box.begin()
         return box
 
@@ -140,14 +162,8 @@ class Bubblewrap:
             raise SandboxUnavailable(FORBIDDEN.format(said=f"exit code {ran.exit_code}: {said}"))
 
 
-def _walls(limits: Limits) -> list[str]:
-    """Return the options that isolate the sandbox from the machine."""
-    # -try: some kernels and containers have no cgroup namespaces
-    spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
-    # setpriv needs both to switch to the other user id, and gives them up with that
-    user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    if os.getuid() != 0:
-        user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+def mount_system() -> list[str]:
+    """Return the options that show this machine's programs and libraries, read-only."""
     system = ["--ro-bind", "/usr", "/usr"]
     # on many systems /bin is a link to /usr/bin; programs name both
     for name in ("bin", "sbin", "lib", "lib64"):
@@ -156,26 +172,13 @@ def _walls(limits: Limits) -> list[str]:
             system += ["--symlink", os.readlink(folder), str(folder)]
         elif folder.is_dir():
             system += ["--ro-bind", str(folder), str(folder)]
-    if _python_home() != "/usr":
-        system += ["--ro-bind", _python_home(), PYTHON]
-    # not bwrap's --dev, which would add terminals and links into /proc
-    devices = ["--perms", "0755", "--size", "65536", "--tmpfs", "/dev"]
-    for name in ("null", "zero", "full", "random", "urandom"):
-        devices += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    # Semaphores and shared memory need /dev/shm. As a link, they count towards the limit on /tmp.
-    devices += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
+    return system
+
+
+def _make_default_view(limits: Limits) -> View:
+    """Return the view of a sandbox without files of its own: this machine's programs, and a /tmp in memory."""
+    python = [] if _python_home() == "/usr" else ["--ro-bind", _python_home(), PYTHON]
     disk = ["--perms", "1777", "--size", str(limits.disk_mib * MIB), "--tmpfs", "/tmp"]
-    # --as-pid-1: INIT is process 1, so its end ends the namespace. --new-session: no input into the caller's terminal.
-    end = ["--die-with-parent", "--as-pid-1", "--new-session", "--hostname", "sandbox"]
-    # 0777, and 0666 for files: the program may have another user id than bwrap
-    return [*spaces, *user, *end, *system, *devices, *disk, "--perms", "0777", "--dir", WORK]
-
-
-def _contents(files: Mapping[str, int], limits: Limits) -> list[str]:
-    """Return the options for files and environment. files: handles by name."""
-    given = [
-        part for name, handle in files.items() for part in ("--perms", "0666", "--file", str(handle), f"{WORK}/{name}")
-    ]
     environment = {
         "PATH": f"{PYTHON}/bin:/usr/local/bin:/usr/bin:/bin",
         "HOME": WORK,
@@ -186,17 +189,55 @@ def _contents(files: Mapping[str, int], limits: Limits) -> list[str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",  # the same code gets the same reward
     }
-    setting = [part for name, value in environment.items() for part in ("--setenv", name, value)]
+    # 0777: the program may have another user id than bwrap
+    mounts = (*mount_system(), *python, *disk, "--perms", "0777", "--dir", WORK)
+    return View(mounts=mounts, folder=WORK, environment=environment)
+
+
+def _walls(view: View) -> list[str]:
+    """Return the options that isolate the sandbox from the machine."""
+    # -try: some kernels and containers have no cgroup namespaces
+    names = ("ipc", "pid", "uts", "cgroup-try", *(() if view.network else ("net",)))
+    spaces = [f"--unshare-{name}" for name in names]
+    # setpriv needs both to switch to the other user id, and gives them up with that
+    user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    if os.getuid() != 0:
+        user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    # not bwrap's --dev, which would add terminals and links into /proc
+    devices = ["--perms", "0755", "--size", "65536", "--tmpfs", "/dev"]
+    for name in ("null", "zero", "full", "random", "urandom"):
+        devices += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    # Semaphores and shared memory need /dev/shm. As a link, they count towards the limit on /tmp.
+    devices += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
+    # --as-pid-1: INIT is process 1, so its end ends the namespace. --new-session: no input into the caller's terminal.
+    end = ["--die-with-parent", "--as-pid-1", "--new-session", "--hostname", "sandbox"]
+    return [*spaces, *user, *end, *view.mounts, *devices]
+
+
+def _contents(files: Mapping[str, int], view: View) -> list[str]:
+    """Return the options for files and environment. files: handles by name."""
+    # 0666: the program may have another user id than bwrap
+    given = [
+        part
+        for name, handle in files.items()
+        for part in ("--perms", "0666", "--file", str(handle), f"{view.folder}/{name}")
+    ]
+    setting = [part for name, value in view.environment.items() for part in ("--setenv", name, value)]
     # The root becomes read-only after all files are there. --clearenv first, or it would remove these variables.
-    return [*given, "--remount-ro", "/", "--chdir", WORK, "--clearenv", *setting]
+    return [*given, "--remount-ro", "/", "--chdir", view.folder, "--clearenv", *setting]
 
 
-def _drop_privileges() -> list[str]:
-    """Return the command that gives up root, or [] for other users."""
+def _drop_privileges(user: int | None) -> list[str]:
+    """Return the command that gives up root, or [] for other users. user: as in `View`."""
     if os.getuid() != 0:
         return []
-    uid = str(secrets.choice(USER_IDS))
+    uid = str(draw_user() if user is None else user)
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--no-new-privs", "--"]
+
+
+def draw_user() -> int:
+    """Return an unused user id, drawn at random."""
+    return secrets.choice(USER_IDS)
 
 
 def _set_limits(limits: Limits, *, cpu: bool) -> list[str]:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from rewards.sandbox.base import Limits
-from rewards.sandbox.box import Box
 from rewards.sandbox.bubblewrap import Bubblewrap
+from rewards.sandbox.running import Running
 
 PROGRAM = Path(__file__).parent / "inside" / "cells.py"
 ENDED = {
@@ -28,7 +28,7 @@ class PythonSession:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self._box: Box | None = None
+        self._box: Running | None = None
 
     async def run(self, source: str) -> str:
         """Run one piece of code, and return its output. Raises SandboxUnavailable if the sandbox fails."""

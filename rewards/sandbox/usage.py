@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -41,6 +43,24 @@ def count_files(pids: list[int], disk: int) -> int:
             if there.f_blocks * there.f_frsize == disk and os.stat(inside).st_dev != os.stat("/tmp").st_dev:
                 return there.f_files - there.f_ffree
     return 0
+
+
+def measure_folders(folders: Iterable[Path]) -> tuple[int, int]:
+    """Return the bytes on disk, and the number of files and folders. Links are not followed.
+
+    A folder that this process may not read counts as one file.
+    """
+    size = files = 0
+    waiting: list[str | Path] = [*folders]
+    while waiting:
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:  # it may be gone
+            for entry in entries:
+                files += 1
+                with suppress(OSError):
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+    return size, files
 
 
 def _resident(pid: int) -> int:

@@ -16,6 +16,7 @@ from core.timing.progress import say
 from core.types.messages import Message
 from core.types.samples import Prompt, Sample
 from rollouts.agents.processes import AgentProcesses
+from rollouts.agents.remote import RemoteAgents
 from rollouts.agents.results import AgentResult, hide_keys
 from rollouts.agents.session import AgentSession, Sampler
 from rollouts.agents.task import AgentPlan, Task
@@ -33,7 +34,7 @@ class AgentRunner:
 
     def __init__(
         self,
-        processes: AgentProcesses,
+        processes: AgentProcesses | RemoteAgents,
         sampler: Sampler,
         *,
         timeout_s: float,
@@ -58,6 +59,9 @@ class AgentRunner:
             task = make_task(prompt, session, base_url, seed=seed_of_turn("agent"))
             deadline_s = self._find_deadline(prompt)
             result = await self._run_agent(session, task, deadline_s, log := bytearray())
+            # nothing was sampled, so the episode begins again as it was
+            if result.was_lost and not session.trace.n_replies:
+                result = await self._run_agent(session, task, deadline_s, log)
             if result.timed_out:
                 busy_s = session.timer.read_seconds()[Activity.GENERATE]
                 result = judge_timeout(result, self.processes.plan, prompt, busy_s=busy_s, deadline_s=deadline_s)

@@ -34,6 +34,7 @@ from core.errors import UserError
 from core.loading import FileSpec, load_module
 from core.timing.deadlines import AGENT_END_TIMEOUT_S
 from rewards.worker import PR_SET_PDEATHSIG
+from rollouts.agents.lazy_imports import LazyImports
 from rollouts.agents.run_file import run_file
 from rollouts.agents.task import LARGEST_MESSAGE, RESULT_FD, Task
 
@@ -107,14 +108,19 @@ class Launcher:
         self.worker, self.plan, self.run, self.has_threads = worker, plan, run, has_threads
         self.guards: dict[int, int] = {}
         """Process id -> pidfd that becomes readable at exit."""
+        # for forks that play one episode each
+        self.lazy = None if run is None or plan["serve"] or has_threads else LazyImports()
 
     def serve(self) -> None:
         """Serve messages of the worker and exits of guards."""
         while True:
             poll = select.poll()
-            for fd in (self.worker.fileno(), *self.guards.values()):
+            lazy = None if self.lazy is None else self.lazy.reading
+            for fd in (self.worker.fileno(), *self.guards.values(), *(() if lazy is None else (lazy,))):
                 poll.register(fd, select.POLLIN)
             ready = {fd for fd, _ in poll.poll()}
+            if lazy in ready:
+                self._import_lazy()
             for pid in [pid for pid, handle in self.guards.items() if handle in ready]:
                 self._reap(pid)
             if self.worker.fileno() in ready and not self._take_message():
@@ -133,11 +139,12 @@ class Launcher:
         given, handles, _, _ = socket.recv_fds(self.worker, LARGEST_MESSAGE, 4)
         if not given:
             return False
+        report = None if self.lazy is None else self.lazy.open()
         pid = os.fork()
         if pid == 0:
-            self._become_guard(json.loads(given)["environment"], handles)
+            self._become_guard(json.loads(given)["environment"], handles, report)
         # an open copy here would hide the end of the agent's pipes
-        for handle in handles:
+        for handle in (*handles, *(() if report is None else (report,))):
             os.close(handle)
         # a pidfd, since the process id of a dead process may be reused
         self.guards[pid] = os.pidfd_open(pid)
@@ -150,8 +157,14 @@ class Launcher:
         if status:
             end_children(spared=self.guards.keys())
 
-    def _become_guard(self, environment: dict[str, str], handles: list[int]) -> None:
-        """Start and watch one episode in the forked process, then exit."""
+    def _import_lazy(self) -> None:
+        """Import the modules of the first episode. One may start a thread, which forks would lack."""
+        assert self.lazy is not None
+        self.lazy.take()
+        self.has_threads = threading.active_count() > 1
+
+    def _become_guard(self, environment: dict[str, str], handles: list[int], report: int | None) -> None:
+        """Start and watch one episode in the forked process, then exit. report: descriptor for lazy imports."""
         status = 1
         try:
             # a session and group of its own, and the parent of every orphan of the agent
@@ -166,7 +179,7 @@ class Launcher:
                 pid = os.fork()
                 if pid == 0:
                     worker.close()
-                    self._become_agent(environment, pipes)
+                    self._become_agent(environment, pipes, report)
                 for pipe in pipes:
                     os.close(pipe)
                 watch_agent(pid, worker)
@@ -176,7 +189,7 @@ class Launcher:
         finally:
             os._exit(status)
 
-    def _become_agent(self, environment: dict[str, str], pipes: list[int]) -> None:
+    def _become_agent(self, environment: dict[str, str], pipes: list[int], report: int | None) -> None:
         """Run the agent in the forked process, for one episode or many, then exit."""
         status = CANNOT_START
         try:
@@ -198,6 +211,8 @@ class Launcher:
                 again = ["-P", "-m", "rollouts.agents.launcher", PLAY, json.dumps(self.plan)]
                 self._become_command([task, result], [sys.executable, *again])
             status = run_file(self.run, self.plan["file"]["path"], task, result, many=self.plan["serve"])
+            if self.lazy is not None and report is not None:
+                self.lazy.report(report)
         except BaseException:  # a border: the process ends here, whatever the user's code raises
             traceback.print_exc()
         finally:

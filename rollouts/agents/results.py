@@ -27,6 +27,8 @@ class AgentResult:
     """True if the episode reached the deadline."""
     was_slow: bool = False
     """True if the policy was idle for more than half of that time."""
+    was_lost: bool = False
+    """True if the machine that played the episode is gone."""
 
 
 FIELDS = ("so_far", "parts", "failure")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # pydantic is heavy
 # 0 to 2 are the standard streams, which the command uses as it likes.
 RESULT_FD = 3
 """File descriptor for a command's rewards, written as one line of JSON."""
+HOST_KEY = "FEYNRL_AGENT_KEY"
+"""Environment variable with the key of the hosts in `rollout.agent.address`."""
 LARGEST_MESSAGE = 2**16
 """Maximum size of a message between worker and launcher, in bytes."""
 
@@ -71,10 +73,12 @@ def write_content(message: Message) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPlan:
-    """Code of an agent: a file with a function `run(task)`, or a command. Small and picklable."""
+    """Code of an agent: a file with a function `run(task)`, a command, or hosts that have it. Small and picklable."""
 
     file: FileSpec | None = None
     command: tuple[str, ...] = ()
+    address: tuple[str, ...] = ()
+    """Addresses of the hosts."""
     folder: str = "."
     """Working folder of the started program. Other processes may have another folder."""
     serve: bool | None = None
@@ -87,4 +91,4 @@ class AgentPlan:
     @property
     def name(self) -> str:
         """Name of the agent in messages."""
-        return self.file.path if self.file is not None else self.command[0]
+        return self.file.path if self.file is not None else (self.command or self.address)[0]

@@ -44,6 +44,10 @@ class Env(ABC):
         They are addressed to `player`, as set when `step` returns.
         """
 
+    async def end(self) -> None:
+        """Compute the scores, if that takes time. Called once, when the conversation has ended."""
+        return
+
     def scores(self) -> dict[str, float]:
         """Return named numbers for the reward. They are added to the reward's parts."""
         return {}

@@ -197,6 +197,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         *("rollout.gateway.listen", "rollout.gateway.port", "rollout.gateway.url", "rollout.gateway.insecure"),
     ),
     "rollouts/test_agents.py": ("rollout.agent.file", "rollout.agent.command"),
+    "rollouts/test_remote_agents.py": ("rollout.agent.address",),
     "rollouts/test_served_agents.py": (
         *("rollout.agent.serve", "rollout.agent.timeout_s", "rollout.agent.on_timeout", "rollout.max_concurrency"),
     ),

@@ -18,7 +18,7 @@ from core.types.samples import Prompt, Sample
 from data_feeds.chat.tool_parsing import make_parser
 from rewards import resolve_reward
 from rewards.rewarder import Rewarder
-from rollouts.agents.processes import AgentProcesses
+from rollouts.agents.remote import start_agents
 from rollouts.agents.task import AgentPlan
 from rollouts.envs.base import Env
 from rollouts.registry import resolve_agent
@@ -84,7 +84,7 @@ def play(
             stops=Stops(policy.tokenizer, [], []),
             parser=make_parser("hermes", policy.tokenizer),
             max_prompt_tokens=max_prompt_tokens,
-            agents=AgentProcesses(plan) if is_agent else None,
+            agents=start_agents(plan) if is_agent else None,
         )
         if worker.agents is not None:
             worker.agents.timeout_s = agent_timeout_s
@@ -99,6 +99,8 @@ def play(
             await worker.close()
 
     samples = asyncio.run(run())
+    if isinstance(plan, AgentPlan) and plan.address:  # the processes are those of another machine
+        return samples
     # a guard says that its episode has ended, and exits a moment later
     end = time.monotonic() + 20
     while (left := find_processes("rollouts.agents.launcher")) and time.monotonic() < end:

@@ -208,6 +208,35 @@ def test_an_agent_that_ends_leaves_nothing_it_has_started(qwen, tmp_path):
     assert not find_processes(f"sleep 3{MARK}") and not find_processes(f"sleep 4{MARK}")
 
 
+@pytest.mark.parametrize("starts_thread", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_lazy_imports_of_the_first_episode_are_made_before_later_forks(qwen, tmp_path, monkeypatch, starts_thread):
+    """Those of packages that the file has imported: once in the first episode, once in the launcher."""
+    (tmp_path / "big").mkdir()
+    count = f"open({str(tmp_path)!r} + '/' + __name__, 'a').write('x')\n"
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    (tmp_path / "big/__init__.py").touch()
+    (tmp_path / "big/part.py").write_text(count + thread * starts_thread)
+    (tmp_path / "stranger.py").write_text(count)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    plan = write_agent(
+        tmp_path,
+        """
+        import big
+
+        def run(task):
+            from big import part
+            import stranger
+            ask(task, task.messages)
+            return {"solved": 1}
+        """,
+    )
+    samples = play(plan, Policy(qwen, lambda context: "Seven."), groups=4)
+    assert [sample.failure for sample in samples] == [""] * 4
+    assert (tmp_path / "stranger").read_text() == "xxxx"
+    # an interpreter of its own for each later episode, if the module starts a thread
+    assert (tmp_path / "big.part").read_text() == ("xxxxx" if starts_thread else "xx")
+
+
 def test_imports_that_start_threads_get_a_fresh_interpreter_per_episode(qwen, tmp_path):
     plan = write_agent(
         tmp_path,

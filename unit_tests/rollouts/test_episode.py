@@ -184,6 +184,28 @@ def test_an_environment_may_speak_first():
     assert env.closed == 2, "after an error too"
 
 
+@pytest.mark.parametrize("replies, turns", [([[5]], 3), ([[3], [3]], 2)])
+def test_an_environment_may_end_before_it_is_scored(replies, turns):
+    """However the conversation ends, once; and one that cannot has failed."""
+
+    class Judging(Tool):
+        found = 0.0
+
+        async def end(self):
+            self.found += 1.0
+
+        def scores(self):
+            return {"found": self.found}
+
+    class Failing(Judging):
+        async def end(self):
+            raise OSError("no verdict")
+
+    assert play(Scripted(*replies), env=Judging(), max_turns=turns)[0].reward_parts == {"found": 1.0}
+    failed = play(Scripted(*replies), env=Failing(), max_turns=turns)[0]
+    assert "no verdict" in failed.failure and failed.reward_parts == {}
+
+
 @pytest.mark.parametrize("method", ["open", "close", "scores", "counts", "turn_scores"])
 def test_a_method_that_raises_fails_the_sample(method):
     def broken(self, *args):

@@ -18,7 +18,7 @@ from rollouts.tools.calls import ToolUnavailable
 from rollouts.tools.functions import tool
 from rollouts.tools.mcp_server import McpEnv
 from unit_tests.helpers.episodes import PROMPT, calls_of, said
-from unit_tests.helpers.processes import find_free_port
+from unit_tests.helpers.processes import find_free_port, leftovers
 
 pytest.importorskip("mcp", reason="the package mcp comes with vLLM")
 SERVER = """
@@ -190,6 +190,63 @@ def test_an_unusable_server_fails_the_sample_and_is_no_tool_error(name):
     with pytest.raises(ToolUnavailable) as caught:
         asyncio.run(play())
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+RAW = """
+import json, sys, time
+fault, moment = sys.argv[1:]
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    found = {
+        "initialize": {"protocolVersion": asked.get("params", {}).get("protocolVersion"), "capabilities": {"tools": {}},
+                       "serverInfo": {"name": "raw", "version": "1"}},
+        "tools/list": {"tools": [{"name": "add", "inputSchema": {"type": "object"}}]},
+        "tools/call": {"content": [{"type": "text", "text": "7"}]},
+    }.get(asked["method"])
+    if asked["method"] == moment:
+        if fault == "death":
+            sys.exit(3)
+        if fault == "hang":
+            continue
+        if fault == "garbage":
+            print("what?", flush=True)
+            continue
+        if fault == "wrong schema":
+            found = {"tools": 7, "content": 7}
+        time.sleep(0.1)
+    answer = {"result": found} if found else {"error": {"code": -32601, "message": "no such method"}}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"]} | answer), flush=True)
+"""
+"""Server of MCP's lines that does one thing wrong at one moment, or is slow then."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["death", "hang", "garbage", "wrong schema", "slow"])
+@pytest.mark.parametrize("moment", ["initialize", "tools/list", "tools/call"])
+def test_a_server_that_fails_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, fault, moment):
+    monkeypatch.setattr("rollouts.tools.mcp_server.MCP_START_TIMEOUT_S", 2.0)
+    (tmp_path / "raw.py").write_text(RAW)
+    mark = str(tmp_path / "raw.py")
+
+    async def play() -> str:
+        env = env_of([sys.executable, "-I", mark, fault, moment], tool_timeout_s=0.5)(PROMPT)
+        try:
+            await env.open()
+            [said] = await ask(env, ("add", {}))
+            return said
+        except ToolUnavailable as error:
+            return f"the sample fails: {error}"
+        finally:
+            await env.close()
+
+    said = asyncio.run(play())
+    if fault == "slow":
+        assert said == "7"
+    else:
+        assert said.startswith("Error: " if moment == "tools/call" else "the sample fails: "), said
+    assert "\n" not in said and not leftovers(mark)
 
 
 def test_without_the_package_it_is_one_sentence(monkeypatch):

@@ -25,8 +25,10 @@ MOVE = {"row": {"type": "integer"}, "column": {"type": "integer"}}
 class Server:
     """Guess a number: every wrong guess earns 0.25, the right one 1."""
 
-    def __init__(self, *, capacity=99, answer=None, fields=TEXT, schema=None):
+    def __init__(self, *, capacity=99, answer=None, at="step", fields=TEXT, schema=None):
+        """answer: to each message of the kind `at`; "" for none."""
         self.capacity, self.answer, self.sessions, self.resets, self.steps = capacity, answer, 0, [], []
+        self.at = at
         self.schema = schema or json.dumps({"action": {"properties": fields, "required": [*fields][:2]}})
         self.sockets = []
 
@@ -46,13 +48,12 @@ class Server:
                 given = json.loads(message.data)
                 if given["type"] == "close":
                     break
-                if given["type"] == "reset":
+                if self.answer is not None and given["type"] == self.at:
+                    if self.answer:  # else without an answer
+                        await socket.send_str(self.answer)
+                elif given["type"] == "reset":
                     self.resets.append(given["data"])
                     await self.send(socket, "observation", {"observation": {"text": "7 7"}, "done": False})
-                elif self.answer:
-                    await socket.send_str(self.answer)
-                elif self.answer is not None:
-                    continue  # without an answer
                 else:
                     self.steps.append(given["data"])
                     right = "3" in str(given["data"])
@@ -71,7 +72,7 @@ class Server:
         app = web.Application()
         app.router.add_get("/schema", self.show_schema)
         app.router.add_get("/ws", self.serve)
-        runner = web.AppRunner(app, shutdown_timeout=0)
+        runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
@@ -147,16 +148,21 @@ WRONG = {
     "no number": (SAID + '{"observation": {}, "reward": "much"}}', "the reward is 'much', where a number is expected"),
     "not finite": (SAID + '{"observation": {}, "reward": NaN}}', "the reward is nan, where a number is expected"),
     "an error": ('{"type": "error", "data": {"message": "no such piece", "code": "E"}}', "no such piece (E)"),
-    "hangs": ("", "no answer to a step within 0.2 s"),
+    "hangs": ("", "no answer to a AT within 0.2 s"),
 }
 
+OF_STEPS = ("no number", "not finite")
+"""Faults of a reward, which a reset has not."""
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_answer_fails_the_sample_by_a_sentence(wrong, monkeypatch):
+
+@pytest.mark.parametrize(
+    "wrong, at", [(wrong, at) for wrong in WRONG for at in ("step", "reset") if at == "step" or wrong not in OF_STEPS]
+)
+def test_a_wrong_answer_fails_the_sample_by_a_sentence(wrong, at, monkeypatch):
     monkeypatch.setattr(OpenEnv, "timeout_s", 0.2)
     answer, sentence = WRONG[wrong]
-    sample = asyncio.run(play_one(Server(answer=answer))).sample
-    assert sentence in sample.failure and "\n" not in sample.failure and not sample.reward_parts
+    sample = asyncio.run(play_one(Server(answer=answer, at=at))).sample
+    assert sentence.replace("AT", at) in sample.failure and "\n" not in sample.failure and not sample.reward_parts
 
 
 def test_a_server_that_never_shakes_hands_is_told(monkeypatch):

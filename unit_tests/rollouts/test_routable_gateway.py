@@ -9,7 +9,9 @@ import socket
 import ssl
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +21,7 @@ from configs.gateway_schema import GatewayConfig
 from configs.rollout_schema import RolloutConfig
 from core.errors import UserError
 from rollouts.agents.gateway import Gateway
+from rollouts.agents.task import HOST_KEY
 from unit_tests.helpers.other_packages import ROOT
 from unit_tests.helpers.runs import metrics_of
 from unit_tests.helpers.scripted_policy import Policy, check_exact, make_session
@@ -143,6 +146,27 @@ def test_nginx_of_the_page_brings_tls(qwen, tmp_path: Path):
         server.wait()
 
 
+def train_on_two_hosts(recipe, tmp_path: Path, agent: Callable[[Hosts], dict[str, Any]]) -> str:
+    """Train two steps with driver and engine on nodea. Return what the run has said. agent: makes `rollout.agent`."""
+    (tmp_path / "agent.py").write_text(ON_NODE_B)
+    hosts = Hosts(tmp_path)
+    try:
+        hosts.connect()
+        gateway = {"listen": ADDRESS["nodea"], "port": 18600, "insecure": True}
+        changes = {"rollout.agent": agent(hosts), "rollout.gateway": gateway}
+        config = recipe(changes | {"reward": {"function": "environment", "weights": {"answered": 1.0}}})
+        run = hosts.start_run("main_rl.py", "--config", config)
+        code, said = run.wait(timeout=300), (tmp_path / "run.log").read_text()
+    finally:
+        hosts.close()
+    assert code == 0 and f"agents reach engine 0 at http://{ADDRESS['nodea']}:18600" in said, said
+    assert "in plain HTTP: keys and texts can be read on the way" in said
+    [folder] = (tmp_path / "runs").iterdir()
+    steps = metrics_of(folder)
+    assert len(steps) == 2 and all(step["reward/answered"] == 1.0 for step in steps), steps[0].keys()
+    return said
+
+
 ON_NODE_B = """
 import json, os, sys, urllib.request
 
@@ -160,20 +184,26 @@ os.write(3, json.dumps({"words": float(len(reply["content"])), "answered": 1.0})
 @pytest.mark.timeout(600)
 def test_an_agent_on_another_host_is_trained_on(recipe, tmp_path):
     """The driver and the engine are on nodea; the agent's process is in the network of nodeb."""
-    (tmp_path / "agent.py").write_text(ON_NODE_B)
-    hosts = Hosts(tmp_path)
-    try:
-        hosts.connect()
-        command = ["ip", "netns", "exec", hosts.space("nodeb"), sys.executable, str(tmp_path / "agent.py")]
-        gateway = {"listen": ADDRESS["nodea"], "port": 18600, "insecure": True}
-        changes = {"rollout.agent": {"command": command}, "rollout.gateway": gateway}
-        config = recipe(changes | {"reward": {"function": "environment", "weights": {"answered": 1.0}}})
-        run = hosts.start_run("main_rl.py", "--config", config)
-        code, said = run.wait(timeout=300), (tmp_path / "run.log").read_text()
-    finally:
-        hosts.close()
-    assert code == 0 and f"agents reach engine 0 at http://{ADDRESS['nodea']}:18600" in said, said
-    assert "in plain HTTP: keys and texts can be read on the way" in said
-    [folder] = (tmp_path / "runs").iterdir()
-    steps = metrics_of(folder)
-    assert len(steps) == 2 and all(step["reward/answered"] == 1.0 for step in steps), steps[0].keys()
+
+    def make(hosts: Hosts) -> dict[str, Any]:
+        inside = ["ip", "netns", "exec", hosts.space("nodeb")]
+        return {"command": [*inside, sys.executable, str(tmp_path / "agent.py")]}
+
+    train_on_two_hosts(recipe, tmp_path, make)
+
+
+@needs_two_hosts
+@pytest.mark.verify
+@pytest.mark.timeout(600)
+def test_episodes_on_another_host_are_trained_on(recipe, tmp_path):
+    """The driver and the engine are on nodea; nodeb plays the episodes, which it is asked for over HTTP."""
+
+    def make(hosts: Hosts) -> dict[str, Any]:
+        hosts.environment[HOST_KEY] = "a key of both"
+        host = [sys.executable, "-m", "rollouts.agents.host", "--listen", ADDRESS["nodeb"]]
+        agent = [sys.executable, str(tmp_path / "agent.py")]
+        hosts.runs.append(hosts.start("nodeb", *host, "--", *agent, log=tmp_path / "host.log"))
+        return {"address": [f"http://{ADDRESS['nodeb']}:9000"]}
+
+    train_on_two_hosts(recipe, tmp_path, make)
+    assert f"at http://{ADDRESS['nodeb']}:9000" in (tmp_path / "host.log").read_text()

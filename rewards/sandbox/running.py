@@ -7,25 +7,31 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from core.timing.deadlines import SANDBOX_CHECK_TIMEOUT_S, SANDBOX_EXIT_GRACE_S, SANDBOX_POLL_S
 from rewards.sandbox.base import MIB, KilledFor, Limits, Ran, SandboxUnavailable, last_line
-from rewards.sandbox.usage import count_files, exceeds_memory, list_descendants
+from rewards.sandbox.usage import count_files, exceeds_memory, list_descendants, measure_folders
 
 CHUNK = 65536
 OUT_OF_TIME = 128 + signal.SIGXCPU
 """Exit code of a process that exceeded the CPU time."""
 
 
-class Box:
+class Running:
     """Sandbox with running processes. All of them end with the process started here."""
 
-    def __init__(self, process: asyncio.subprocess.Process, status: int, limits: Limits) -> None:
-        """process: bwrap, with three pipes. status: pipe with bwrap's reports; it is closed here."""
+    def __init__(
+        self, process: asyncio.subprocess.Process, status: int, limits: Limits, writable: Sequence[Path] = ()
+    ) -> None:
+        """process: bwrap, with three pipes. status: pipe with bwrap's reports; it is closed here.
+
+        writable: folders of this machine to which the processes write, unless they write to /tmp in memory.
+        """
         self.killed_for: KilledFor | None = None
-        self.limits = limits
+        self.limits, self._writable = limits, writable
         self._process, self._status = process, status
         self._reports = b""
         self._began = time.monotonic()
@@ -175,19 +181,37 @@ class Box:
                 self.kill("output")
 
     async def _watch(self) -> None:
-        """Kill the sandbox if all processes together exceed the memory or the number of files."""
+        """Kill the sandbox if all processes together exceed the memory, the disk or the number of files."""
         # the kernel's limits are per process, and a cgroup for all of them may not be available
-        checks: list[tuple[KilledFor, Callable[[list[int]], bool]]] = [
-            ("memory", lambda pids: exceeds_memory(pids, self.limits.memory_mib * MIB)),
-            ("files", lambda pids: count_files(pids, self.limits.disk_mib * MIB) > self.limits.files),
-        ]
+        await asyncio.gather(self._watch_processes(), self._watch_folders())
+
+    async def _watch_processes(self) -> None:
         # Polling may miss a short excess. The kernel's limits per process bind all the same.
         while self.killed_for is None:
             await asyncio.sleep(SANDBOX_POLL_S)
             pids = list_descendants(self._process.pid)
-            for reason, is_over in checks:
-                if is_over(pids):
-                    self.kill(reason)
+            if exceeds_memory(pids, self.limits.memory_mib * MIB):
+                self.kill("memory")
+            if not self._writable and count_files(pids, self.limits.disk_mib * MIB) > self.limits.files:
+                self.kill("files")
+
+    async def _watch_folders(self) -> None:
+        took_s = 0.0
+        while self._writable and self.killed_for is None:
+            # many files take long to measure: most of the time is left to other work
+            await asyncio.sleep(max(SANDBOX_POLL_S, 10 * took_s))
+            began = time.monotonic()
+            if reason := await asyncio.to_thread(find_excess, self._writable, self.limits):
+                self.kill(reason)
+            took_s = time.monotonic() - began
+
+
+def find_excess(folders: Sequence[Path], limits: Limits) -> KilledFor | None:
+    """Return the limit that folders of this machine exceed, or None."""
+    size, files = measure_folders(folders)
+    if size > limits.disk_mib * MIB:
+        return "disk"
+    return "files" if files > limits.files else None
 
 
 def _read_rest(pipe: int) -> bytes:

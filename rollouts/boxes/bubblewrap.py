@@ -1,0 +1,202 @@
+"""Box by bubblewrap: programs of an image, read-only, and folders of its own that stay between commands.
+
+Each command is a sandbox of rewards/sandbox/bubblewrap.py, so no process outlives its command. The folders WRITABLE,
+and that of the working folder, are copies that may be changed; all else is read-only. So a policy
+cannot replace the programs that verify its work. Commands run as an unprivileged user, even if the image expects root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from core.errors import UserError, quote
+from rewards.sandbox.base import Limits, Ran, SandboxUnavailable, check_names, last_line
+from rewards.sandbox.bubblewrap import FORBIDDEN, Bubblewrap, View, draw_user, mount_system
+from rewards.sandbox.running import find_excess
+from rollouts.boxes.base import BoxSpec
+from rollouts.boxes.images import HOST, Image, prepare_image
+
+WRITABLE = ("app", "home", "logs", "root", "solution", "tests", "tmp", "workspace")
+"""Folders of the root that every box may write to."""
+SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr", "var")
+"""Folders of the root that cannot be the working folder's."""
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+OVER = {
+    "disk": "the box has more than {disk_mib} MiB of files",
+    "files": "the box has more than {files} files",
+}
+"""Limits of which an excess stays."""
+
+
+class BubblewrapBox:
+    """Box on this machine."""
+
+    def __init__(self, image: Image, spec: BoxSpec, home: Path) -> None:
+        """home: empty folder, for the writable folders."""
+        self.broken = ""
+        self._spec, self._home = spec, home
+        self._folder = spec.folder or image.folder
+        self._user = draw_user() if os.getuid() == 0 else None
+        names = {*WRITABLE, *PurePosixPath(self._folder).parts[1:2]}
+        for name in names:
+            self._make_folder(name, image.root)
+        self._own(home)
+        (home / "tmp").chmod(0o1777)
+        os.makedirs(home / self._folder.lstrip("/"), exist_ok=True)
+        self._mounts = (*mount_image(image.root, names), *self._bind(sorted(names)))
+        self._environment = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"} | {**image.environment}
+        self._environment |= spec.environment
+
+    @classmethod
+    async def open(cls, spec: BoxSpec) -> BubblewrapBox:
+        """Return a box of an image. Raises UserError if it cannot be used."""
+        # files of an image may be many: the episodes of this process go on meanwhile
+        image = await asyncio.to_thread(prepare_image, spec.image)
+        top = PurePosixPath(spec.folder or image.folder).parts[1:2]
+        if top and top[0] in SYSTEM:
+            raise UserError(
+                f"the working folder {quote(spec.folder or image.folder)} is read-only in a box of bubblewrap: choose "
+                "/app or /workspace, or use podman"
+            )
+        home = Path(tempfile.mkdtemp(prefix="box-"))
+        try:
+            return await asyncio.to_thread(cls, image, spec, home)
+        except BaseException:
+            remove_tree(home)
+            raise
+
+    async def run(self, command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Ran:
+        view = View(
+            mounts=self._mounts,
+            folder=self._folder,
+            environment=self._environment | {**(environment or {})},
+            network=self._spec.network,
+            user=self._user,
+            writable=(self._home,),
+        )
+        running = await Bubblewrap().open(command, limits=replace(self._spec.limits, seconds=seconds), view=view)
+        ran = await running.finish(b"")
+        excess = await asyncio.to_thread(find_excess, [self._home], self._spec.limits)
+        if excess is not None:
+            limits = self._spec.limits
+            self.broken = OVER[excess].format(disk_mib=limits.disk_mib, files=limits.files)
+        return ran
+
+    async def put(self, folder: str, files: Mapping[str, bytes]) -> None:
+        check_names(files)
+        await asyncio.to_thread(self._put, self._home / folder.lstrip("/"), files)
+
+    async def get(self, path: str, *, most: int) -> bytes | None:
+        return await asyncio.to_thread(self._get, path, most)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(remove_tree, self._home)
+
+    def _make_folder(self, name: str, root: Path | None) -> None:
+        """Make a writable folder, with the files of the image."""
+        given = None if root is None else root / name
+        if given is not None and given.is_dir() and not given.is_symlink():
+            shutil.copytree(given, self._home / name, symlinks=True)
+            make_writable(self._home / name)
+        else:
+            (self._home / name).mkdir()
+
+    def _own(self, top: Path) -> None:
+        """Give files to the user of the commands. A link's target keeps its owner."""
+        if self._user is not None:
+            for folder, names, files in os.walk(top):
+                for path in (folder, *(f"{folder}/{name}" for name in (*names, *files))):
+                    os.chown(path, self._user, self._user, follow_symlinks=False)
+
+    def _bind(self, names: Sequence[str]) -> list[str]:
+        return [part for name in names for part in ("--bind", str(self._home / name), f"/{name}")]
+
+    def _put(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        # of a folder that commands have filled, nothing stays: a link would lead elsewhere
+        remove_tree(folder)
+        folder.mkdir()
+        for name, content in files.items():
+            path = folder / name
+            if name.endswith("/"):
+                path.mkdir(parents=True)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            path.chmod(0o755)
+        self._own(folder)
+
+    def _get(self, path: str, most: int) -> bytes | None:
+        """Read a file. No process of the box runs meanwhile, and links are not followed: they lead out of it."""
+        *folders, name = PurePosixPath(path).parts[1:]
+        at = os.open(self._home, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for folder in folders:
+                below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+                os.close(at)
+                at = below
+            # else a pipe would be waited for
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+        except OSError:
+            return None
+        finally:
+            os.close(at)
+        try:
+            return os.read(file, most) if stat.S_ISREG(os.fstat(file).st_mode) else None
+        finally:
+            os.close(file)
+
+
+def mount_image(root: Path | None, besides: set[str]) -> list[str]:
+    """Return the options that show an image's files, read-only, but for the folders `besides`."""
+    # with processes of this box only
+    mounts = ["--proc", "/proc"]
+    if root is None:
+        # Debian's alternatives (awk, vi) are links into /etc, which would else be closed to the user
+        folder = "/etc/alternatives"
+        return [*mounts, *mount_system(), "--perms", "0755", "--dir", "/etc", "--ro-bind-try", folder, folder]
+    for path in sorted(root.iterdir()):
+        if path.name in ("dev", "proc", "sys") or path.name in besides:
+            continue
+        options = ["--symlink", os.readlink(path)] if path.is_symlink() else ["--ro-bind", str(path)]
+        mounts += [*options, f"/{path.name}"]
+    return mounts
+
+
+def make_writable(top: Path) -> None:
+    """Let the owner of a tree read and change it. Links are left alone."""
+    top.chmod(0o755)
+    # from the top: a folder is entered once it can be
+    for folder, names, files in os.walk(top):
+        for path in (os.path.join(folder, name) for name in (*names, *files)):
+            if not os.path.islink(path):
+                os.chmod(path, os.stat(path).st_mode | (0o700 if os.path.isdir(path) else 0o600))
+
+
+def remove_tree(top: Path) -> None:
+    """Remove a tree, whatever permissions its folders have."""
+    if top.is_symlink() or not top.is_dir():
+        top.unlink(missing_ok=True)
+        return
+    make_writable(top)
+    shutil.rmtree(top)
+
+
+async def check_bubblewrap() -> None:
+    """Run a command in a box of this machine's programs. Raises SandboxUnavailable, with the fix."""
+    await Bubblewrap().check()
+    box = await BubblewrapBox.open(BoxSpec(image=HOST))
+    try:
+        ran = await box.run(["sh", "-c", "cat /proc/self/comm > /app/x && cat /app/x"], seconds=Limits().seconds)
+    except SandboxUnavailable as error:
+        raise SandboxUnavailable(FORBIDDEN.format(said=error)) from error
+    finally:
+        await box.close()
+    if ran.stdout != b"cat\n":
+        raise SandboxUnavailable(FORBIDDEN.format(said=last_line(ran.stderr) or f"exit code {ran.exit_code}"))

@@ -1,0 +1,208 @@
+"""Box in a container of podman, docker or apptainer, driven by the program's command line."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import secrets
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from core.errors import UserError, quote
+from core.timing.deadlines import BOX_TIMEOUT_S
+from rewards.sandbox.base import KilledFor, Ran, SandboxUnavailable, check_names, last_line
+from rollouts.boxes.base import BoxSpec
+from rollouts.boxes.programs import Program
+
+MOST_STARTS = 4
+"""Containers that this process starts at a time. A daemon with many starts at once fails some."""
+LARGEST_ARCHIVE = 64 * 2**20
+"""Maximum size of an archive that is read, in bytes."""
+STARTING = asyncio.Semaphore(MOST_STARTS)
+GONE = ("no such container", "no container with name", "is not running", "no instance", "instance not found")
+"""Words of the programs for a container that has ended."""
+
+
+class ContainerBox:
+    """Container with files that stay between commands, and so do processes in the background."""
+
+    def __init__(self, program: Program, spec: BoxSpec) -> None:
+        self.broken = ""
+        self.name = f"feynrl-{secrets.token_hex(8)}"
+        self._program, self._spec = program, spec
+
+    @classmethod
+    async def open(cls, program: Program, spec: BoxSpec) -> ContainerBox:
+        """Start a container. Raises UserError for an image without a digest, SandboxUnavailable if it fails."""
+        if not program.names_digest(spec.image):
+            raise UserError(
+                f"the image {quote(spec.image)} must name its digest (NAME@sha256:...), or it may be another tomorrow"
+            )
+        box = cls(program, spec)
+        try:
+            async with STARTING:
+                await box._step(program.start(box.name, spec), seconds=BOX_TIMEOUT_S)
+        except BaseException:
+            # a late start would leave it behind
+            await box.close()
+            raise
+        return box
+
+    async def run(self, command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Ran:
+        words = self._program.run(self.name, command, folder=self._spec.folder, environment=environment or {})
+        ran = await run_program(words, seconds=seconds, most=self._spec.limits.output_bytes)
+        if ran.killed_for is not None:
+            # its processes would go on in the container, beside the verifier
+            self.broken = f"a command was ended for its {ran.killed_for}"
+            await self._end()
+        elif ran.exit_code != 0:
+            await self._check_alive()
+        return ran
+
+    async def put(self, folder: str, files: Mapping[str, bytes]) -> None:
+        check_names(files)
+        removal = self._program.run(self.name, ["rm", "-rf", folder], folder="/", environment={})
+        await self._step(removal, seconds=BOX_TIMEOUT_S)
+        archive = write_archive(folder.strip("/"), files)
+        await self._step(self._program.put(self.name), seconds=BOX_TIMEOUT_S, stdin=archive)
+
+    async def get(self, path: str, *, most: int) -> bytes | None:
+        words = self._program.get(self.name, path)
+        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=LARGEST_ARCHIVE)
+        if ran.exit_code != 0:
+            await self._check_alive()
+            return None
+        return read_archive(ran.stdout, most=most)
+
+    async def close(self) -> None:
+        await self._end()
+
+    async def _check_alive(self) -> None:
+        """Note that the container has ended. Raises SandboxUnavailable if the program cannot tell."""
+        ran = await run_program(self._program.look(self.name), seconds=BOX_TIMEOUT_S, most=2**16)
+        if ran.exit_code == 0:
+            return
+        said = ran.stderr.decode(errors="replace").lower()
+        if not any(words in said for words in GONE):
+            raise SandboxUnavailable(f"{self._program.name} failed: {last_line(ran.stderr) or 'it said nothing'}")
+        self.broken = "its container has ended"
+
+    async def _end(self) -> None:
+        for words in self._program.end(self.name):
+            # one that has ended already is an error of the program, and what we want
+            with suppress(SandboxUnavailable):
+                await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16)
+
+    async def _step(self, words: list[str], *, seconds: float, stdin: bytes = b"") -> None:
+        """Run a command line that must succeed."""
+        ran = await run_program(words, seconds=seconds, most=2**16, stdin=stdin)
+        if ran.exit_code != 0:
+            why = last_line(ran.stderr) or f"no end after {ran.seconds:.3g} s"
+            raise SandboxUnavailable(f"`{words[0]} {words[1]}` failed: {why}")
+
+
+def check_program(program: Program) -> None:
+    """Raise SandboxUnavailable unless the program runs."""
+    if shutil.which(program.name) is None:
+        raise SandboxUnavailable(f"{program.name} is not installed: install it, or use the boxes of bubblewrap")
+    # docker's `info` asks the daemon; apptainer has none, and no such command
+    words = [program.name, "--version"] if program.name == "apptainer" else [program.name, "info"]
+    done = subprocess.run(words, capture_output=True, timeout=BOX_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise SandboxUnavailable(f"`{' '.join(words)}` failed: {last_line(done.stderr)}")
+
+
+async def run_program(words: Sequence[str], *, seconds: float, most: int, stdin: bytes = b"") -> Ran:
+    """Run a program with bounded time and output. It is killed when either is exceeded, or on cancellation."""
+    began = time.monotonic()
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe)
+    except OSError as error:
+        raise SandboxUnavailable(f"{words[0]} cannot be started: {error.strerror or error}") from error
+    assert process.stdin and process.stdout and process.stderr
+    killed_for: list[KilledFor] = []
+
+    def kill(reason: KilledFor) -> None:
+        killed_for.append(reason)
+        with suppress(ProcessLookupError):
+            process.kill()
+
+    async def read(stream: asyncio.StreamReader) -> bytes:
+        found = bytearray()
+        while piece := await stream.read(2**16):
+            room = most - len(found)
+            found += piece[:room]
+            if len(piece) > room:
+                kill("output")
+                break
+        return bytes(found)
+
+    async def write(stream: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            stream.write(stdin)
+            await stream.drain()
+        stream.close()
+
+    work = asyncio.gather(read(process.stdout), read(process.stderr), write(process.stdin))
+    try:
+        stdout, stderr, _ = await asyncio.wait_for(asyncio.shield(work), seconds)
+        await process.wait()
+    except TimeoutError:
+        kill("time")
+        stdout, stderr, _ = await work
+        await process.wait()
+    except BaseException:
+        kill("time")
+        work.cancel()
+        await process.wait()
+        raise
+    return Ran(
+        exit_code=None if killed_for else process.returncode,
+        stdout=stdout,
+        stderr=stderr,
+        seconds=time.monotonic() - began,
+        killed_for=killed_for[0] if killed_for else None,
+    )
+
+
+def write_archive(folder: str, files: Mapping[str, bytes]) -> bytes:
+    """Return a tar archive of files below a folder. A name that ends in "/" is an empty folder."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as tar:
+        # each once, and before what is in it
+        for parent in sorted({folder, *(one for name in files for one in list_parents(f"{folder}/{name}"))}):
+            entry = tarfile.TarInfo(parent)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o777
+            tar.addfile(entry)
+        for name, content in files.items():
+            if not name.endswith("/"):
+                entry = tarfile.TarInfo(f"{folder}/{name}")
+                entry.size, entry.mode = len(content), 0o755
+                tar.addfile(entry, io.BytesIO(content))
+    return written.getvalue()
+
+
+def list_parents(name: str) -> list[str]:
+    """Return the folders of a name; one that ends in "/" is a folder itself.
+
+    >>> list_parents("tests/data/x"), list_parents("logs/verifier/")
+    (['tests', 'tests/data'], ['logs', 'logs/verifier'])
+    """
+    parts = name.split("/")[:-1]
+    return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def read_archive(archive: bytes, *, most: int) -> bytes | None:
+    """Return the first `most` bytes of the only file in a tar archive; None if it holds no regular file."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            member = tar.next()
+            file = None if member is None or not member.isreg() else tar.extractfile(member)
+            return None if file is None else file.read(most)
+    except tarfile.TarError:
+        return None

@@ -1,0 +1,168 @@
+"""Tasks in Harbor's format: an instruction, a box, and tests that write a reward.
+
+    TASK/instruction.md, task.toml, tests/test.sh, and for people solution/, environment/
+
+Source: https://github.com/laude-institute/harbor, src/harbor/models/task/config.py and verifier/verifier.py of 0.26.
+Tasks that ask for more than a box (GPUs, services beside it, several steps) are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError, quote
+from core.text.text_files import read_text
+
+LARGEST_REWARD_FILE = 2**16
+VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+"""Form of a value that is a variable of this machine, with an optional default."""
+REFUSED = ("gpus", "mcp_servers", "healthcheck", "skills_dir")
+"""Keys of [environment] that ask for more than a box."""
+COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+
+
+class NoReward(Exception):
+    """Verifier without a readable reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborTask:
+    """Task in Harbor's format."""
+
+    folder: Path
+    instruction: str
+    image: str = ""
+    """Image of the environment. "": none is named."""
+    cpus: int = 1
+    memory_mib: int = 2048
+    disk_mib: int = 10240
+    work_folder: str = ""
+    environment: Mapping[str, str]
+    """Variables of the box."""
+    agent_s: float | None = None
+    """Seconds for the policy. None: no limit."""
+    verifier_s: float = 600.0
+    verifier_environment: Mapping[str, str]
+
+    def list_tests(self) -> dict[str, bytes]:
+        """Return the files of tests/ by their name."""
+        return list_files(self.folder / "tests")
+
+
+def read_task(folder: Path) -> HarborTask:
+    """Read a task. Raises UserError if it is none, or asks for more than a box."""
+    if not (folder / "tests" / "test.sh").is_file():
+        raise UserError(f"the task {quote(folder)} has no tests/test.sh, so it is no task of Harbor's format")
+    found = _read_toml(folder / "task.toml")
+    environment, agent, verifier = (_find_table(found, name, folder) for name in ("environment", "agent", "verifier"))
+    asked = [f"environment.{name}" for name in REFUSED if environment.get(name)]
+    asked += [name for name in COMPOSE if (folder / "environment" / name).exists()]
+    asked += ["steps"] if found.get("steps") else []
+    asked += ["verifier.environment_mode"] if verifier.get("environment_mode", "shared") != "shared" else []
+    if asked:
+        raise UserError(f"the task {quote(folder)} asks for {asked[0]}, which boxes do not give: leave the task out")
+    read = _Reader(folder)
+    return HarborTask(
+        folder=folder,
+        instruction=read_text(folder / "instruction.md", f"the task {folder}: instruction.md"),
+        image=environment.get("docker_image") or "",
+        cpus=math.ceil(read.number(environment, "environment.cpus", 1)),
+        memory_mib=int(read.number(environment, "environment.memory_mb", 2048)),
+        disk_mib=int(read.number(environment, "environment.storage_mb", 10240)),
+        work_folder=environment.get("workdir") or "",
+        environment=read.variables(environment, "environment.env"),
+        agent_s=read.number(agent, "agent.timeout_sec", None),
+        verifier_s=read.number(verifier, "verifier.timeout_sec", 600.0),
+        verifier_environment=read.variables(verifier, "verifier.env"),
+    )
+
+
+def list_files(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder by their name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def read_rewards(as_json: bytes | None, as_text: bytes | None) -> dict[str, float]:
+    """Return the numbers in reward.json, or else in reward.txt. Raises NoReward.
+
+    as_json, as_text: the contents of the files; None for one that is not there.
+
+    >>> read_rewards(b'{"reward": 1, "why": "all passed"}', None), read_rewards(None, b"0.5\\n")
+    ({'reward': 1.0}, {'reward': 0.5})
+    """
+    if as_json is None and as_text is None:
+        raise NoReward("it wrote neither reward.json nor reward.txt to /logs/verifier")
+    if as_json is None:
+        return {"reward": _read_number(as_text or b"")}
+    try:
+        found = json.loads(as_json)
+        numbers = found if isinstance(found, dict) else {"reward": found}
+        # other fields are reports
+        rewards = {name: float(value) for name, value in numbers.items() if type(value) in (int, float)}
+    except (ValueError, RecursionError, OverflowError):
+        rewards = dict[str, float]()
+    if "reward" not in rewards and as_text is not None:
+        rewards["reward"] = _read_number(as_text)
+    if not rewards or not all(map(math.isfinite, rewards.values())):
+        raise NoReward(f"its reward.json has no finite numbers, it has {as_json.decode(errors='replace')!r:.80}")
+    return rewards
+
+
+def _read_number(text: bytes) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise NoReward(f"its reward.txt must be a finite number, it has {text.decode(errors='replace')!r:.80}")
+    return value
+
+
+class _Reader:
+    """Reader of values in task.toml, which names the task in errors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def number(self, table: dict[str, Any], key: str, default: Any) -> Any:
+        """Return a number above 0, or the default."""
+        value = table.get(key.partition(".")[2], default)
+        if value is not default and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise UserError(f"{self.folder}/task.toml: {key} is {value!r:.60}, where a number above 0 is expected")
+        return value
+
+    def variables(self, table: dict[str, Any], key: str) -> dict[str, str]:
+        """Return variables, with those of this machine that they name."""
+        found = table.get(key.partition(".")[2], {})
+        if not isinstance(found, dict):
+            raise UserError(f"{self.folder}/task.toml: {key} must be a table, found {json.dumps(found)[:60]}")
+        return {name: VARIABLE.sub(self._find, str(value)) for name, value in found.items()}
+
+    def _find(self, match: re.Match[str]) -> str:
+        name, default = match.groups()
+        value = os.environ.get(name, default)
+        if value is None:
+            raise UserError(f"{self.folder}/task.toml needs the environment variable {name}: set it")
+        return value
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_text(path, f"the task {path.parent}: task.toml"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _find_table(found: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    table = found.get(name, {})
+    if not isinstance(table, dict):
+        raise UserError(f"{folder}/task.toml: {name} must be a table, found {table!r:.60}")
+    return table

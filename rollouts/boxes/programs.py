@@ -1,0 +1,139 @@
+"""Command lines of podman, docker and apptainer, as their manuals describe them. Not run by our tests.
+
+Containers are named and labelled, and end by themselves after LONGEST_LIFE_S. Files travel as tar archives.
+
+Sources: docs.podman.io (podman-run, -exec, -cp, -kill, -rm), docs.docker.com/reference/cli (docker run, exec, cp, kill,
+rm), apptainer.org/docs/user/1.3 (instance, exec, networking).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollouts.boxes.base import BoxSpec
+from rollouts.boxes.images import DIGEST
+
+LABEL = "feynrl"
+LONGEST_LIFE_S = 24 * 3600
+Words = list[str]
+
+
+class Program(Protocol):
+    """Builder of the command lines of one program."""
+
+    name: str
+
+    def start(self, box: str, spec: BoxSpec) -> Words:
+        """Start a container called `box` that waits, and return."""
+        ...
+
+    def run(self, box: str, command: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> Words:
+        """Run a command in the container. folder: "" for the image's."""
+        ...
+
+    def put(self, box: str) -> Words:
+        """Unpack the tar archive on standard input into the root."""
+        ...
+
+    def get(self, box: str, path: str) -> Words:
+        """Write a tar archive with one file to standard output."""
+        ...
+
+    def look(self, box: str) -> Words:
+        """Fail unless the container is running."""
+        ...
+
+    def end(self, box: str) -> list[Words]:
+        """Kill all processes, then remove the container."""
+        ...
+
+    def names_digest(self, image: str) -> bool:
+        """Tell whether a name of an image means the same image for ever."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Containers:
+    """Podman or docker, whose options are the same."""
+
+    name: str
+
+    def start(self, box: str, spec: BoxSpec) -> Words:
+        limits = spec.limits
+        memory = f"{limits.memory_mib}m"
+        words = [self.name, "run", "--detach", "--rm", "--init", "--name", box, "--label", f"{LABEL}={box}"]
+        words += ["--network", "bridge" if spec.network else "none", "--security-opt", "no-new-privileges"]
+        # swap counts in the second, so equal values allow none
+        words += ["--memory", memory, "--memory-swap", memory, "--cpus", str(spec.cpus)]
+        words += ["--pids-limit", str(limits.processes), "--ulimit", f"fsize={limits.file_mib * 2**20}"]
+        words += ["--ulimit", f"nofile={limits.open_files}"]
+        words += [part for name, value in spec.environment.items() for part in ("--env", f"{name}={value}")]
+        if spec.folder:
+            words += ["--workdir", spec.folder]
+        return [*words, "--entrypoint", "sleep", spec.image, str(LONGEST_LIFE_S)]
+
+    def run(self, box: str, command: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> Words:
+        words = [self.name, "exec"]
+        words += [part for name, value in environment.items() for part in ("--env", f"{name}={value}")]
+        words += ["--workdir", folder] if folder else []
+        return [*words, box, *command]
+
+    def put(self, box: str) -> Words:
+        return [self.name, "cp", "-", f"{box}:/"]
+
+    def get(self, box: str, path: str) -> Words:
+        return [self.name, "cp", f"{box}:{path}", "-"]
+
+    def look(self, box: str) -> Words:
+        return [self.name, "exec", box, "true"]
+
+    def end(self, box: str) -> list[Words]:
+        return [[self.name, "kill", box], [self.name, "rm", "--force", "--volumes", box]]
+
+    def names_digest(self, image: str) -> bool:
+        # also the id of an image that was built here
+        return bool(DIGEST.fullmatch(image.rpartition("@")[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Apptainer:
+    """Apptainer, for clusters without a daemon. Its limits need cgroups v2, and its network none needs setuid mode."""
+
+    name: str = "apptainer"
+
+    def start(self, box: str, spec: BoxSpec) -> Words:
+        limits = spec.limits
+        words = [self.name, "instance", "start", "--containall", "--no-home", "--writable-tmpfs", "--no-privs"]
+        words += [] if spec.network else ["--net", "--network", "none"]
+        words += ["--memory", f"{limits.memory_mib}M", "--memory-swap", "0", "--cpus", str(spec.cpus)]
+        words += ["--pids-limit", str(limits.processes)]
+        words += [part for name, value in spec.environment.items() for part in ("--env", f"{name}={value}")]
+        words += ["--pwd", spec.folder] if spec.folder else []
+        return [*words, spec.image, box]
+
+    def run(self, box: str, command: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> Words:
+        words = [self.name, "exec"]
+        words += [part for name, value in environment.items() for part in ("--env", f"{name}={value}")]
+        words += ["--pwd", folder] if folder else []
+        return [*words, f"instance://{box}", *command]
+
+    def put(self, box: str) -> Words:
+        return [self.name, "exec", f"instance://{box}", "tar", "-xf", "-", "-C", "/"]
+
+    def get(self, box: str, path: str) -> Words:
+        return [self.name, "exec", f"instance://{box}", "tar", "-cf", "-", "-C", "/", path.lstrip("/")]
+
+    def look(self, box: str) -> Words:
+        return [self.name, "exec", f"instance://{box}", "true"]
+
+    def end(self, box: str) -> list[Words]:
+        return [[self.name, "instance", "stop", "--signal", "KILL", box]]
+
+    def names_digest(self, image: str) -> bool:
+        # a .sif file is one image
+        return image.endswith(".sif") or bool(DIGEST.fullmatch(image.rpartition("@")[2]))
+
+
+PROGRAMS: dict[str, Program] = {one.name: one for one in (Containers("podman"), Containers("docker"), Apptainer())}

@@ -1,0 +1,199 @@
+"""Tasks in Harbor's format: ten that run here, what verifiers may write, and whose fault an episode's end is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.agent_schema import TIMEOUTS
+from core.errors import UserError
+from core.types.samples import Prompt
+from data_prep import boxed_tasks, harbor
+from rollouts.boxes.harbor_task import NoReward, read_rewards, read_task
+from rollouts.envs.harbor import Harbor
+from unit_tests.helpers.agents import play as play_policy
+from unit_tests.helpers.episodes import calls_of
+from unit_tests.helpers.needs_sandbox import needs_sandbox
+from unit_tests.helpers.scripted_policy import Policy, say_calls
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """The columns of each task."""
+    return {row.id: json.loads(row.extra or "") for row in boxed_tasks.make(tmp_path_factory.mktemp("boxed"))}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("FEYNRL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+async def play(extra: dict[str, Any], *commands: str, of: type[Harbor] = Harbor) -> tuple[Harbor, list[str]]:
+    """Play an episode; return the environment, and what the policy was told."""
+    env, told = of(Prompt(id="row", messages=[], extra=extra)), list[str]()
+    try:
+        await env.open()
+        for command in commands:
+            answers = await env.step(calls_of(("bash", {"command": command})))
+            told += [message["content"] for message in answers or []]
+            if answers is None:
+                break
+        await env.end()
+    finally:
+        await env.close()
+    return env, told
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_reference_solutions_solve_all_ten_and_empty_ones_none(rows):
+    async def run() -> dict[str, list[float]]:
+        found = {}
+        for name, extra in rows.items():
+            solution = (Path(extra["task"]) / "solution" / "solve.sh").read_text()
+            found[name] = [(await play(extra, *commands))[0].scores()["reward"] for commands in ([solution], [])]
+        return found
+
+    assert asyncio.run(run()) == {name: [1.0, 0.0] for name in boxed_tasks.TASKS} and len(rows) == 10
+
+
+@needs_sandbox
+def test_the_policy_sees_bounded_output_and_cannot_write_its_own_reward(rows):
+    fake = "cd /logs/verifier; echo 1 | tee reward.txt > reward.json; echo 'echo 1' > /tests/test.sh; false"
+    env, told = asyncio.run(play(rows["count-lines"], "seq 99999", fake, "cat /solution/solve.sh; kill -9 $$"))
+    assert len(told[0]) < 4100 and told[0].startswith("1\n2\n") and told[0].endswith("99999\n")
+    assert "characters are left out" in told[0] and told[1] == "(exit code 1)"
+    assert "No such file" in told[2] and "exit code 137" in told[2]
+    assert env.scores() == {"reward": 0.0} and env.counts()[TIMEOUTS] == 0.0
+    assert asyncio.run(play(rows["set-port"], "sed -i s/80/8080/ server.conf"))[0].scores() == {
+        **{"reward": 1.0, "port": 1.0, "kept": 1.0}
+    }
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_an_episode_of_a_policy_is_exact(rows, qwen):
+    """What is trained on is what the policy saw and said, to the token, and the verifier's number is the reward."""
+    policy = Policy(qwen, [say_calls("", ("bash", {"command": "wc -l < trees.txt | tee count.txt"})), "Done."])
+    prompt = Prompt(id="row", messages=[{"role": "user", "content": "How many?"}], extra=rows["count-lines"])
+    [sample] = play_policy(Harbor, policy, prompt=prompt, part="reward", max_prompt_tokens=600)
+    assert sample.failure == "" and sample.reward_parts["reward"] == 1.0 and sample.reward == 2.0
+    (_, first), (context, last) = policy.log
+    assert sample.token_ids.tolist() == [*context, *last]
+    assert [sample.token_ids[begin:end].tolist() for begin, end in sample.spans] == [first, last]
+    told = "<tool_response>\n7\n\n</tool_response>"
+    assert f"<|im_end|>\n<|im_start|>user\n{told}<|im_end|>\n<|im_start|>assistant\n" in qwen.hf.decode(context)
+
+
+class Failing(Harbor):
+    on_timeout = "fail"
+
+
+BROKEN = {
+    # what the policy does: (command, columns, scores, reason)
+    "time": (
+        "wc -l < trees.txt > count.txt; sleep 60",
+        {"timeout_s": 0.5},
+        {"reward": 1.0},
+        "time of the task is used",
+    ),
+    "disk": (
+        "for i in $(seq 9); do head -c 20000000 /dev/zero > $i; done; sleep 9",
+        {},
+        {},
+        "more than 64 MiB of files",
+    ),
+}
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_policy_that_uses_up_its_time_or_breaks_its_box_is_scored(rows, kind):
+    command, columns, scores, reason = BROKEN[kind]
+    extra = rows["count-lines"] | columns
+    env, told = asyncio.run(play(extra, command, "echo never > /app/count.txt"))
+    # the answer is not shown, for the episode is over
+    assert told == [] and reason in env.over and env.scores() == scores and env.counts()[TIMEOUTS] == 1.0
+    with pytest.raises(NoReward, match=f"the episode ended early: .*{reason}"):
+        asyncio.run(play(extra, command, of=Failing))
+
+
+def change(extra: dict[str, Any], folder: Path, **files: str) -> dict[str, Any]:
+    """A copy of a task with other files."""
+    shutil.copytree(extra["task"], folder / "task")
+    for name, text in files.items():
+        (folder / "task" / {"test": "tests/test.sh", "toml": "task.toml"}[name]).write_text(text)
+    return extra | {"task": str(folder / "task")}
+
+
+FAULTS = {
+    # of the verifier: (its script, the sentence)
+    "hang": ("sleep 60", "the verifier of task was killed for its time"),
+    "no reward": ("echo oh no", "wrote neither reward.json nor reward.txt to /logs/verifier; it printed 'oh no'"),
+    "death": ("kill -9 $$", "wrote neither"),
+    "garbage": ("echo '{\"reward\": ' > /logs/verifier/reward.json", "reward.json has no finite numbers"),
+    "wrong schema": ('echo \'{"reward": "1"}\' > /logs/verifier/reward.json', "reward.json has no finite numbers"),
+    "no number": ("echo yes > /logs/verifier/reward.txt", "reward.txt must be a finite number, it has 'yes"),
+}
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_verifier_that_fails_is_a_sentence_and_no_score(rows, tmp_path, fault):
+    script, sentence = FAULTS[fault]
+    settings = boxed_tasks.SETTINGS.replace("60.0", "0.3" if fault == "hang" else "60.0")
+    extra = change(rows["count-lines"], tmp_path, test=script, toml=settings)
+    with pytest.raises(NoReward, match=sentence):
+        asyncio.run(play(extra, "true"))
+
+
+def test_what_a_verifier_may_write():
+    assert read_rewards(b"0.25", b"1") == {"reward": 0.25}
+    assert read_rewards(b'{"a": 2, "ok": true}', b"1") == {"a": 2.0, "reward": 1.0}
+    for wrong in (b"NaN", b"[1]", b"{}", b"[" * 9999, b"9" * 9999, b"1e999", b"\xff"):
+        with pytest.raises(NoReward):
+            read_rewards(wrong, None)
+    with pytest.raises(NoReward, match="finite number"):
+        read_rewards(None, b"inf")
+
+
+WRONG_TASKS = [
+    ("[environment]\ngpus = 1", "asks for environment.gpus, which boxes do not give"),
+    ("[verifier]\nenvironment_mode = 'separate'", "asks for verifier.environment_mode"),
+    ("[[steps]]\nname = 'a'", "asks for steps"),
+    ("[agent]\ntimeout_sec = -1", "agent.timeout_sec is -1, where a number above 0"),
+    ("[environment.env]\nA = '${NO_SUCH_VARIABLE}'", "needs the environment variable NO_SUCH_VARIABLE"),
+    ("environment = 3", "environment must be a table"),
+    ("what?", "task.toml cannot be read"),
+]
+
+
+@pytest.mark.parametrize("toml, words", WRONG_TASKS)
+def test_a_task_that_boxes_cannot_run_is_named(rows, tmp_path, toml, words):
+    extra = change(rows["count-lines"], tmp_path, toml=toml)
+    with pytest.raises(UserError, match=words):
+        read_task(Path(extra["task"]))
+    made, invalid = harbor.make(tmp_path)
+    assert made == [] and words in str(invalid)
+
+
+def test_rows_without_a_task_or_an_image_are_refused(rows, tmp_path):
+    for extra, words in (
+        ({}, "must have the folder of a task in its column task"),
+        (rows["count-lines"] | {"timeout_s": "1"}, "timeout_s is '1': give a number"),
+        ({"task": str(tmp_path)}, "has no tests/test.sh"),
+        ({"task": rows["count-lines"]["task"]}, "names no image, and task.toml no docker_image"),
+    ):
+        with pytest.raises(UserError, match=words):
+            asyncio.run(play(extra))
+    task = read_task(Path(rows["count-lines"]["task"]))
+    assert (task.memory_mib, task.disk_mib, task.agent_s, task.verifier_s) == (512, 64, 120.0, 60.0)
+    with pytest.raises(UserError, match=r"there is no task\.toml below it"):
+        harbor.make(tmp_path / "none")
