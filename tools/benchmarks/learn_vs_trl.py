@@ -4,7 +4,8 @@
     python -m tools.benchmarks.learn_vs_trl show [--image FILE]                       table of all seeds that are there
 
 Both sides start from the same weights and train on the same rows in the same order, with the same reward, sampling,
-loss, optimizer, and learning rate of every update (learn_work.py); only sampled tokens differ. `tiny` is the
+loss, optimizer, and learning rate of every update (learn_work.py); sampled tokens differ. So does one thing of GRPO:
+TRL 1.16 shuffles the samples of a step over its updates, and we deal whole groups to them. `tiny` is the
 quickstart's model and its sums, in one process with transformers' generation on both sides. `smollm2` is
 SmolLM2-135M-Instruct on sums, ours on Ray, DeepSpeed and vLLM; TRL generates with transformers, because its vLLM
 backend needs a GPU, so equal seconds say nothing about GPUs.
