@@ -56,6 +56,8 @@ SETS = {
     "hmmt_feb25": ProblemSet(hub="MathArena/hmmt_feb_2025", split="train", extra=("problem_type",)),
     "hmmt_nov25": ProblemSet(hub="MathArena/hmmt_nov_2025", split="train", extra=("problem_type",)),
     "hmmt_feb26": ProblemSet(hub="MathArena/hmmt_feb_2026", split="train", extra=("problem_type",)),
+    "brumo25": ProblemSet(hub="MathArena/brumo_2025", split="train", extra=("problem_type",)),
+    "amo_bench": ProblemSet(hub="meituan-longcat/AMO-Bench", split="test", problem="prompt", extra=("answer_type",)),
 }
 
 

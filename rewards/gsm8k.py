@@ -62,7 +62,7 @@ def find_answer(text: str) -> tuple[Fraction | None, bool]:
     for mark in reversed(list(MARK.finditer(text))):
         rest = text[mark.end() :]
         if mark.group() != "####":
-            box = _until_closed(rest)
+            box = until_closed(rest)
             if _find_numbers(box):
                 return _read_box(box), True
         # after "####" the answer comes first and words may follow
@@ -81,7 +81,7 @@ def _write_fraction(found: re.Match[str]) -> str:
     return f"{whole}+{text}" if whole else text
 
 
-def _until_closed(text: str) -> str:
+def until_closed(text: str) -> str:
     """Return the text before the closing brace of a group opened just before `text`."""
     depth = 1
     for i, char in enumerate(text):

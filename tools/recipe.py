@@ -1,7 +1,8 @@
 """Run a recipe with everything that it needs: python -m tools.recipe configs/tools_smollm2.yaml [key=value ...]
 
 The comments at the head of a recipe name the commands that make its model and data. They run first, in their order,
-and so do those of a recipe that a command names. A command whose output is there already is skipped.
+after those of its base, and so do those of a recipe that a command names. A command whose output is there already is
+skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def main() -> int:
 
 def list_commands(recipe: Path) -> Iterator[list[str]]:
     """Yield the commands of a recipe's head that are still to be run, each as words."""
-    for line in read_text(recipe, str(recipe)).splitlines():
+    text = read_text(recipe, str(recipe))
+    if base := yaml.safe_load(text).get("base"):
+        yield from list_commands(recipe.parent / base)
+    for line in text.splitlines():
         # the commands stand in the comments at the head only
         if not line.startswith("#"):
             return

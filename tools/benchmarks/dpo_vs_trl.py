@@ -18,10 +18,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tools.benchmarks.beside_trl import Benchmark, Row, cut_updates, run_benchmark
 from tools.benchmarks.processes import ROOT
+
+if TYPE_CHECKING:
+    from core.types.samples import Group, Sample
 
 LONGEST = 512
 """Tokens of a conversation; longer pairs are left out."""
@@ -49,34 +52,33 @@ def main() -> int:
 def make_updates(args: argparse.Namespace) -> list[list[Row]]:
     """Return ids of prompt and replies, [update][pair]: drawn at random, the longest of an update first."""
     from configs.data_schema import RowDataConfig
-    from core.types.samples import Sample
     from data_feeds.chat.tokenizer import ChatTokenizer
     from data_feeds.feed import load_groups
     from data_prep.hh_rlhf import main as convert
-
-    def reply_of(sample: Sample, prompt: int) -> list[int]:
-        trained = sample.action_mask.nonzero()[0]
-        # up to the last trained token: what a template writes behind it is not trained on
-        return sample.token_ids[prompt : trained[-1] + 1].tolist()
 
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "pairs.jsonl"
         convert(["--split", "train", "--from", str(args.data), "--out", str(file)])
         data = RowDataConfig(train=str(file), max_tokens=LONGEST, max_invalid_fraction=0.5)
         feed = load_groups(data, "train", ChatTokenizer(str(ROOT / args.model), "chat"), rows="pairs", seed=0)
-    fitting: list[Row] = []
-    for chosen, rejected in feed.all():
-        # the first True of the mask is where the prompt ends
-        prompt = int(chosen.action_mask.argmax())
-        fitting.append(
-            {
-                "prompt_ids": chosen.token_ids[:prompt].tolist(),
-                "chosen_ids": reply_of(chosen, prompt),
-                "rejected_ids": reply_of(rejected, prompt),
-            }
-        )
+    fitting = [list_pair_ids(pair) for pair in feed.all()]
     random.Random(0).shuffle(fitting)
     return cut_updates(fitting, args, find_length)
+
+
+def list_pair_ids(pair: Group) -> Row:
+    """Return the token ids of prompt and replies of a pair, as DPOTrainer names them."""
+    chosen, rejected = pair
+    # the first True of the mask is where the prompt ends
+    prompt = int(chosen.action_mask.argmax())
+
+    def reply_of(sample: Sample) -> list[int]:
+        trained = sample.action_mask.nonzero()[0]
+        # up to the last trained token: what a template writes behind it is not trained on
+        return sample.token_ids[prompt : trained[-1] + 1].tolist()
+
+    ids = {"chosen_ids": reply_of(chosen), "rejected_ids": reply_of(rejected)}
+    return {"prompt_ids": chosen.token_ids[:prompt].tolist(), **ids}
 
 
 def find_length(row: Row) -> int:
@@ -94,7 +96,7 @@ def train(task: dict[str, Any]) -> Iterator[float]:
     from algs.dpo import DPO
     from configs.trainer_schema import ModelConfig, TrainerConfig
     from core.cluster.workers import Local
-    from core.types.samples import Group, Prompt, Sample, make_sample
+    from core.types.samples import Prompt, make_sample
     from data_feeds.packing.batches import Plan, plan_update
     from driver.rl.scoring import compute_columns
     from trainers.local import LocalTrainer

@@ -45,6 +45,8 @@ class Panel(NamedTuple):
     width: float = 390
     top: float = 80
     height: float = 300
+    label: str = "mean reward"
+    """Quantity of the vertical axis, from 0 to 1."""
 
     @property
     def steps(self) -> int:
@@ -117,7 +119,7 @@ def running_mean(rewards: list[float]) -> list[float]:
 def axes(panel: Panel) -> list[str]:
     """Draw the frame of a panel with its title, ticks and labels."""
     left, middle, bottom = panel.left, panel.y(0.5), panel.y(0)
-    label = text(left - 42, middle, "mean reward", anchor="middle")
+    label = text(left - 42, middle, panel.label, anchor="middle")
     parts = [
         text(left, panel.top - 40, panel.title, size=17, bold=True),
         text(left, panel.top - 18, panel.note, size=12),
@@ -127,7 +129,8 @@ def axes(panel: Panel) -> list[str]:
     for reward in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
         parts.append(f'<path d="M{left:g},{panel.y(reward):g} h{panel.width:g}" stroke="{GREY}"/>')
         parts.append(text(left - 8, panel.y(reward) + 4, f"{reward:.1f}", size=12, anchor="end"))
-    for step in range(0, panel.steps + 1, 5):
+    # at most nine numbers, so that they do not touch
+    for step in range(0, panel.steps + 1, 5 * -(-panel.steps // 40)):
         parts.append(f'<path d="M{panel.x(step):.1f},{bottom:g} v5" stroke="#222"/>')
         parts.append(text(panel.x(step), bottom + 20, str(step), size=12, anchor="middle"))
     parts.append(f'<path d="M{left:g},{panel.top:g} V{bottom:g} h{panel.width:g}" fill="none" stroke="#222"/>')

@@ -1,7 +1,11 @@
 """TRL's side of the benchmarks, for a Python that has trl and not us: python trl_side.py sft|dpo|grpo TASK.json
 
 Trains on the rows of the task in their order and prints one line of JSON. sft and dpo: see `Measured` in beside_trl.py.
-grpo: the seconds, the mean reward and the mean number of sampled tokens of each step. It imports nothing of ours.
+grpo: the seconds, the mean reward and the mean number of sampled tokens of each step. It imports nothing of ours but
+the reward that a task names.
+
+Optional keys of a task: seed; settings, for TRL's configuration; lrs, the learning rate of every update; reward, a
+module of rewards/ without dependencies; save_to, a folder for the trained model.
 """
 
 from __future__ import annotations
@@ -10,7 +14,10 @@ import json
 import resource
 import sys
 import time
+from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
@@ -18,16 +25,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
 class Watch(TrainerCallback):
-    """Clocks at the end of every step, as our side reads them."""
+    """Clocks at the end of every step, as our side reads them, and the learning rates that a task gives."""
 
-    def __init__(self):
+    def __init__(self, lrs):
         self.ends = []
         """Seconds of the wall and of the processor."""
+        self.lrs = lrs
+        """Learning rate of every update; None: constant."""
 
     def on_train_begin(self, args, state, control, **_):
         self.ends.append((time.perf_counter(), time.process_time()))
 
     on_step_end = on_train_begin
+
+    def on_step_begin(self, args, state, control, optimizer, **_):
+        if self.lrs is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lrs[state.global_step]
 
     def measure_steps(self):
         """Return the seconds of each step, and its CPU seconds."""
@@ -54,6 +68,8 @@ def make_settings(task, *, rows, steps):
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        "seed": task.get("seed", 42),
+        **task.get("settings", {}),
     }
 
 
@@ -61,13 +77,23 @@ def load_model(task):
     return AutoModelForCausalLM.from_pretrained(task["model"], dtype=getattr(torch, task.get("dtype", "float32")))
 
 
-def train_supervised(trainer, watch):
-    """Train, and return the fields of `Measured` of beside_trl.py."""
+def train_and_save(trainer, task):
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if "save_to" in task:
+        trainer.save_model(task["save_to"])
+
+
+def train_supervised(trainer, task, watch):
+    """Train, and return the fields of `Measured` of beside_trl.py; `accuracies` too where the model is saved."""
+    train_and_save(trainer, task)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     seconds, cpu_seconds = watch.measure_steps()
     mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses, "peak_mib": mib}
+    found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mib": mib}
+    found["losses"] = [entry["loss"] for entry in logged]
+    if "save_to" in task:
+        found["accuracies"] = [entry.get("rewards/accuracies") for entry in logged]
+    return found
 
 
 def train_sft(task, watch):
@@ -91,7 +117,7 @@ def train_sft(task, watch):
         processing_class=AutoTokenizer.from_pretrained(task["model"]),
         callbacks=[watch],
     )
-    return train_supervised(trainer, watch)
+    return train_supervised(trainer, task, watch)
 
 
 def train_dpo(task, watch):
@@ -118,11 +144,23 @@ def train_dpo(task, watch):
         processing_class=AutoTokenizer.from_pretrained(task["model"]),
         callbacks=[watch],
     )
-    return train_supervised(trainer, watch)
+    return train_supervised(trainer, task, watch)
 
 
-def correct(completions, answer, **_):
-    return [float(c[-1]["content"].split() == a.split()) for c, a in zip(completions, answer, strict=True)]
+def find_reward(task):
+    """Return the reward function: that of a module of rewards/, or equality of the words."""
+    if "reward" not in task:
+        return lambda completions, answer, **_: [
+            float(c[-1]["content"].split() == a.split()) for c, a in zip(completions, answer, strict=True)
+        ]
+    sys.path.append(str(Path(__file__).parent.parent.parent))
+    score = import_module(f"rewards.{task['reward']}").score
+
+    def correct(completions, answer, **_):
+        prompts = [SimpleNamespace(id="", answer=a) for a in answer]
+        return [score(p, c)["correct"] for p, c in zip(prompts, completions, strict=True)]
+
+    return correct
 
 
 def train_grpo(task, watch):
@@ -143,13 +181,13 @@ def train_grpo(task, watch):
     )
     trainer = GRPOTrainer(
         model=load_model(task),
-        reward_funcs=correct,
+        reward_funcs=find_reward(task),
         args=config,
         train_dataset=Dataset.from_list([row for step in steps for row in step]),
         processing_class=AutoTokenizer.from_pretrained(task["model"]),
         callbacks=[watch],
     )
-    trainer.train()
+    train_and_save(trainer, task)
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     seconds = watch.measure_steps()[0]
     return {
@@ -165,7 +203,7 @@ def main():
         task = json.load(written)
     torch.set_num_threads(task["threads"])
     train = {"sft": train_sft, "dpo": train_dpo, "grpo": train_grpo}[kind]
-    print(json.dumps(train(task, Watch())))
+    print(json.dumps(train(task, Watch(task.get("lrs")))))
 
 
 if __name__ == "__main__":

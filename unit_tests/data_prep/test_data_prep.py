@@ -21,7 +21,19 @@ from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups
 from data_feeds.rows.sources import read_records as read_records_of
-from data_prep import arithmetic, chats, code_tasks, deepscaler, gsm8k, hh_rlhf, math_sets, script, smollm2, tiny_model
+from data_prep import (
+    arithmetic,
+    chats,
+    code_tasks,
+    deepscaler,
+    dolci,
+    gsm8k,
+    hh_rlhf,
+    math_sets,
+    script,
+    smollm2,
+    tiny_model,
+)
 from data_prep.arithmetic import Task
 from data_prep.rows import read_records
 
@@ -170,6 +182,25 @@ def test_answers_that_no_parser_reads_are_counted_where_the_data_are_made() -> N
         assert case.rows == 2 and case.why == rf"math-verify cannot read the answer {answers[1]!r}"
     _, invalid = gsm8k.make([{"question": "?", "answer": "#### none"}], split="test")
     assert invalid.cases["bad_answer"].why == "the answer '#### none' has no number after \"####\""
+
+
+def test_dolci_takes_the_rows_of_one_verifier() -> None:
+    asked = [{"role": role, "content": text} for role, text in (("user", "A?"), ("assistant", "B"), ("user", "C?"))]
+    math = {"dataset": ["math"], "ground_truth": ["5"], "original_dataset": "some/math", "source_prompt": None}
+    records = [
+        {**math, "prompt": "user: 2+3=?"},
+        {**math, "prompt": "user: C?", "source_prompt": asked},
+        {**math, "prompt": "user: A?\nassistant: B\nuser: C?"},
+        {**math, "prompt": "user: x", "ground_truth": ["5", "6"]},
+        {**math, "prompt": "user: x", "dataset": ["code"]},
+    ]
+    rows, invalid = dolci.make(records, verifier="math")
+    assert [(row.id, row.messages) for row in rows] == [
+        ("dolci/0", [{"role": "user", "content": "2+3=?"}]),
+        ("dolci/1", asked),
+    ]
+    assert (rows[0].answer, rows[0].extra) == ("5", '{"original_dataset": "some/math"}')
+    assert {reason: case.rows for reason, case in invalid.cases.items()} == {"bad_messages": 1, "bad_answer": 1}
 
 
 def test_hh_rlhf_is_cut_where_the_two_conversations_part(tmp_path: Path) -> None:
@@ -408,6 +439,11 @@ MATH_ROWS = {
         {"problem_idx": 1, "problem": "P", "answer": "\\frac{1}{2}", "problem_type": ["Algebra", "Geometry"]},
         "\\frac{1}{2}",
         {"problem_type": "Algebra, Geometry"},
+    ),
+    "amo_bench": (
+        {"question_id": 1, "prompt": "P", "solution": "S", "answer": "$\\boxed{3}$", "answer_type": "number"},
+        "$\\boxed{3}$",
+        {"answer_type": "number"},
     ),
 }
 

@@ -10,7 +10,7 @@ from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.types.messages import find_images
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
-from data_prep import chartqa, mm_math
+from data_prep import chartqa, mathvista, mm_math
 from data_prep.images import make_reader
 from unit_tests.helpers.image_models import draw, draw_image, save_idefics, to_bytes
 
@@ -117,3 +117,38 @@ def test_an_image_column_of_a_saved_data_set_is_read_as_it_is(chat, tmp_path: Pa
     )
     [prompt] = load_prompts(data, "train", chat, seed=0).all()
     assert [p.open().tobytes() for p in find_images(prompt.messages)] == [draw_image(40, 20, seed=1).tobytes()]
+
+
+def a_question(**changes):
+    """Record in the columns that the card of AI4Math/MathVista names."""
+    return {
+        "pid": "1",
+        "question": "How long is it?",
+        "image": "images/1.jpg",
+        "decoded_image": {"bytes": to_bytes(draw_image(40, 30)), "path": None},
+        "choices": None,
+        "unit": "cm",
+        "precision": 1.0,
+        "answer": "1.2",
+        "question_type": "free_form",
+        "answer_type": "float",
+        "metadata": {"task": "geometry problem solving", "category": "math-targeted-vqa", "grade": "high school"},
+        "query": "Hint: one decimal place.\nQuestion: How long is it? (Unit: cm)",
+    } | changes
+
+
+def test_mathvista_keeps_what_its_reward_and_a_split_need():
+    records = [
+        a_question(),
+        a_question(question_type="multi_choice", answer_type="text", choices=["3", "4"], answer="4"),
+        a_question(question_type="multi_choice", answer_type="text", choices=["3", "4"], answer="5"),
+        a_question(answer=""),
+        a_question(precision=None),
+        a_question(decoded_image=None),
+    ]
+    rows, invalid = mathvista.make(records, make_reader(), split="testmini")
+    assert [(row.id, row.answer) for row in rows] == [("mathvista/testmini/0", "1.2"), ("mathvista/testmini/1", "4")]
+    number, choice = (json.loads(row.extra) for row in rows)
+    assert (number["precision"], number["task"], choice["choices"]) == (1, "geometry problem solving", ["3", "4"])
+    assert rows[0].messages[0]["content"].endswith("(Unit: cm)\nPut the answer in \\boxed{}.")
+    assert {reason: case.rows for reason, case in invalid.cases.items()} == {"bad_answer": 2, "missing_column": 2}

@@ -21,7 +21,7 @@ def score(prompt, messages):
     """Share of the reply's first eight characters that are a 7."""
     return {"correct": messages[-1]["content"][:8].count("7") / 8}
 '''
-[MY_LOSS] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+[MY_LOSS] = re.findall(r"<!-- file: my_loss.py -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 LEARN = {"steps": 16, "groups_per_step": 4, "group_size": 16, "trainer.lr": 1e-2}
 LUCK = "import zlib\ndef score(p, m): return {'correct': float(zlib.crc32(m[-1]['content'].encode()) % 3 == 0)}\n"
 EXACT = {"backend": "ray", "groups_per_step": 1, "group_size": 8, "checkpoint.every": 1, "trainer.lr": 1e-3}

@@ -153,6 +153,36 @@ def test_math_verify_compares_as_mathematics(answer: str, reply: str, correct: f
     assert score("math_verify", answer, reply) == {"correct": correct}
 
 
+CHOICES = {"question_type": "multi_choice", "answer_type": "text", "choices": ["tokyo", "osaka", "B"]}
+FLOAT = {"question_type": "free_form", "answer_type": "float", "precision": 1}
+
+
+@pytest.mark.parametrize(
+    ("extra", "answer", "reply", "correct"),
+    [
+        (CHOICES, "osaka", r"It is large. \boxed{\text{(B)}}", 1.0),
+        (CHOICES, "osaka", r"It is large. \boxed{B}", 0.0),  # the text of the third choice
+        (CHOICES, "osaka", "The answer is (B) osaka.", 1.0),
+        (CHOICES, "osaka", "<think>The answer is A</think>\nosaka", 1.0),
+        (CHOICES, "tokyo", r"\boxed{(A) osaka}", 0.0),
+        (CHOICES, "osaka", r"\boxed{osako}", 0.0),  # the nearest choice is no answer
+        (CHOICES, "tokyo", "A", 1.0),
+        (FLOAT, "1.2", r"\boxed{1.23 \text{ cm}}", 1.0),
+        (FLOAT, "1.2", r"\boxed{1.3}", 0.0),
+        ({"answer_type": "integer"}, "3", r"\boxed{3.0}", 1.0),
+        ({"answer_type": "integer"}, "3", r"\boxed{3.9}", 0.0),
+        ({"answer_type": "list"}, "[1, 2]", r"\boxed{[1, 2]}", 1.0),
+        ({"answer_type": "list"}, "[1, 2]", r"\boxed{[2, 1]}", 0.0),
+    ],
+)
+def test_mathvista_pays_the_answer_in_the_form_that_the_row_asks_for(extra, answer, reply, correct) -> None:
+    prompt = Prompt(id="test/0", messages=[{"role": "user", "content": "?"}], answer=answer, extra=extra)
+    rewarded = load_reward(resolve_reward("mathvista"), {})
+    assert rewarded(prompt, [{"role": "assistant", "content": reply}]) == {"correct": correct}
+    with pytest.raises(ValueError, match="answer_type None: make the rows by"):
+        score("mathvista", answer, reply)
+
+
 def test_a_misspelt_reward_is_one_sentence() -> None:
     with pytest.raises(UserError, match=r"reward.name: there is no 'gsm8' in rewards/ \(did you mean 'gsm8k'\?\)"):
         resolve_reward("gsm8", key="reward.name")

@@ -135,3 +135,10 @@ def test_every_file_names_the_same_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     assert f"Version {version}," in (ROOT / "README.md").read_text()
     assert f"## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_packages_with_stable_names_say_that_they_have_types():
+    page = (ROOT / "docs" / "reference" / "stable.md").read_text()
+    packages = {name for name in re.findall(r"^from (\w+)", page, re.MULTILINE) if (ROOT / name).is_dir()}
+    assert packages == {"algs", "core", "rewards", "rollouts"}
+    assert [name for name in sorted(packages) if not (ROOT / name / "py.typed").is_file()] == []

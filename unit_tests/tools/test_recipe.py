@@ -38,6 +38,14 @@ def test_commands_of_the_recipes_that_a_head_names_come_first(ran, monkeypatch, 
     ]
 
 
+def test_commands_of_a_base_come_before_those_of_its_recipe():
+    commands = recipe.list_commands(recipe.ROOT / "configs" / "eval_gsm8k_qwen2.5_1.5b.yaml")
+    made = list(map(recipe.output_of, commands))
+    assert made[0] == "data/math/math500.parquet" and made[-1] == "models/gsm8k_qwen2.5_1.5b"
+    # the training's own data, before the training
+    assert "data/gsm8k/train.parquet" in made
+
+
 def test_what_is_there_is_not_made_again(ran, monkeypatch, tmp_path):
     monkeypatch.setattr(recipe, "ROOT", tmp_path)
     path = tmp_path / "own.yaml"

@@ -1,0 +1,114 @@
+"""Learning curves beside TRL 1.16, at equal steps and at equal seconds: python -m tools.benchmarks.learn_vs_trl
+
+    python -m tools.benchmarks.learn_vs_trl run --task tiny --method grpo --seed 0    both sides with one seed
+    python -m tools.benchmarks.learn_vs_trl show [--image FILE]                       table of all seeds that are there
+
+Both sides start from the same weights and train on the same rows in the same order, with the same reward, sampling,
+loss, optimizer, and learning rate of every update (learn_work.py); sampled tokens differ. So does one thing of GRPO:
+TRL 1.16 shuffles the samples of a step over its updates, and we deal whole groups to them. `tiny` is the
+quickstart's model and its sums, in one process with transformers' generation on both sides. `smollm2` is
+SmolLM2-135M-Instruct on sums, ours on Ray, DeepSpeed and vLLM; TRL generates with transformers, because its vLLM
+backend needs a GPU, so equal seconds say nothing about GPUs.
+
+The measure of a step is computed before its update: the mean reward (grpo), exp(-loss) of rows that were not trained on
+(sft), or the share of such pairs with a positive margin (dpo). The held-out reward after training is sampled by
+main_eval.py from the model that each side saves. A result is a file, with seed, commit, and digests of settings and
+rows; a side whose file is there is not run again, so that a stopped comparison goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from driver.records.git_state import read_git_state
+from tools.benchmarks.beside_trl import say, trl_environment
+from tools.benchmarks.learn_report import SIDES, Learnt, draw, make_table, read_results
+from tools.benchmarks.learn_work import (
+    HOME,
+    WORKS,
+    Work,
+    measure_held_out,
+    prepare,
+    run_ours,
+    run_theirs,
+    write_recipe,
+)
+from tools.benchmarks.processes import ROOT
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.learn_vs_trl", description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["run", "show"])
+    parser.add_argument("--task", choices=sorted({task for task, _ in WORKS}), default="tiny")
+    parser.add_argument("--method", choices=sorted({method for _, method in WORKS}), default="grpo")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--results", type=Path, default=ROOT / HOME / "results", help="folder of the files")
+    parser.add_argument("--image", type=Path, help="draw the curves of --task into this SVG")
+    parser.add_argument("--trl-python", type=Path, help="a Python with trl; made under build/ if not given")
+    args = parser.parse_args(argv)
+    # paths of the recipes begin there
+    os.chdir(ROOT)
+    if args.what == "show":
+        results = read_results(args.results)
+        print(make_table(results))
+        if args.image:
+            args.image.write_text(draw(results, args.task))
+        return 0
+    work = WORKS.get((args.task, args.method))
+    if work is None:
+        listed = ", ".join(f"{task} {method}" for task, method in WORKS)
+        parser.error(f"there is no comparison {args.task} {args.method}: choose one of {listed}")
+    prepare(args.task)
+    for side in args.sides:
+        file = args.results / f"{args.task}-{args.method}-{side}-{args.seed}.json"
+        if file.is_file():
+            say(f"{file.name} is there; delete it to measure again")
+            continue
+        result = learn(args, work, side)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(result)) + "\n")
+        say(f"{file.name}: {result.values[0]:.3f} to {result.values[-1]:.3f}, held out {result.held_out:.3f}")
+    return 0
+
+
+def learn(args: argparse.Namespace, work: Work, side: str) -> Learnt:
+    """Run one side with one seed, and measure the model that it saves."""
+    state = read_git_state()
+    commit = state if isinstance(state, str) else state["commit"][:12] + ("+" if state["changed_files"] else "")
+    with tempfile.TemporaryDirectory() as place:
+        scratch = Path(place)
+        recipe = write_recipe(work, args.seed, scratch)
+        if side == "ours":
+            done = run_ours(args.method, work, recipe, scratch)
+        else:
+            done = run_theirs(args.method, work, recipe, args.trl_python or trl_environment(), scratch)
+        load = os.getloadavg()[0]
+        with contextlib.redirect_stdout(io.StringIO()):
+            held_out = measure_held_out(work, scratch / side, scratch)
+    return Learnt(
+        task=args.task,
+        method=args.method,
+        side=side,
+        seed=args.seed,
+        commit=commit,
+        settings=work.hash_settings(),
+        order=done.order,
+        values=[round(value, 4) for value in done.values],
+        seconds=[round(seconds, 3) for seconds in done.seconds],
+        held_out=round(held_out, 4),
+        cores=os.cpu_count() or 1,
+        load=round(load, 1),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

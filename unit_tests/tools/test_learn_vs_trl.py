@@ -1,0 +1,77 @@
+"""Statistics, table and image of the learning curves beside TRL."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tools.benchmarks.learn_report import (
+    Learnt,
+    average_until,
+    draw,
+    find_interval,
+    list_numbers,
+    make_table,
+    read_results,
+)
+from tools.benchmarks.learn_work import WORKS
+
+SETTINGS = WORKS["tiny", "grpo"].hash_settings()
+ONE = Learnt(
+    task="tiny",
+    method="grpo",
+    side="ours",
+    seed=0,
+    commit="c",
+    settings=SETTINGS,
+    order="rows",
+    values=[0.0, 0.5, 1.0],
+    seconds=[1.0, 1.0, 1.0],
+    held_out=0.9,
+    cores=2,
+    load=1.0,
+)
+SLOW = replace(ONE, side="trl", values=[0.0, 0.25, 0.5], seconds=[2.0, 2.0, 2.0], held_out=0.5)
+
+
+def write(folder: Path, *results: Learnt) -> Path:
+    for one in results:
+        (folder / f"{one.side}-{one.seed}.json").write_text(json.dumps(asdict(one)))
+    return folder
+
+
+def test_an_interval_is_students():
+    # standard deviation 1, over 3 values: 4.303 / sqrt(3)
+    assert find_interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.484), abs=1e-3)
+    assert find_interval([1.0]) == (1.0, math.inf)
+
+
+def test_equal_seconds_end_with_the_faster_side():
+    """Ours is done after 3 s, when TRL has done one step of three."""
+    assert average_until(SLOW, 3.0) == 0.0 and average_until(SLOW, 4.5) == 0.125
+    numbers = list_numbers({0: {"ours": ONE, "trl": SLOW}})
+    assert numbers["at equal seconds"] == {"ours": [0.5], "trl": [0.0]}
+    assert numbers["all steps"] == {"ours": [0.5], "trl": [0.25]}
+
+
+def test_the_table_pairs_the_seeds_and_marks_what_is_beyond_chance(tmp_path):
+    others = [replace(one, seed=1, values=[v + 0.1 for v in one.values]) for one in (ONE, SLOW)]
+    alone = replace(ONE, seed=2)
+    results = read_results(write(tmp_path, ONE, SLOW, *others, alone))
+    assert list(results["tiny", "grpo"]) == [0, 1]
+    # both seeds are 0.25 apart, although the seeds themselves differ by 0.1
+    assert "| all steps | 2 | 0.550 ± 0.635 | 0.300 ± 0.635 | **+0.250 ± 0.000** |" in make_table(results)
+    image = draw(results, "tiny")
+    assert image.count("<polygon") == 2 and image.count("<polyline") == 2 and "nan" not in image
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"), [({"order": "others"}, "saw other rows"), ({"settings": "old"}, "with other settings")]
+)
+def test_results_of_other_work_are_refused(tmp_path, changed, said):
+    with pytest.raises(SystemExit, match=said):
+        read_results(write(tmp_path, ONE, replace(SLOW, **changed)))
