@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from torch import nn
 
-from configs.rollout_schema import PauseMode, RolloutConfig, SleepMode
+from configs.rollout_schema import RolloutConfig, SleepMode
+from configs.sync_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from configs.rollout_schema import PauseMode, RolloutConfig
+from configs.rollout_schema import RolloutConfig
+from configs.sync_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped
 from core.gc_control import without_gc

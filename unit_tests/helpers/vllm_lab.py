@@ -12,7 +12,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from configs.rollout_schema import PauseMode
+from configs.sync_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.types.weights import Bucket, split_into_buckets
 from modeling.lora import name_lora_targets
