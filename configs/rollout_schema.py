@@ -160,6 +160,7 @@ class EngineRange(StrictModel):
 
 
 SleepMode = Literal["offload", "discard"]
+Quantization = Literal["int8", "fp8"]
 
 
 class RolloutConfig(StrictModel):
@@ -239,6 +240,11 @@ class RolloutConfig(StrictModel):
     """Size of vLLM's KV cache on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
     """Fraction of a GPU's memory for vLLM."""
+    quantization: Quantization | None = None
+    """Eight-bit linear layers in the engines, except the head: weights are rounded per output channel after every
+    weight sync, inputs per token. The policy that samples is then another than the trainer's, so `alg.correction` must
+    be on. vLLM computes int8 on CPUs and GPUs, and fp8 on GPUs; hf rounds and computes in `model.dtype`. Not for
+    mixtures of experts, but with fp8 in vLLM. Unset: `model.dtype`."""
     vllm: dict[str, Any] = Field({})
     """Engine arguments of vLLM by name, such as {max_num_seqs: 512, kv_cache_dtype: fp8}. Names are checked against
     the installed vLLM before the start. Refused: those that FeynRL sets itself or that change the distribution.

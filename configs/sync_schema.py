@@ -11,6 +11,8 @@ from core.strict_model import Seconds, StrictModel
 PauseMode = Literal["keep", "wait", "abort"]
 PROBE_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
 """Default of weight_sync.probe_tolerance by model.dtype, in nats."""
+QUANTIZED_TOLERANCE = 0.5
+"""The same with rollout.quantization."""
 
 
 class WeightSyncConfig(StrictModel):
@@ -43,12 +45,12 @@ class WeightSyncConfig(StrictModel):
     """With delta, every n-th sync sends all weights."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Maximum mean absolute difference between trainer's and engine's log-probabilities of a probe prompt after a sync.
-    Unset: 0.002 in float32, 0.1 in bfloat16."""
+    Unset: 0.002 in float32, 0.1 in bfloat16, 0.5 with rollout.quantization."""
 
-    def bound_probe(self, dtype: str) -> float:
-        """Return probe_tolerance, or the default of a model's dtype, in nats."""
+    def bound_probe(self, dtype: str, *, quantized: bool = False) -> float:
+        """Return probe_tolerance, or the default of a model's dtype, in nats. quantized: with rollout.quantization."""
         # `or` means unset here, because the key must be above 0.
-        return self.probe_tolerance or PROBE_TOLERANCE[dtype]
+        return self.probe_tolerance or (QUANTIZED_TOLERANCE if quantized else PROBE_TOLERANCE[dtype])
 
 
 def min_staleness(*, sync_every: int, sample_reuse: int) -> int:

@@ -199,6 +199,7 @@ class Scripted(VllmEngine):
             "token_ids": ids,
             "finish_reason": reason,
             "logprobs": SimpleNamespace(logprobs=[-token / 10 for token in ids]),  # vLLM's FlatLogprobs
+            "spec_decode_metrics": None,
             "weight_versions": [SimpleNamespace(version=str(len(self.asked)), start=0, end=len(ids))] if ids else [],
         }
         return SimpleNamespace(outputs=[SimpleNamespace(**said)])
