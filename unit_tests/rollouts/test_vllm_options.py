@@ -13,6 +13,7 @@ import torch
 from analysis.doctor.__main__ import main as doctor
 from analysis.doctor.knobs import read_knobs
 from configs.schema import RLConfig
+from configs.trainer_schema import LoraConfig
 from core.errors import UserError
 from core.types.allowed_tokens import AllowedTokens
 from core.types.samples import Prompt
@@ -56,12 +57,14 @@ def test_drafts_are_refused_with_what_they_were_not_shown_with(other):
     load_recipe(RLConfig, TINY, ["rollout.engine=vllm", NGRAM])
 
 
-def test_drafts_are_refused_where_vllm_ignores_a_ban(tiny_path):
+def test_drafts_are_refused_where_vllm_ignores_a_ban_and_with_an_adapter(tiny_path):
     options = {"speculative_config": {"method": "ngram"}}
     config = EngineConfig(model_path=tiny_path, **SETTINGS, options=options)
     assert engine_args(config, on_cpu=True)["per_request_spec_decode_metrics"] == "summary"
     with pytest.raises(UserError, match="vLLM cannot ban tokens in drafts"):
         engine_args(replace(config, allowed_tokens=AllowedTokens(banned=(7,))), on_cpu=True)
+    with pytest.raises(UserError, match="not been tried with an adapter"):
+        engine_args(replace(config, lora=LoraConfig()), on_cpu=True)
 
 
 def test_each_draft_is_checked_at_the_temperature_of_its_request():

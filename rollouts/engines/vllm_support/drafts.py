@@ -50,9 +50,11 @@ def check_drafts(options: Mapping[str, Any], rollout: RolloutConfig) -> None:
 
 
 def draft_args(config: EngineConfig) -> dict[str, Any]:
-    """Return vLLM's EngineArgs that count drafts. Raises UserError for a model that reads images."""
+    """Return vLLM's EngineArgs that count drafts. Raises UserError for an adapter, and a model that reads images."""
     if config.options.get(OPTION) is None:
         return {}
+    if config.lora is not None:
+        raise UserError(f"{KEY} has not been tried with an adapter: set weight_sync.lora to merged")
     if not config.allowed_tokens.is_everything:
         # vLLM would ignore the bias that bans placeholders of images, without an error
         raise UserError(f"{KEY}: vLLM cannot ban tokens in drafts, and the model reads images: leave it out")
