@@ -11,7 +11,7 @@ from core.strict_model import Seconds, StrictModel
 PauseMode = Literal["keep", "wait", "abort"]
 PROBE_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
 """Default of weight_sync.probe_tolerance by model.dtype, in nats."""
-QUANTIZED_TOLERANCE = 0.5
+QUANTIZED_TOLERANCE = 0.3
 """The same with rollout.quantization."""
 
 
@@ -45,7 +45,7 @@ class WeightSyncConfig(StrictModel):
     """With delta, every n-th sync sends all weights."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Maximum mean absolute difference between trainer's and engine's log-probabilities of a probe prompt after a sync.
-    Unset: 0.002 in float32, 0.1 in bfloat16, 0.5 with rollout.quantization."""
+    Unset: 0.002 in float32, 0.1 in bfloat16, 0.3 with rollout.quantization."""
 
     def bound_probe(self, dtype: str, *, quantized: bool = False) -> float:
         """Return probe_tolerance, or the default of a model's dtype, in nats. quantized: with rollout.quantization."""
