@@ -1,4 +1,4 @@
-"""Keys of `reward`, `rollout` and `weight_sync`."""
+"""Keys of `reward` and `rollout`."""
 
 from __future__ import annotations
 
@@ -160,6 +160,7 @@ class EngineRange(StrictModel):
 
 
 SleepMode = Literal["offload", "discard"]
+Quantization = Literal["int8", "fp8"]
 
 
 class RolloutConfig(StrictModel):
@@ -240,6 +241,11 @@ class RolloutConfig(StrictModel):
     """Size of vLLM's KV cache on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
     """Fraction of a GPU's memory for vLLM."""
+    quantization: Quantization | None = None
+    """Eight-bit linear layers in the engines, except the head: weights are rounded per output channel after every
+    weight sync, inputs per token. The policy that samples is then another than the trainer's, so `alg.correction` must
+    be on. vLLM computes int8 on CPUs and GPUs, and fp8 on GPUs; hf rounds and computes in `model.dtype`. Not for
+    mixtures of experts, but with fp8 in vLLM. Unset: `model.dtype`."""
     vllm: dict[str, Any] = Field({})
     """Engine arguments of vLLM by name, such as {max_num_seqs: 512, kv_cache_dtype: fp8}. Names are checked against
     the installed vLLM before the start. Refused: those that FeynRL sets itself or that change the distribution.
@@ -291,58 +297,3 @@ class RolloutConfig(StrictModel):
         if self.agent is not None:
             self.agent.check_timeout(self.timeout_s)
         return self
-
-
-PauseMode = Literal["keep", "wait", "abort"]
-
-
-PROBE_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
-"""Default of weight_sync.probe_tolerance by model.dtype, in nats."""
-
-
-class WeightSyncConfig(StrictModel):
-    """Keys of `weight_sync`."""
-
-    every: int = Field(1, ge=1)
-    """Maximum number of steps between two weight syncs."""
-    max_kl: float | None = Field(None, gt=0)
-    """Limit of train/mismatch/kl. A step above it syncs weights at once, before `every` steps have passed."""
-    pause_mode: PauseMode = "keep"
-    """Handling of running requests during a weight sync. keep: pause them, and continue under the new weights with
-    recomputed KV cache. wait: finish them first (within timeout_s), while new requests wait. abort: abort them, and
-    continue from the tokens already sampled. Every token records the version that sampled it."""
-    transport: Literal["auto", "nccl", "gloo", "direct", "disk"] = "auto"
-    """Transport of the weights. nccl, gloo: broadcast from trainer rank 0, between GPUs or over TCP. direct: buckets
-    through Ray's object store. disk: files in the run folder, which all machines must share. auto: nccl for vLLM on
-    GPUs (with placement: colocate, memory handles on the same GPU), otherwise gloo. In synchronous runs, a failed
-    transport is replaced by direct, then by disk, for the rest of the run."""
-    bucket_mib: int = Field(64, ge=1)
-    """Size of a bucket in MiB. Weights are gathered and sent in buckets; a larger tensor is a bucket by itself."""
-    timeout_s: Seconds = 300.0
-    """Deadline of each phase of a sync in seconds: forming the process group, sending, probing."""
-    lora: Literal["merged", "adapter"] = "merged"
-    """Weights to send of a LoRA model. merged: all weights, with the adapter merged in. adapter: only the adapter."""
-    delta: bool = False
-    """Send only the values that changed since the last sync, with their places, compressed. A small step in bfloat16
-    changes few. Trainer rank 0 and each engine rank keep a copy of the weights in the memory of their machine. New
-    engines receive all weights, as do all engines after a failed transfer or, once, after changes whose proof fails."""
-    whole_every: int = Field(50, ge=1)
-    """With delta, every n-th sync sends all weights."""
-    probe_tolerance: float | None = Field(None, gt=0)
-    """Maximum mean absolute difference between trainer's and engine's log-probabilities of a probe prompt after a sync.
-    Unset: 0.002 in float32, 0.1 in bfloat16."""
-
-    def bound_probe(self, dtype: str) -> float:
-        """Return probe_tolerance, or the default of a model's dtype, in nats."""
-        # `or` means unset here, because the key must be above 0.
-        return self.probe_tolerance or PROBE_TOLERANCE[dtype]
-
-
-def min_staleness(*, sync_every: int, sample_reuse: int) -> int:
-    """Return the smallest `max_staleness` a run can satisfy; samples reach this staleness whatever the timing.
-
-    >>> min_staleness(sync_every=1, sample_reuse=1)
-    0
-    """
-    # The last step before a sync trains on samples sync_every - 1 versions old. Each further use adds a step.
-    return sync_every + sample_reuse - 2

@@ -14,7 +14,8 @@ from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
 from configs.judge_schema import JudgeConfig
 from configs.profile_schema import ProfileConfig
-from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig, min_staleness
+from configs.rollout_schema import RewardConfig, RolloutConfig
+from configs.sync_schema import WeightSyncConfig, min_staleness
 from configs.tracking_schema import TrackingConfig
 from configs.trainer_schema import (
     CheckpointConfig,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from core.draft_metrics import DRAFT_METRICS
 from core.judge_metrics import JUDGE_METRICS
 from core.metric import Metric as Metric
 from core.metric import Unit
@@ -202,6 +203,7 @@ MISMATCH_ESS = _declare(
 )
 _declare("train/mismatch/weight", "", "mean importance weight after the correction", RL)
 _declare("train/mismatch/drifted", "fraction", "tokens without a gradient by alg.correction.max_drift", RL)
+METRICS.extend(DRAFT_METRICS)
 METRICS.extend(ROUTE_METRICS)
 TRAIN_ENTROPY = _declare("train/entropy", "nats", "entropy of the policy, with alg.entropy_coef above 0", RL)
 TRAIN_KL_REF = _declare(

@@ -27,7 +27,7 @@ from core.errors import UserError
 from core.loading import FileSpec
 from data_feeds.feed import Feed
 from data_feeds.samplers.find import find_sampler
-from driver.checks.engine import check_engine
+from driver.checks.engine import check_corrected, check_engine
 from driver.checks.metric_names import check_metric_names
 from driver.checks.unused_keys import check_keys
 from driver.records.trackers import load_trackers
@@ -88,6 +88,7 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
         # Only here are both known: the algorithm's section does not see `rollout`.
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg)
+        check_corrected(cfg, alg)
         if cfg.data.sampler is not None:
             # with the defaults of its settings, as the algorithm below
             settings = find_sampler(cfg.data.sampler)[1].model_dump()

@@ -11,6 +11,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from core.errors import RunStopped
+from core.types.drafts import NO_DRAFTS, Drafts
 from core.types.images import EncodedImage, MaySee, PlacedImage
 from core.types.kept_sets import KeptSets
 from core.types.messages import Message, ToolSpec, find_images
@@ -88,6 +89,8 @@ class Conversation:
     messages: list[Message] = field(default_factory=list[Message])
     stop: Stop = "eos"
     images: tuple[PlacedImage, ...] = ()
+    drafts: Drafts = NO_DRAFTS
+    """Counts of speculative decoding, of all replies."""
 
     def append_context(self, ids: list[int]) -> None:
         """Append tokens that are not trained on."""
@@ -103,14 +106,15 @@ class Conversation:
             self.kept.append((begin, done.kept))
         if done.routes is not None:
             self.routes = fill_unknown(self.routes, done.routes)
+        self.drafts = self.drafts.add(done.drafts)
 
     @property
     def completion_ids(self) -> list[int]:
         """Tokens from the first sampled token on, including later context."""
         return self.ids[self.turns[0][0] :] if self.turns else []
 
-    def make_sample(self, prompt: Prompt, **others: Any) -> Sample:
-        """Return the sample. others: fields of Sample besides columns, stop and images."""
+    def make_sample(self, prompt: Prompt, *, counts: dict[str, float] | None = None, **others: Any) -> Sample:
+        """Return the sample. counts: those of the episode. others: fields besides columns, stop and images."""
         return Sample(
             prompt=prompt,
             token_ids=np.array(self.ids, dtype=np.int32),
@@ -119,6 +123,7 @@ class Conversation:
             versions=np.array(self.versions, dtype=np.int32),
             stop=self.stop,
             images=self.images,
+            counts=(counts or {}) | self.drafts.to_counts(),
             kept=self._join_kept() if self.kept else None,
             routes=None if self.routes is None else extend(self.routes, len(self.ids)),
             **others,

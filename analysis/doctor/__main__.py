@@ -51,7 +51,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="measure log-probabilities, speed and memory with this option of rollout.vllm; may be repeated",
+        help="measure log-probabilities, speed and memory with this option of rollout.vllm, or quantization",
     )
     args = parser.parse_args(argv)
     if args.sequences < 4 or args.tokens < 2 or (args.bound is not None and not args.bound > 0):
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     target = find_target(args.target, args.overrides)
     cfg = target.loaded.cfg
-    knobs = read_knobs(args.knob, engine=cfg.rollout.engine) if isinstance(cfg, RLConfig) else []
+    knobs = read_knobs(args.knob, cfg) if isinstance(cfg, RLConfig) else []
     if args.knob and not knobs:
         raise UserError(f"--knob measures the engine of an RL recipe, and {args.target} has none: leave it out")
     say(target.describe())

@@ -81,7 +81,8 @@ class Bench:
         self.cfg = in_one_process(prepared.loaded.cfg)
         self.plan: RolloutPlan = plan_rollouts(self.cfg)
         self.tokenizer: ChatTokenizer = prepared.tokenizer
-        self.bound = sampling.bound or self.cfg.weight_sync.bound_probe(self.cfg.model.dtype)
+        quantized = self.cfg.rollout.quantization is not None
+        self.bound = sampling.bound or self.cfg.weight_sync.bound_probe(self.cfg.model.dtype, quantized=quantized)
         self.max_new_tokens = min(sampling.tokens, self.cfg.rollout.max_new_tokens)
         self.requests = self._make_requests(prepared, sampling.sequences)
         torch.manual_seed(self.cfg.seed)

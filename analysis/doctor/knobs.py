@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
@@ -21,10 +21,14 @@ from analysis.doctor.bench import Bench, Sampling
 from analysis.doctor.findings import Say
 from analysis.doctor.gap import Gap, measure_gap
 from analysis.doctor.target import Target
+from configs.load import validate
+from configs.rollout_schema import RolloutConfig
+from configs.schema import RLConfig
 from configs.strict_yaml import parse_yaml
 from core.cluster.scratch import Scratch
 from core.errors import UserError
 from driver.rl.setup import Prepared
+from driver.start.devices import uses_gpus
 from rollouts.registry import load_engine_class, resolve_engine
 
 WITHOUT = "none"
@@ -58,45 +62,63 @@ class Price:
 HEADER = f"{'knob':<40} {'mean':>9} {'largest':>9} {'KL':>9} {'tokens/s':>10} {'GiB':>9}"
 
 
-def read_knobs(given: Sequence[str], *, engine: str) -> list[dict[str, Any]]:
-    """Parse knobs of the form NAME=VALUE, with values in YAML. Raises UserError for one that cannot be set."""
-    knobs: list[dict[str, Any]] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """Setting of an engine that is measured."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Option of rollout.vllm."""
+    changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Another setting: a field of EngineConfig."""
+
+
+def read_knobs(given: Sequence[str], cfg: RLConfig) -> list[Knob]:
+    """Parse knobs of the form NAME=VALUE, with values in YAML. Raises UserError for one that cannot be set.
+
+    NAME is an option of rollout.vllm, or quantization.
+    """
+    engine = load_engine_class(resolve_engine(cfg.rollout.engine))
+    knobs: list[Knob] = []
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise UserError(f"--knob {text!r:.100} is not of the form NAME=VALUE, such as kv_cache_dtype=fp8")
-        knobs.append({name: parse_yaml(value, f"--knob {name}")})
-        load_engine_class(resolve_engine(engine)).check_options(knobs[-1], engine=engine)
+        setting = {name: parse_yaml(value, f"--knob {name}")}
+        if name == "quantization":
+            rollout = validate(RolloutConfig, cfg.rollout.model_dump() | setting, prefix="rollout.")
+            engine.check_quantization(rollout, on_gpu=uses_gpus(cfg))
+            knobs.append(Knob(name=text, changes=setting))
+        else:
+            engine.check_options(setting, cfg.rollout)
+            knobs.append(Knob(name=text, options=setting))
     return knobs
 
 
-def price_knobs(
-    target: Target, prepared: Prepared, sampling: Sampling, knobs: Sequence[dict[str, Any]], say: Say
-) -> list[Price]:
+def price_knobs(target: Target, prepared: Prepared, sampling: Sampling, knobs: Sequence[Knob], say: Say) -> list[Price]:
     """Measure an engine without a knob, and one with each."""
     with Scratch():
         return asyncio.run(_price_all(Bench(target, prepared, sampling), knobs, say))
 
 
-async def _price_all(bench: Bench, knobs: Sequence[dict[str, Any]], say: Say) -> list[Price]:
+async def _price_all(bench: Bench, knobs: Sequence[Knob], say: Say) -> list[Price]:
     say(f"\n{len(bench.requests)} sequences of at most {bench.max_new_tokens} new tokens; gaps in nats\n{HEADER}")
-    await _price(bench, WITHOUT, {})  # not told: its import of vLLM would count as memory
+    await _price(bench, Knob(name=WITHOUT))  # not told: its import of vLLM would count as memory
     prices: list[Price] = []
-    for knob in ({}, *knobs):
-        name = " ".join(f"{key}={value}" for key, value in knob.items()) or WITHOUT
-        prices.append(await _price(bench, name, knob))
+    for knob in (Knob(name=WITHOUT), *knobs):
+        prices.append(await _price(bench, knob))
         say(prices[-1].describe())
     return prices
 
 
-async def _price(bench: Bench, name: str, knob: dict[str, Any]) -> Price:
+async def _price(bench: Bench, knob: Knob) -> Price:
     before = measure_memory()
     try:
-        bench.open_engine(options={**bench.plan.engine.options, **knob})
+        bench.open_engine(options={**bench.plan.engine.options, **knob.options}, **knob.changes)
     except UserError as error:
-        if not knob:
+        if knob.name == WITHOUT:
             raise
-        return Price(knob=name, refused=str(error))
+        return Price(knob=knob.name, refused=str(error))
     try:
         await bench.push_weights()
         # twice: the first batch allocates and warms up
@@ -108,7 +130,7 @@ async def _price(bench: Bench, name: str, knob: dict[str, Any]) -> Price:
     finally:
         await bench.engine.close()
     gap = measure_gap(bench.score(samples))
-    return Price(knob=name, gap=gap, tokens_per_s=gap.tokens / seconds, memory_gib=used / 2**30)
+    return Price(knob=knob.name, gap=gap, tokens_per_s=gap.tokens / seconds, memory_gib=used / 2**30)
 
 
 def measure_memory() -> int:

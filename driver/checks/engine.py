@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from algs.base import Algorithm, PolicyGradient
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from core.errors import UserError, quote
@@ -20,11 +21,13 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
     """Raise UserError for a key that needs a capability the engine lacks."""
     name = f"rollout.engine={cfg.rollout.engine}"
     engine = load_engine_class(resolve_engine(cfg.rollout.engine))
-    engine.check_options(cfg.rollout.vllm, engine=cfg.rollout.engine)
+    engine.check_options(cfg.rollout.vllm, cfg.rollout)
     can = engine.capabilities
     # Other processes receive weights by broadcasts at least.
     if cfg.backend == "ray" and not can.broadcast:
         raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
+    if cfg.rollout.quantization is not None:
+        engine.check_quantization(cfg.rollout, on_gpu=uses_gpus(cfg))
     where = {"on_gpu": uses_gpus(cfg), "aborts": isinstance(cfg, RLConfig) and cfg.weight_sync.pause_mode == "abort"}
     if cfg.rollout.is_truncated:
         engine.check_truncation(cfg.rollout, **where)
@@ -59,6 +62,11 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
         )
     if cfg.weight_sync.delta:
         check_delta(cfg, name, can)
+    if cfg.weight_sync.lora == "adapter" and cfg.rollout.quantization is not None:
+        raise UserError(
+            "weight_sync.lora=adapter and rollout.quantization together have not been tried: set weight_sync.lora to "
+            "merged"
+        )
     if cfg.weight_sync.lora == "adapter" and not can.adapter:
         raise UserError(
             f"weight_sync.lora is adapter, and {name} does not sample with an adapter beside the weights: set "
@@ -76,6 +84,17 @@ def check_delta(cfg: RLConfig, name: str, can: Capabilities) -> None:
         raise UserError(
             f"weight_sync.delta is true, and {name} does not decode deltas: pass what it receives through a "
             "DeltaDecoder, as in rollouts/engines/hf.py, and say so in its capabilities, or leave it out"
+        )
+
+
+def check_corrected(cfg: RLConfig, alg: Algorithm) -> None:
+    """Raise UserError if the engine samples from a rounded policy, and the loss does not correct for it."""
+    if cfg.rollout.quantization is None or not isinstance(alg, PolicyGradient) or alg.anchored_on_rollout:
+        return
+    if alg.correction.level == "none":
+        raise UserError(
+            f"rollout.quantization is {cfg.rollout.quantization}, so the engine samples from another policy than the "
+            "trainer's, and alg.correction.level is none: set it to token"
         )
 
 

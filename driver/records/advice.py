@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from core import metrics as names
+from core.draft_metrics import ROLLOUT_ACCEPTED
 from core.judge_metrics import JUDGE_ANCHOR_ERROR, SECOND_CORR, SECOND_MEAN
 from core.types.run_summary import Warned
 
@@ -20,6 +21,8 @@ WINDOW = 5
 """Steps averaged into a mean. Single steps are too noisy."""
 FEWEST = 3 * WINDOW
 """Minimum number of steps for a trend."""
+FEW_ACCEPTED = 0.2
+"""Largest fraction of accepted drafts to report."""
 LARGE_SET = 256
 """Smallest mean size of kept sets to report."""
 LONG = 20
@@ -153,6 +156,17 @@ def find_large_sets(history: History, settings: Settings) -> str | None:
     )
 
 
+def find_costly_drafts(history: History, settings: Settings) -> str | None:
+    """Report drafts of which few are accepted, so that checking them costs more than they save."""
+    share = history.mean_now(ROLLOUT_ACCEPTED)
+    if share is None or share > FEW_ACCEPTED:
+        return None
+    return (
+        f"{share:.0%} of the drafted tokens of the last {WINDOW} steps were accepted, so drafts hardly pay: leave "
+        "rollout.vllm.speculative_config out, or compare the speed with and without it (feynrl doctor RECIPE --knob)"
+    )
+
+
 def find_reward_of_length(history: History, settings: Settings) -> str | None:
     """Report a reward that follows the length of replies, which have grown by a fifth."""
     corr = history.mean_now(names.REWARD_LENGTH_CORR)
@@ -227,6 +241,7 @@ DURING: dict[str, Rule] = {
     "mismatch_grows": find_growing_mismatch,
     "length_budget": find_full_budget,
     "large_sets": find_large_sets,
+    "costly_drafts": find_costly_drafts,
     "reward_of_length": find_reward_of_length,
     "judge_blind_spot": find_blind_spot,
     "judges_disagree": find_changed_judge,

@@ -7,6 +7,8 @@ from typing import get_args
 
 from configs.agent_schema import SLOW, TIMEOUTS
 from core import metrics as names
+from core.draft_metrics import ROLLOUT_ACCEPTED, ROLLOUT_DRAFTED
+from core.types.drafts import ACCEPTED, DRAFTED
 from core.types.samples import Sample
 
 MEANS = {
@@ -20,11 +22,12 @@ ERRORS = "tool_errors"
 FRACTIONS = {
     names.ROLLOUT_REWRITTEN: ("assistant/rewritten", ("assistant/rewritten", "assistant/repeated")),
     names.ROLLOUT_KEPT: ("tokens/kept", ("tokens/sampled",)),
+    ROLLOUT_ACCEPTED: (ACCEPTED, (DRAFTED,)),
 }
 """Metrics defined as a count, summed over episodes, divided by other counts."""
-SUMS = {TIMEOUTS: names.ROLLOUT_TIMEOUTS, SLOW: names.ROLLOUT_SLOW}
+SUMS = {TIMEOUTS: names.ROLLOUT_TIMEOUTS, SLOW: names.ROLLOUT_SLOW, DRAFTED: ROLLOUT_DRAFTED}
 """Counts of which the metric is the sum over episodes."""
-WITHOUT_MEAN = (ERRORS, "assistant", "tokens", "judge", "second", "agent")
+WITHOUT_MEAN = (ERRORS, "assistant", "tokens", "judge", "second", "agent", "drafts")
 """Prefixes of counts used only in other metrics."""
 
 

@@ -149,6 +149,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         kv_cache_gib=None if uses_gpus(cfg) else cfg.rollout.kv_cache_gib,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
+        quantization=cfg.rollout.quantization,
         options=cfg.rollout.vllm,
     )
     second = cfg.eval_reward if isinstance(cfg, RLConfig) else None

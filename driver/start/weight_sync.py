@@ -55,7 +55,7 @@ def make_probe(cfg: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt
     end = min([end, *(place.begin for place in places if place.end > end)])  # an image is never cut
     return Probe(
         token_ids=ids[:end],
-        bound=cfg.weight_sync.bound_probe(cfg.model.dtype),
+        bound=cfg.weight_sync.bound_probe(cfg.model.dtype, quantized=cfg.rollout.quantization is not None),
         images=tuple(place for place in places if place.end <= end),
         explain=partial(explain_gap, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code),
     )

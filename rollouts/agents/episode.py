@@ -81,7 +81,7 @@ class AgentRunner:
         # The reward of all samples reads the branch with the last reply. Counts are logged once per episode.
         messages = cut_prompt(max(branches, key=lambda branch: branch.last).messages, trace)
         # once per episode too
-        first = {"counts": counts, "log": read_log(log)}
+        first = {"counts": samples[0].counts | counts, "log": read_log(log)}
         return [
             Played(sample=replace(sample, episode=episode, **({} if i else first)), messages=messages)
             for i, sample in enumerate(samples)

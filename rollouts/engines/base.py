@@ -15,11 +15,13 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from torch import nn
 
-from configs.rollout_schema import PauseMode, RolloutConfig, SleepMode
+from configs.rollout_schema import Quantization, RolloutConfig, SleepMode
+from configs.sync_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Ids
+from core.types.drafts import NO_DRAFTS, Drafts
 from core.types.images import PlacedImage
 from core.types.kept_sets import KeptSets
 from core.types.routes import Routes
@@ -48,6 +50,8 @@ class Completion:
     routes: Routes | None = None
     """[prefix + completion, layers, k] experts of every token as an input, with EngineConfig.routes; the last token's
     are unknown."""
+    drafts: Drafts = NO_DRAFTS
+    """Counts of speculative decoding."""
 
     def cut(self, n: int) -> Completion:
         """Return the first n tokens, ended by a stop."""
@@ -65,10 +69,12 @@ def make_completion(
     *,
     stop: CompletionStop,
     routes: Routes | None = None,
+    drafts: Drafts = NO_DRAFTS,
 ) -> Completion:
     """Return a completion. kept: ids of each token's set; empty without truncation."""
     sets = KeptSets.of_sizes(np.concatenate(kept), [len(ids) for ids in kept]) if kept else None
-    return Completion(token_ids=token_ids, logp=logp, versions=versions, stop=stop, kept=sets, routes=routes)
+    columns = {"token_ids": token_ids, "logp": logp, "versions": versions}
+    return Completion(**columns, stop=stop, kept=sets, routes=routes, drafts=drafts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +125,8 @@ class EngineConfig:
     """Treatment of the weights during sleep of a colocated engine. None: the engine never sleeps."""
     over_ipc: bool = False
     """Receive weights through CUDA IPC handles, from another process on the same GPU."""
+    quantization: Quantization | None = None
+    """Rounding of the linear layers: `rollout.quantization`."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of this engine alone, such as `rollout.vllm`."""
 
@@ -206,10 +214,20 @@ class Engine(ReceivesWeights, Protocol):
             )
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any], *, engine: str) -> None:
-        """Raise UserError for an option that the engine does not take. engine: `rollout.engine`."""
+    def check_options(cls, options: Mapping[str, Any], rollout: RolloutConfig) -> None:
+        """Raise UserError for an option that the engine does not take, alone or with other keys of the recipe."""
         if options:
-            raise UserError(f"rollout.vllm has options of vLLM, and rollout.engine is {engine}: leave rollout.vllm out")
+            raise UserError(
+                f"rollout.vllm has options of vLLM, and rollout.engine is {rollout.engine}: leave rollout.vllm out"
+            )
+
+    @classmethod
+    def check_quantization(cls, rollout: RolloutConfig, *, on_gpu: bool) -> None:
+        """Raise UserError if the engine cannot compute in rollout.quantization, which is set."""
+        raise UserError(
+            f"rollout.quantization is {rollout.quantization}, and rollout.engine={rollout.engine} does not round its "
+            "linear layers: set rollout.engine to vllm or hf, or leave rollout.quantization out"
+        )
 
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from configs.rollout_schema import RolloutConfig
 from core.device import find_device
 from core.errors import RunStopped, UserError
 from core.timing.trace import Tracer
@@ -32,6 +33,7 @@ from core.types.weights import Bucket
 from modeling.export import saved_buffers
 from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
+from rollouts.engines.hf_support.quantized import RoundedLinears
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, keep_routes, keep_sets, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
 from trainers.offload.storages import OffloadedStorages, find_storages
@@ -91,6 +93,7 @@ class HfEngine(Engine):
             from modeling.images.processor import ImageProcessor
 
             self.processor = ImageProcessor(config.model_path, trust_remote_code=trusts)
+        self.rounded = None if config.quantization is None else RoundedLinears(self.model, config.quantization)
         self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
         self.stop_strings, self.allowed_tokens = config.stop_strings, config.allowed_tokens
         self.truncation = config.truncation
@@ -118,6 +121,10 @@ class HfEngine(Engine):
                 f"model.path={path} comes with code whose forward() takes no {lacking[0]}, with which the engine hf "
                 "generates: add it, as the models of transformers do"
             )
+
+    @classmethod
+    def check_quantization(cls, rollout: RolloutConfig, *, on_gpu: bool) -> None:
+        return
 
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
@@ -272,6 +279,8 @@ class HfEngine(Engine):
             raise RunStopped(
                 f"the sync of version {version} had no values for {len(missing)} tensors, such as {min(missing)}"
             )
+        if self.rounded is not None:  # after the checksums, which are of what was sent
+            self.rounded.round_weights()
         self.version = version
         if self.paused:
             self.paused = False

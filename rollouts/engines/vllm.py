@@ -15,25 +15,26 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
-from configs.rollout_schema import PauseMode, RolloutConfig
+from configs.sync_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped
 from core.gc_control import without_gc
 from core.timing.deadlines import ENGINE_RPC_GRACE_S
 from core.types.arrays import Ids
+from core.types.drafts import NO_DRAFTS
 from core.types.images import PlacedImage, list_written
 from core.types.routes import Routes
 from core.types.weights import Bucket
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig, make_completion
 from rollouts.engines.sleeping import Sleeper, WakePart
-from rollouts.engines.vllm_support import architectures
+from rollouts.engines.vllm_support.checks import VllmChecks
+from rollouts.engines.vllm_support.drafts import read_drafts
 from rollouts.engines.vllm_support.images import check_prompt, make_prompt
-from rollouts.engines.vllm_support.kept_sets import KeptReports, check_masks_of_gpu
+from rollouts.engines.vllm_support.kept_sets import KeptReports
 from rollouts.engines.vllm_support.loop import EngineLoop
-from rollouts.engines.vllm_support.options import check_options, naming_refused
-from rollouts.engines.vllm_support.patches import restoring_threads
+from rollouts.engines.vllm_support.options import naming_refused
+from rollouts.engines.vllm_support.patches import hide_invented_dict, restoring_threads
 from rollouts.engines.vllm_support.requests import (
     continue_seed,
     make_adapter_request,
@@ -43,13 +44,13 @@ from rollouts.engines.vllm_support.requests import (
     read_versions,
     sampling_params,
 )
-from rollouts.engines.vllm_support.routes import RouteReports, check_routes_of_gpu
+from rollouts.engines.vllm_support.routes import RouteReports
 from rollouts.engines.vllm_support.settings import engine_args, find_use, prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
 
 
-class VllmEngine(Engine):
+class VllmEngine(VllmChecks, Engine):
     """Engine on vLLM's LLMEngine, with continuous batching."""
 
     capabilities = Capabilities(
@@ -96,26 +97,6 @@ class VllmEngine(Engine):
         args = engine_args(config, on_cpu=on_cpu, sees=self._sees, text_only=text_only)
         self._start(args, config.options, transfer=transfer, cores=cores)
 
-    @classmethod
-    def check_user_code(cls, model: nn.Module, *, path: str) -> None:
-        architectures.check_user_code(model, path=path)
-
-    @classmethod
-    def check_family(cls, family: str, *, path: str) -> None:
-        architectures.check_family(family, path=path)
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any], *, engine: str) -> None:
-        check_options(options)
-
-    @classmethod
-    def check_truncation(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
-        check_masks_of_gpu(rollout, on_gpu=on_gpu, aborts=aborts)
-
-    @classmethod
-    def check_routes(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
-        check_routes_of_gpu(rollout, on_gpu=on_gpu, aborts=aborts)
-
     def _start(
         self, args: dict[str, Any], options: Mapping[str, Any], *, transfer: str, cores: Sequence[int] | None
     ) -> None:
@@ -130,6 +111,7 @@ class VllmEngine(Engine):
 
             if cores is not None:
                 os.sched_setaffinity(0, cores)  # of this thread, and of OpenMP's threads, which it starts
+            hide_invented_dict()
             with restoring_threads(None if cores is None else len(cores)), naming_refused(options):
                 return LLMEngine.from_engine_args(
                     EngineArgs(
@@ -156,6 +138,7 @@ class VllmEngine(Engine):
         ids, versions = list[int](), list[int]()
         logp, kept = list[float](), list[Ids]()
         routes: Routes | None = None
+        drafts = NO_DRAFTS
         stop: Literal["eos", "length"] | None = None
         while stop is None:
             # a request to a paused engine waits there: this does not spin
@@ -170,11 +153,12 @@ class VllmEngine(Engine):
             logp += output.logprobs.logprobs
             versions += read_versions(output)
             routes = self._routes.read(output, len(token_ids) + len(ids), routes)
+            drafts = drafts.add(read_drafts(output))
             end = None if self._stop_strings is None else self._stop_strings.find_end(ids, start)
             if end is not None:  # vLLM may have sampled more, before it was told to end
-                return make_completion(ids, logp, versions, kept, stop="eos", routes=routes).cut(end)
+                return make_completion(ids, logp, versions, kept, stop="eos", routes=routes, drafts=drafts).cut(end)
             stop = read_stop(output.finish_reason, ids, self._stop_token_ids, max_new_tokens, self._pause_mode)
-        return make_completion(ids, logp, versions, kept, stop=stop, routes=routes)
+        return make_completion(ids, logp, versions, kept, stop=stop, routes=routes, drafts=drafts)
 
     async def _sample(
         self, prompt: list[int], images: Sequence[PlacedImage], ids: list[int], max_new_tokens: int, seed: int, key: str

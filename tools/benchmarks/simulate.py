@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import main_rl
-from configs.rollout_schema import min_staleness
+from configs.sync_schema import min_staleness
 from core.gc_control import collecting_seldom
 from rollouts.scheduling.buffer import Schedule
 from rollouts.worker import RolloutWorker

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from algs.grpo import GRPO
-from configs.rollout_schema import WeightSyncConfig
+from configs.sync_schema import WeightSyncConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.types.samples import Batch, Group, Prompt, make_sample
 from data_feeds.packing.batches import micro_batches

@@ -48,6 +48,7 @@ SPEAKS = [
     ("mismatch_grows", steps(15, "train/mismatch/kl", lambda i: 1e-3 if i < 5 else 6e-3), "from 1.0e-03 to 6.0e-03"),
     ("length_budget", steps(5, "rollout/truncated_fraction", lambda i: 0.3), "rollout.max_new_tokens=64"),
     ("large_sets", steps(1, "rollout/kept_set_size_mean", lambda i: 300.0), "keep 300 tokens on average"),
+    ("costly_drafts", steps(5, "rollout/accepted", lambda i: 0.1), "10% of the drafted tokens"),
     ("warmup_at_end", steps(5, "train/lr", lambda i: 1e-4 * (i + 1)), "it reached 5.00e-04"),
 ]
 SILENT = [
@@ -79,6 +80,8 @@ SILENT = [
     ("samples end by themselves", "length_budget", steps(20, "rollout/truncated_fraction", lambda i: 0.2), RL),
     ("small sets", "large_sets", steps(5, "rollout/kept_set_size_mean", lambda i: 200.0), RL),
     ("no truncation", "large_sets", steps(5, "train/lr", lambda i: 1.0), RL),
+    ("half are accepted", "costly_drafts", steps(5, "rollout/accepted", lambda i: 0.5), RL),
+    ("no drafts", "costly_drafts", steps(5, "train/lr", lambda i: 1.0), RL),
     ("warmed up", "warmup_at_end", steps(5, "train/lr", lambda i: min(1e-4 * (i + 1), 4e-4)), RL),
     ("decays", "warmup_at_end", steps(5, "train/lr", lambda i: 1e-4 / (i + 1)), RL),
 ]

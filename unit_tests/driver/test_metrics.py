@@ -49,6 +49,7 @@ COUNTS = dict.fromkeys(
         *("turns", "tool_calls", "tool_seconds", "tool_errors", "tool_errors/raised", "anything"),
         *("assistant/repeated", "assistant/rewritten", "tokens/sampled", "tokens/kept"),
         *("agent/timeouts", "agent/slow"),
+        *("drafts/drafted", "drafts/accepted"),
     ],
     1.0,
 )

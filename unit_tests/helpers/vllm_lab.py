@@ -12,7 +12,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from configs.rollout_schema import PauseMode
+from configs.sync_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.types.weights import Bucket, split_into_buckets
 from modeling.lora import name_lora_targets
@@ -199,6 +199,7 @@ class Scripted(VllmEngine):
             "token_ids": ids,
             "finish_reason": reason,
             "logprobs": SimpleNamespace(logprobs=[-token / 10 for token in ids]),  # vLLM's FlatLogprobs
+            "spec_decode_metrics": None,
             "weight_versions": [SimpleNamespace(version=str(len(self.asked)), start=0, end=len(ids))] if ids else [],
         }
         return SimpleNamespace(outputs=[SimpleNamespace(**said)])

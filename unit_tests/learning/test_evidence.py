@@ -72,6 +72,16 @@ def test_the_quickstart_is_mastered_under_overlap_too(schedule, update, tmp_path
     assert any(m["rollout/mixed_versions_fraction"] for m in metrics) == (update != "wait")
 
 
+@pytest.mark.parametrize("how", [["rollout.engine=hf", "backend=local"], []], ids=["hf", "vllm"])
+def test_the_quickstart_is_mastered_with_int8_rollouts_too(how, tmp_path):
+    if not (ROOT / "models/quickstart_sft").is_dir():
+        subprocess.run(["make", "quickstart"], cwd=ROOT, check=True)
+    folder = run_folder("quickstart.yaml", tmp_path / "runs", "rollout.quantization=int8", *how)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["before"]["reward/correct"] <= 0.5
+    assert summary["after"]["reward/correct"] >= 0.9
+
+
 def test_smollm2_learns_addition(smollm2, tmp_path):
     form = "Calculate {a} {op} {b}. Reply with the number only."
     sizes = ["--max", "20", "--train", "150", "--eval", "50"]

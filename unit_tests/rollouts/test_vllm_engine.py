@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from configs.rollout_schema import PauseMode
+from configs.sync_schema import PauseMode
 from core.errors import RunStopped, TransportFailed
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.weights import Bucket

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from configs.rollout_schema import PauseMode
+from configs.sync_schema import PauseMode
 from core.errors import ProcessDied
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm import VllmEngine

@@ -3,18 +3,29 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from analysis.doctor.__main__ import main as doctor
 from analysis.doctor.knobs import read_knobs
 from configs.schema import RLConfig
+from configs.trainer_schema import LoraConfig
 from core.errors import UserError
+from core.types.allowed_tokens import AllowedTokens
+from core.types.samples import Prompt
 from driver.load_recipe import load_recipe
-from rollouts.engines.base import EngineConfig
+from driver.records.episode_metrics import measure_counts
+from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
+from rollouts.engines.vllm_support.drafts import read_drafts
 from rollouts.engines.vllm_support.options import KEYS, OURS, list_arguments
+from rollouts.engines.vllm_support.patches import expand
+from rollouts.engines.vllm_support.settings import engine_args
+from rollouts.transcript import Conversation
 from unit_tests.helpers.vllm_lab import SETTINGS
 
 TINY = str(Path(__file__).parent.parent.parent / "configs" / "tiny.yaml")
@@ -22,13 +33,57 @@ REFUSED = {
     "rollout.vllm.max_num_seq=8": "no engine argument of the installed vLLM (did you mean 'max_num_seqs'?)",
     "rollout.vllm.seed=1": "rollout.vllm.seed is set by seed",
     "rollout.vllm.max_model_len=64": "is set by data.max_prompt_tokens and rollout.max_new_tokens",
-    "rollout.vllm.speculative_config={method: ngram}": "speculative decoding has not been shown to be exact",
-    "rollout.vllm.quantization=fp8": "weight syncs send no quantised weights",
+    "rollout.vllm.spec_method=ngram": "speculative_config holds its settings",
+    "rollout.vllm.speculative_config={method: eagle, model: m}": "needs a method without weights, ngram or suffix",
+    "rollout.vllm.speculative_config={method: suffix}": "needs the package arctic-inference",
+    "rollout.vllm.speculative_config={method: ngram, rejection-sample-method: synthetic}": "only rejection_sample",
+    "rollout.vllm.quantization=fp8": "is set by rollout.quantization",
+    "rollout.quantization=fp8": "is fp8, which vLLM does not have on a CPU",
     "rollout.vllm.pipeline_parallel_size=2": "engines have tensor parallelism and one adapter only",
     "rollout.vllm.max_cpu_loras=2": "engines have tensor parallelism and one adapter only",
     "rollout.vllm.override_generation_config={temperature: 0.1}": "it would change the distribution",
     "rollout.vllm.logprobs_mode=raw_logprobs": "must be those of the distribution that tokens are drawn from",
 }
+
+
+UNSHOWN = ("rollout.top_p=0.9", "rollout.allowed_tokens=[a, b]")
+NGRAM = "rollout.vllm.speculative_config={method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 2}"
+
+
+@pytest.mark.parametrize("other", UNSHOWN)
+def test_drafts_are_refused_with_what_they_were_not_shown_with(other):
+    with pytest.raises(UserError, match=r"speculative_config and rollout\..* have not been shown to be exact"):
+        load_recipe(RLConfig, TINY, ["rollout.engine=vllm", NGRAM, other])
+    load_recipe(RLConfig, TINY, ["rollout.engine=vllm", NGRAM])
+
+
+def test_drafts_are_refused_where_vllm_ignores_a_ban_and_with_an_adapter(tiny_path):
+    options = {"speculative_config": {"method": "ngram"}}
+    config = EngineConfig(model_path=tiny_path, **SETTINGS, options=options)
+    assert engine_args(config, on_cpu=True)["per_request_spec_decode_metrics"] == "summary"
+    with pytest.raises(UserError, match="vLLM cannot ban tokens in drafts"):
+        engine_args(replace(config, allowed_tokens=AllowedTokens(banned=(7,))), on_cpu=True)
+    with pytest.raises(UserError, match="not been tried with an adapter"):
+        engine_args(replace(config, lora=LoraConfig()), on_cpu=True)
+
+
+def test_each_draft_is_checked_at_the_temperature_of_its_request():
+    """vLLM's own function for CPUs leaves the output as it was."""
+    output = torch.full((5,), torch.nan)
+    expand(output, torch.tensor([0.5, 0.7, 0.0, 2.0]), torch.tensor([2, 2, 4, 5]), 0.0, 1.0, 128)
+    assert output.tolist() == [0.5, 0.5, 1.0, 1.0, 2.0]
+
+
+def test_drafts_of_all_replies_are_metrics_of_the_step():
+    counted = SimpleNamespace(num_draft_tokens=6, histogram=[1, 1, 1, 0])
+    drafts = read_drafts(SimpleNamespace(spec_decode_metrics=counted))
+    talk = Conversation()
+    for _ in range(2):
+        talk.append_context([3])
+        talk.append_reply(Completion(token_ids=[1], logp=[-1.0], versions=[0], stop="eos", drafts=drafts))
+    sample = talk.make_sample(Prompt(id="0", messages=[]), counts={"turns": 2.0})
+    measured = measure_counts([sample, sample])
+    assert measured == {"rollout/turns_mean": 2.0, "rollout/drafted": 24.0, "rollout/accepted": 0.5}
 
 
 @pytest.mark.parametrize("override", REFUSED)
@@ -53,7 +108,7 @@ def test_every_name_that_is_refused_is_an_argument_of_vllm():
 )
 def test_a_wrong_knob_is_one_sentence(knob, said):
     with pytest.raises(UserError, match=said):
-        read_knobs([knob], engine="vllm")
+        read_knobs([knob], load_recipe(RLConfig, TINY, ["rollout.engine=vllm"]).cfg)
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from algs import find_algorithm
-from configs.rollout_schema import PROBE_TOLERANCE
 from configs.schema import RLConfig
+from configs.sync_schema import PROBE_TOLERANCE
 from core.cluster.capacity import Resources
 from core.cluster.ray_workers import Cluster
 from core.errors import ProcessDied, RunStopped, TransportFailed

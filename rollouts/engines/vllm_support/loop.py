@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
-from configs.rollout_schema import PauseMode
+from configs.sync_schema import PauseMode
 from core.errors import ProcessDied, RunStopped
 from core.timing.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S
 

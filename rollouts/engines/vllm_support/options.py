@@ -34,6 +34,7 @@ KEYS = {
     "enable_lora": "weight_sync.lora",
     "max_lora_rank": "model.lora.r",
     "lora_target_modules": "model.lora.targets",
+    **dict.fromkeys(("quantization", "quantization_config"), "rollout.quantization"),
     "reasoning_parser": "rollout.tool_parser",
     "enable_return_routed_experts": "rollout.router_replay",
 }
@@ -51,11 +52,7 @@ OURS = {
         ("generation_config", "override_generation_config", "hf_overrides", "model_class_overrides", "model_impl"),
         "it would change the distribution, and the trainer's would stay as it is",
     ),
-    **dict.fromkeys(("quantization", "quantization_config"), "weight syncs send no quantised weights yet"),
-    **dict.fromkeys(
-        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-        "speculative decoding has not been shown to be exact here yet",
-    ),
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), "speculative_config holds its settings"),
     **dict.fromkeys(
         ("runner", "convert", "pooler_config", "diffusion_config", "watermark_config"),
         "an engine returns tokens with their log-probabilities",
@@ -64,14 +61,17 @@ OURS = {
         ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port", "device_ids"),
         "Ray places the processes",
     ),
-    **dict.fromkeys(("disable_log_stats", "log_level", "log_config_file"), "logging is the run's"),
+    **dict.fromkeys(
+        ("disable_log_stats", "log_level", "log_config_file", "per_request_spec_decode_metrics"),
+        "logging is the run's",
+    ),
 }
 """Reasons why an argument cannot be set."""
 PARALLEL = ("parallel", "lora")
 """Parts of the names of arguments about parallelism and adapters, which are ours as well."""
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_names(options: Mapping[str, Any]) -> None:
     """Raise UserError for an option that vLLM does not have, or that FeynRL sets itself."""
     known = list_arguments()
     for name in options:

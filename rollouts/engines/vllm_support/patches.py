@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from core.patches import TORCH, Patch
@@ -43,6 +45,17 @@ PATCHES = (
         reason="an adapter comes from the trainer's memory, and vLLM's public way reads a folder",
         tested=VLLM,
         upstream="https://github.com/vllm-project/vllm/issues/48297",
+    ),
+    Patch(
+        target="vllm.utils.cpu_triton_utils._expand_kernel_impl",
+        reason="on a CPU drafts are checked at temperatures from memory that nobody wrote: it fills a copy",
+        tested=VLLM,
+    ),
+    Patch(
+        target="llvmlite.binding.ffi._lib_wrapper.__getattr__",
+        reason="after n-gram drafts, which import numba, no other engine starts in the process: vLLM reads the "
+        "attributes of all modules, and this one has an invented __dict__",
+        tested=VLLM,
     ),
     Patch(
         target="torch.set_num_threads",
@@ -83,6 +96,37 @@ def forget_half_loaded(model: torch.nn.Module) -> bool:
 def find_adapters(manager: Any) -> Any:
     """Return the adapter manager behind a worker's LoRA manager."""
     return manager._adapter_manager
+
+
+def replace_expand() -> None:
+    """Replace vLLM's function that repeats a request's number for each of its drafts, on a CPU."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.utils import cpu_triton_utils
+
+        cpu_triton_utils._expand_kernel_impl = expand
+
+
+def expand(output: Tensor, values: Tensor, ends: Tensor, old: float, new: float, _most: int | None = None) -> None:
+    """Write each of `values` [B] to its span of `output` [T], `new` in place of `old`. ends: of the spans, [B]."""
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    output.copy_(values.masked_fill(values == old, new).repeat_interleave(counts))
+
+
+def hide_invented_dict() -> None:
+    """Make llvmlite's library, if it was imported, raise AttributeError for `__dict__` instead of looking it up."""
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None:
+        return
+    look_up = ffi._lib_wrapper.__getattr__
+
+    def find(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return look_up(self, name)
+
+    ffi._lib_wrapper.__getattr__ = find
 
 
 @contextmanager

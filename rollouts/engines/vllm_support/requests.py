@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from configs.rollout_schema import PauseMode
+from configs.sync_schema import PauseMode
 from core.errors import RunStopped, TransportFailed
 from core.types.allowed_tokens import AllowedTokens
 from rollouts.engines.vllm_support.settings import ADAPTER_ID

@@ -10,7 +10,9 @@ from configs.trainer_schema import LoraConfig
 from modeling.hf_config import is_text_use, read_config, vision_family
 from modeling.model_files import find_own_head
 from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm_support.drafts import draft_args
 from rollouts.engines.vllm_support.kept_sets import truncation_args
+from rollouts.engines.vllm_support.quantized import quantization_args
 from rollouts.engines.vllm_support.routes import route_args
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -65,6 +67,8 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False, text_
         **({} if config.lora is None else _lora_args(config.lora)),
         **truncation_args(config.truncation, on_cpu=on_cpu),
         **route_args(config),
+        **draft_args(config),
+        **quantization_args(config),
         **config.options,
     }
 

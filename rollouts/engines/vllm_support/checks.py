@@ -1,0 +1,45 @@
+"""Checks of a recipe before vLLM starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from configs.rollout_schema import RolloutConfig
+from rollouts.engines.vllm_support import architectures
+from rollouts.engines.vllm_support.drafts import check_drafts
+from rollouts.engines.vllm_support.kept_sets import check_masks_of_gpu
+from rollouts.engines.vllm_support.options import check_names
+from rollouts.engines.vllm_support.quantized import check_quantization
+from rollouts.engines.vllm_support.routes import check_routes_of_gpu
+
+
+class VllmChecks:
+    """Checks of the engine's class; see rollouts/engines/base.py."""
+
+    @classmethod
+    def check_user_code(cls, model: nn.Module, *, path: str) -> None:
+        architectures.check_user_code(model, path=path)
+
+    @classmethod
+    def check_family(cls, family: str, *, path: str) -> None:
+        architectures.check_family(family, path=path)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any], rollout: RolloutConfig) -> None:
+        check_names(options)
+        check_drafts(options, rollout)
+
+    @classmethod
+    def check_truncation(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
+        check_masks_of_gpu(rollout, on_gpu=on_gpu, aborts=aborts)
+
+    @classmethod
+    def check_quantization(cls, rollout: RolloutConfig, *, on_gpu: bool) -> None:
+        check_quantization(rollout, on_gpu=on_gpu)
+
+    @classmethod
+    def check_routes(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
+        check_routes_of_gpu(rollout, on_gpu=on_gpu, aborts=aborts)
