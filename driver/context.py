@@ -165,9 +165,7 @@ class RunContext:
         copies = [Path(save_to).absolute()] if save_to else []
         with self.clock.phase(Phase.SAVE):
             steps = self.facts.get("steps_done", self.cfg.n_steps)
-            run, cfg = self.folder.path, self.training
-            say = self.console.say
-            write = partial(write_model, trainers=trainers, tokenizer=tokenizer, cfg=cfg, run=run, steps=steps, say=say)
+            run, cfg, write = self.folder.path, self.training, self._writer(trainers, tokenizer, steps)
             await write_to_each([run / "model", *copies], write)
             if cfg.trainer.ema is not None:
                 await write(run / "model_ema", which="ema")
@@ -177,6 +175,13 @@ class RunContext:
                 pushed = await asyncio.to_thread(push_model, self.training.push_to, self.folder.path / "model")
                 self.facts["pushed"] = pushed
                 self.console.say(f"pushed to {pushed}")
+
+    def _writer(
+        self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, steps: int
+    ) -> Callable[..., Awaitable[None]]:
+        """Return a function that writes a model into a folder."""
+        how = {"cfg": self.training, "run": self.folder.path, "steps": steps, "say": self.console.say}
+        return partial(write_model, trainers=trainers, tokenizer=tokenizer, **how)
 
     def checkpoint_is_due(self, steps_done: int) -> bool:
         steps = steps_done if self.is_over else self.cfg.n_steps
@@ -197,7 +202,7 @@ class RunContext:
             by = BestBy(metric=keys.best_metric, lower=keys.lower_is_better)
             best = remove_old_checkpoints(home, keys.keep, by)
             if keys.best is not None and best is not None and best.state.steps_done == state.steps_done:
-                await self._write_model(trainers, tokenizer, state.steps_done, self.folder.path / "best_model")
+                await self._writer(trainers, tokenizer, state.steps_done)(self.folder.path / "best_model")
                 self.facts["best"] = {"steps_done": state.steps_done, keys.best: best.state.metrics[keys.best]}
 
     async def resume(self, trainers: Workers[Trainer], checkpoint: Checkpoint | None, settings: dict[str, Any]) -> int:
