@@ -161,8 +161,7 @@ class RunContext:
     async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
         """Save the final model to the run folder and to `save_to`, and the other models that the run has."""
         self.check_trained()
-        save_to = self.training.save_to
-        copies = [Path(save_to).absolute()] if save_to else []
+        copies = [Path(to).absolute()] if (to := self.training.save_to) else []
         with self.clock.phase(Phase.SAVE):
             steps = self.facts.get("steps_done", self.cfg.n_steps)
             run, cfg, write = self.folder.path, self.training, self._writer(trainers, tokenizer, steps)
@@ -171,9 +170,8 @@ class RunContext:
                 await write(run / "model_ema", which="ema")
             if alg.value_lr is not None:
                 await write_value_model(run / "value_model", trainers, cfg, run=run, steps=steps)
-            if self.training.push_to is not None:
-                pushed = await asyncio.to_thread(push_model, self.training.push_to, self.folder.path / "model")
-                self.facts["pushed"] = pushed
+            if cfg.push_to is not None:
+                self.facts["pushed"] = pushed = await asyncio.to_thread(push_model, cfg.push_to, run / "model")
                 self.console.say(f"pushed to {pushed}")
 
     def _writer(
@@ -199,8 +197,7 @@ class RunContext:
         with self.clock.phase(Phase.CHECKPOINT):
             home = self.folder.path / "checkpoints"
             await write_checkpoint(home, trainers, replace(state, metrics=state.metrics | self.logged))
-            by = BestBy(metric=keys.best_metric, lower=keys.lower_is_better)
-            best = remove_old_checkpoints(home, keys.keep, by)
+            best = remove_old_checkpoints(home, keys.keep, BestBy(metric=keys.best_metric, lower=keys.lower_is_better))
             if keys.best is not None and best is not None and best.state.steps_done == state.steps_done:
                 await self._writer(trainers, tokenizer, state.steps_done)(self.folder.path / "best_model")
                 self.facts["best"] = {"steps_done": state.steps_done, keys.best: best.state.metrics[keys.best]}
