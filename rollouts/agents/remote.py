@@ -30,7 +30,7 @@ from rollouts.agents.task import HOST_KEY, AgentPlan, Task
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 """Seconds between two requests for a place: doubled each time, up to a bound."""
-AVOIDED_S = 60.0
+AVOIDED_S = 6 * AGENT_END_TIMEOUT_S
 """Seconds for which a host that was lost gets no episode, if there are others."""
 
 

@@ -147,7 +147,8 @@ class _Reader:
         return {name: VARIABLE.sub(self._find, str(value)) for name, value in found.items()}
 
     def _find(self, match: re.Match[str]) -> str:
-        name, default = match.groups()
+        name = match.group(1)
+        default: str | None = match.group(2)
         value = os.environ.get(name, default)
         if value is None:
             raise UserError(f"{self.folder}/task.toml needs the environment variable {name}: set it")

@@ -150,6 +150,8 @@ def _add_layer(folder: Path, layer: dict[str, Any], root: Path) -> None:
         )
     try:
         with tarfile.open(_find_blob(folder, layer["digest"]), "r:*") as tar:
+            # newer versions of Python would refuse the absolute links of an image; older ones know no filter
+            tar.extraction_filter = lambda member, path: member
             for member in tar:
                 _add_member(tar, member, root)
     except (tarfile.TarError, OSError) as error:
@@ -172,8 +174,9 @@ def _add_member(tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> No
         if not (member.isdir() and path.is_dir() and not path.is_symlink()):
             _remove(path)
         # files of an image belong to whoever unpacks it; setuid programs have no effect in a box
-        mine = {"uid": os.getuid(), "gid": os.getgid(), "uname": "", "gname": ""}
-        tar.extract(member.replace(**mine, deep=False), root, filter="tar")
+        member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
+        member.mode &= 0o755
+        tar.extract(member, root)
 
 
 def _remove(path: Path) -> None:

@@ -23,7 +23,8 @@ Words = list[str]
 class Program(Protocol):
     """Builder of the command lines of one program."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def start(self, box: str, spec: BoxSpec) -> Words:
         """Start a container called `box` that waits, and return."""

@@ -293,7 +293,7 @@ def test_a_container_keeps_files_and_is_removed(stand_in):
     assert not (stand_in / "box").exists() and "rm --force" in (stand_in / "calls").read_text()
 
 
-def test_a_container_that_ends_is_the_policys_doing_and_a_dead_daemon_is_not(stand_in, monkeypatch):
+def test_a_container_that_ends_is_the_policys_doing_a_dead_daemon_is_not(stand_in, monkeypatch):
     async def end(box: Box) -> str:
         assert "[time]" in await sh(box, "exec sleep 60", seconds=0.3)
         return box.broken
@@ -320,7 +320,7 @@ def test_a_container_that_starts_too_slowly_is_removed(stand_in, monkeypatch):
     assert not (stand_in / "box").exists()
 
 
-def test_a_backend_that_is_not_there_and_an_image_without_a_digest_are_refused(monkeypatch):
+def test_an_unknown_backend_and_an_image_without_a_digest_are_refused(monkeypatch):
     with pytest.raises(UserError, match="no boxes of lxc: choose one of bubblewrap, podman, docker, apptainer"):
         check_boxes("lxc")
     with pytest.raises(UserError, match="debian:13 must name its digest"):
