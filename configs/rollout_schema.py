@@ -167,7 +167,10 @@ class RolloutConfig(StrictModel):
     """Keys of `rollout`."""
 
     engine: str = "vllm"
-    """Inference engine: vllm, hf, or the path of a Python file with a subclass of rollouts.engines.base.Engine."""
+    """Inference engine: vllm, hf, http (of `servers`), or the path of a Python file with a subclass of
+    rollouts.engines.base.Engine."""
+    servers: list[Annotated[str, Field(pattern="^https?://")]] = Field([])
+    """Addresses of servers that somebody else started, with engine: http; as many as `num_engines`."""
     env: str = "single_turn"
     """Environment: a module of rollouts/envs/, or the path of a Python file with a subclass of rollouts.envs.base.Env.
     """
@@ -283,6 +286,16 @@ class RolloutConfig(StrictModel):
     @property
     def most_engines(self) -> int:
         return self.num_engines if isinstance(self.num_engines, int) else self.num_engines.max
+
+    @model_validator(mode="after")
+    def there_is_a_server_for_each_engine(self) -> RolloutConfig:
+        needed = self.num_engines if self.engine == "http" else 0
+        if len(self.servers) != needed:
+            raise ValueError(
+                f"servers has {len(self.servers)} addresses, and engine={self.engine} with num_engines="
+                f"{self.num_engines} needs {needed}"
+            )
+        return self
 
     @model_validator(mode="after")
     def an_agent_takes_the_place_of_an_environment(self) -> RolloutConfig:

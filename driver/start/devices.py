@@ -71,7 +71,8 @@ def check_gpus(cfg: RunConfig | EvalConfig) -> str | None:
 def count_engine_ranks(cfg: RunConfig | EvalConfig) -> int:
     """Return the number of ranks of all engines, at least; 0 without engines."""
     rollout = cfg.rollout if isinstance(cfg, RLConfig | EvalConfig) else None
-    return rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
+    # the devices of rollout.servers are not the run's
+    return rollout.least_engines * rollout.tensor_parallel_size if rollout and not rollout.servers else 0
 
 
 def count_judge_ranks(cfg: RunConfig | EvalConfig) -> int:

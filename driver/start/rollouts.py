@@ -257,7 +257,8 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
 
         agents = start_agents(plan.agent)
     # The cores follow from the rank, which only this process knows.
-    engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
+    server = dict(enumerate(plan.rollout.servers)).get(0 if info is None else info.rank)
+    engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info), server=server))
     judge = serve_policy(engine, tokenizer, plan.engine.max_model_len, plan.reward_functions.run.judge)
     if judge is not None:
         plan = plan.with_rewards(partial(address_judge, key=judge.key, urls=(judge.url,)))
@@ -312,7 +313,7 @@ def share_for_engine(cfg: RLConfig | EvalConfig) -> Resources:
     """Return the resources of an engine: separate GPUs, or none if it is colocated with trainers."""
     resources = share_machine(cfg, cfg.rollout.least_engines, gpus=cfg.rollout.tensor_parallel_size)
     # Ray has given these GPUs to the trainers; CUDA_VISIBLE_DEVICES shows them to the engine.
-    return replace(resources, gpus=0) if shares_devices(cfg) else resources
+    return replace(resources, gpus=0) if shares_devices(cfg) or cfg.rollout.servers else resources
 
 
 def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:

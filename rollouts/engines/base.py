@@ -127,6 +127,8 @@ class EngineConfig:
     """Receive weights through CUDA IPC handles, from another process on the same GPU."""
     quantization: Quantization | None = None
     """Rounding of the linear layers: `rollout.quantization`."""
+    server: str | None = None
+    """Address of this engine's server, of `rollout.servers`. None: the engine starts itself."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options of this engine alone, such as `rollout.vllm`."""
 

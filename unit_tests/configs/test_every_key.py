@@ -116,6 +116,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rows_per_step": (4, {}),
 }
 SHOWN: dict[str, tuple[str, ...]] = {
+    "rollouts/test_http_engine.py": ("rollout.servers",),
     "driver/test_runs.py": (
         "name",
         "run_dir",

@@ -15,7 +15,7 @@ from rollouts.engines.vllm_support.settings import ADAPTER_ID
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-_UNPUBLISHED = -1
+UNPUBLISHED = -1
 """Version of tokens sampled before the first update."""
 
 
@@ -106,7 +106,7 @@ def make_adapter_request() -> Any:
 def read_versions(output: Any) -> list[int]:
     """Return the policy version of each sampled token. vLLM reports versions as spans of tokens."""
     return [
-        _UNPUBLISHED if span.version == "default" else int(span.version)
+        UNPUBLISHED if span.version == "default" else int(span.version)
         for span in output.weight_versions
         for _ in range(span.start, span.end)
     ]

@@ -1,0 +1,140 @@
+"""Engines that somebody else started: `vllm serve` takes the trainer's weights over HTTP and gloo, with their proof."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs.schema import RLConfig
+from core.errors import UserError
+from driver.load_recipe import load_recipe
+from rollouts.engines.http import EXTENSION, TRANSFER, HttpEngine
+from trainers.weight_sync.broadcast import WeightSender
+from trainers.weight_sync.fingerprint import fingerprint
+from unit_tests.helpers.engines import PROMPTS, engine_config, several
+from unit_tests.helpers.processes import find_free_port
+from unit_tests.helpers.vllm_lab import TIMEOUT_S, buckets_of, gap, in_thread, logp
+
+ROOT = Path(__file__).parent.parent.parent
+SETTINGS = {
+    "model_config": {
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "dtype": "torch.float32",
+        "max_model_len": 256,
+    },
+    "parallel_config": {"tensor_parallel_size": 1, "worker_extension_cls": EXTENSION},
+    "weight_transfer_config": {"backend": TRANSFER},
+}
+WRONG = {
+    ("model_config", "logprobs_mode", "raw_logprobs"): "has --logprobs-mode 'raw_logprobs' where 'processed_logprobs'",
+    ("model_config", "dtype", "torch.bfloat16"): "has --dtype 'bfloat16' where 'float32' is needed",
+    ("model_config", "max_model_len", 128): "has --max-model-len 128, and 256 is needed",
+    ("parallel_config", "worker_extension_cls", ""): "has --worker-extension-cls ''",
+    ("weight_transfer_config", "backend", "nccl"): "has --weight-transfer-config 'nccl'",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_server_with_other_settings_is_refused_with_the_command(wrong):
+    section, name, value = wrong
+    engine = SimpleNamespace(config=engine_config("m", starts_empty=True), address="http://there")
+    engine._refuse = lambda why: HttpEngine._refuse(engine, why)
+    HttpEngine._check_settings(engine, SETTINGS)
+    with pytest.raises(
+        UserError, match=f"{re.escape(WRONG[wrong])}.*: start it with VLLM_SERVER_DEV_MODE=1 vllm serve"
+    ):
+        HttpEngine._check_settings(engine, SETTINGS | {section: SETTINGS[section] | {name: value}})
+
+
+def test_servers_that_do_not_answer_or_do_not_fit_are_one_sentence(recipe):
+    with pytest.raises(UserError, match="does not answer: ConnectError"):
+        HttpEngine(engine_config("m", server=f"http://127.0.0.1:{find_free_port()}"))
+    with pytest.raises(UserError, match="servers has 1 addresses, and engine=hf with num_engines=1 needs 0"):
+        load_recipe(RLConfig, recipe({"rollout.servers": ["http://there"]}), [])
+    with pytest.raises(UserError, match="servers has 0 addresses, and engine=http with num_engines=1 needs 1"):
+        load_recipe(RLConfig, recipe({"rollout.engine": "http"}), [])
+
+
+@pytest.fixture
+def server(tiny_path, tmp_path) -> Iterator[str]:
+    """Address of `vllm serve`, started as its documentation says."""
+    port = find_free_port()
+    words = ["--enable-scale-out", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    words += ["--worker-extension-cls", EXTENSION, "--weight-transfer-config", f'{{"backend": "{TRANSFER}"}}']
+    own = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--no-enable-chunked-prefill"]
+    own += ["--block-size", "32", "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
+    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
+    log = (tmp_path / "server.txt").open("w")
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", tiny_path, *words, *own]
+    process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=tmp_path)
+    try:
+        until = time.monotonic() + 180
+        while not is_up(port):
+            assert process.poll() is None and time.monotonic() < until, (tmp_path / "server.txt").read_text()[-3000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+
+
+def is_up(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(300)
+def test_a_server_samples_from_the_weights_that_it_was_sent(server, tiny_path):
+    def make_model(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        return model
+
+    async def body() -> None:
+        engine = HttpEngine(engine_config(tiny_path, server=server, starts_empty=True, timeout_s=TIMEOUT_S))
+        sender = WeightSender(timeout_s=TIMEOUT_S)
+        joined = engine.join_broadcast(address="127.0.0.1", port=sender.open(), first_rank=1, members=2)
+        await asyncio.gather(in_thread(sender.join, members=2), joined)
+        running: asyncio.Task[list] | None = None
+        for version, seed in ((0, 0), (1, 1)):
+            model = make_model(seed)
+            await engine.pause()
+            sent, _ = await asyncio.gather(in_thread(sender.send, buckets_of(model)), engine.receive_weights(version))
+            assert sent == fingerprint(model.named_parameters()) and [sent] == await engine.read_fingerprint()
+            assert gap(await engine.probe(PROMPTS[2]), logp(model, PROMPTS[2])) < 1e-3
+            done = await several(engine, PROMPTS, range(4))
+            for prompt, one in zip(PROMPTS, done, strict=True):
+                assert gap(logp(model, prompt + one.token_ids, 0.7)[-len(one.token_ids) :], one.logp) < 1e-3
+                assert {*one.versions} == {version} and (one.stop == "eos") == (one.token_ids[-1] == 1)
+            again = await several(engine, PROMPTS[:1], [0])
+            assert again[0].token_ids == done[0].token_ids
+            if running is not None:  # begun under the weights before
+                [interrupted] = await running
+                assert {*interrupted.versions} <= {0, 1}
+            running = asyncio.create_task(several(engine, PROMPTS[:1], [9], n=200))
+            await asyncio.sleep(0.05)
+        await running
+        await engine.close()
+
+    asyncio.run(body())
