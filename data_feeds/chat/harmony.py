@@ -76,10 +76,9 @@ class Marks:
                 return
             if self.texts.get(ids[body]) != MESSAGE:
                 raise NotHarmony("a message has no <|message|>")
-            end = self._find_mark(ids, body + 1)
+            # other marks are text here, as OpenAI's parser has it
+            end = self._find_mark(ids, body + 1, beyond=(START, CHANNEL, CONSTRAIN, MESSAGE))
             mark = "" if end == len(ids) else self.texts.get(ids[end], RETURN)
-            if mark not in ("", END, CALL, RETURN):
-                raise NotHarmony(f"a message holds {mark}")
             channel, recipient = self._read_header(ids[at + 1 : body], decode)
             yield ChannelMessage(channel=channel, recipient=recipient, text=decode([*ids[body + 1 : end]]), end=mark)
             at = end + 1

@@ -54,7 +54,7 @@ class Reply:
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
     problem: str = ""
     own: bool = False
-    """True if openai_harmony reads something else; the comment says what."""
+    """True if openai_harmony reads it, and a policy may not write it here."""
 
 
 CALLED = (("weather", {"place": "Oslo"}),)
@@ -95,7 +95,7 @@ REPLIES = {
     # a reply ends there, and nobody is called
     "call to nobody": Reply("<|channel|>final<|message|>4<|call|>", content="4", problem="to nobody ends with"),
     "call without its end": Reply("<|channel|>" + ASKS + RETURN, problem="does not end with <|call|>"),
-    # what follows is outside the format; it raises HarmonyError, or reads text as a header
+    # the next two raise HarmonyError
     "no channel": Reply("4<|return|>", problem="no <|message|>"),
     "text after a message": Reply(
         "<|channel|>final<|message|>4<|end|>5<|return|>", content="4", problem="text stands between"
@@ -107,7 +107,8 @@ REPLIES = {
         own=True,
     ),
     "a channel of its own": Reply("<|channel|>secret<|message|>4<|return|>", problem="the channel secret", own=True),
-    "marks in a text": Reply("<|channel|>final<|message|>4<|message|>5<|return|>", problem="holds <|message|>"),
+    # a special token is no text for rewards
+    "marks in a text": Reply("<|channel|>final<|message|>4<|message|><|start|>5<|return|>", content="45"),
 }
 
 
@@ -203,22 +204,21 @@ def test_openai_harmony_reads_the_same():
     if "TIKTOKEN_ENCODINGS_BASE" not in os.environ:
         pytest.skip("openai_harmony downloads its vocabulary: TIKTOKEN_ENCODINGS_BASE names a folder that has it")
     encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-    ids_of = {text: encoding.encode(text, allowed_special="all") for text in (START, CHANNEL, CONSTRAIN, MESSAGE)}
-    ids_of |= {text: encoding.encode(text, allowed_special="all") for text in (END, CALL, RETURN)}
-    marks = Marks(
-        texts={one: text for text, [one] in ids_of.items()},
-        stops=frozenset(encoding.stop_tokens_for_assistant_actions()),
-    )
+
+    def encode(text: str) -> list[int]:
+        return encoding.encode(text, allowed_special="all")
+
+    texts = {encode(text)[0]: text for text in (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)}
+    marks = Marks(texts=texts, stops=frozenset(encoding.stop_tokens_for_assistant_actions()))
     for name, reply in REPLIES.items():
-        if reply.own or not reply.text.endswith((RETURN, CALL)) or "between" in reply.problem:
+        if reply.own:
             continue
-        ids = encoding.encode(reply.text, allowed_special="all")
+        ids = encode(reply.text)
         try:
             theirs = encoding.parse_messages_from_completion_tokens(ids, harmony.Role.ASSISTANT)
         except harmony.HarmonyError:
-            assert reply.problem, name
+            assert reply.problem or name.startswith("cut off"), name
             continue
-        header = encoding.encode("<|start|>assistant", allowed_special="all")
-        ours = list(marks.read_messages([*header, *ids], encoding.decode))
+        ours = list(marks.read_messages([*encode("<|start|>assistant"), *ids], encoding.decode))
         want = [(m.channel, m.recipient or "", m.content[0].text) for m in theirs]
         assert [(m.channel, m.recipient, m.text) for m in ours] == want, name
