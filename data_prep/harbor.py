@@ -1,6 +1,6 @@
 """Rows of tasks in Harbor's format, for `rollout.env: harbor`.
 
-    python -m data_prep.harbor --tasks terminal-bench/tasks --image images/debian@sha256:... --out data/tasks.jsonl
+    python -m data_prep.harbor --tasks my/tasks --image images/debian@sha256:... --out data/tasks.jsonl
 
 Without --image, each task's task.toml must name a docker_image. Tasks that boxes cannot run are excluded.
 """
