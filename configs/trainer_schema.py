@@ -122,8 +122,8 @@ class TrainerConfig(StrictModel):
     lr: LearningRate = 1e-6
     """Learning rate after the warm-up."""
     lr_scales: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field({})
-    """Factors of the learning rate by names of parameters or modules, as in `freeze`: {"*.layers.[01]": 0.1}. Of
-    several that match a parameter, the first counts. Names that a value model lacks are ignored there."""
+    """Factors of the learning rate by names of parameters or modules, as in `freeze`: {"*.layers.[01]": 0.1}. A
+    parameter may match one of them. Names that a value model lacks are ignored there."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate schedule after the warm-up. linear and cosine decay from there on. wsd (warm-up, stable, decay)
     stays at lr and decays linearly in the last updates. An update after the last would have lr_min_fraction * lr."""

@@ -1,14 +1,15 @@
-"""Floating-point operations that training a model requires, per token."""
+"""Floating-point operations that training a model requires."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from modeling.experts import list_expert_weights
-from modeling.freeze import VISION, match_names
+from modeling.experts import list_blocks
 
 FORWARD, BACKWARD = 2, 4
 """Operations per weight of a matrix and token: a product, and the gradients of input and weight."""
@@ -21,38 +22,76 @@ class TrainingFlops:
     """Operations of a forward and a backward pass."""
 
     per_token: float
-    """In matrices of the layers and in the head."""
+    """In the matrices of the layers."""
+    per_label: float
+    """In the head, per trained token."""
     per_pair: float
-    """In attention, per token and token before it, itself included. 0 where the configuration names no heads."""
+    """In attention, per token and token before it, itself included."""
+    per_near_pair: float
+    """The same in layers with a window, per pair within it."""
+    window: int
+    """Tokens of the window; 0 without such layers."""
 
 
 def count_training_flops(model: nn.Module) -> TrainingFlops:
-    """Count a text model's operations, or those of a vision-language model on text and placed images.
+    """Count the operations of a causal language model, or of the language part of one that sees.
 
-    Without the vision tower, and without what is computed again in the backward pass (Chowdhery et al. 2022, PaLM,
-    appendix B). A frozen matrix needs the gradient of its input only.
+    What is computed again in the backward pass does not count (Chowdhery et al. 2022, PaLM, appendix B). A frozen
+    matrix needs the gradient of its input only.
     """
-    towers = match_names(model, VISION)
-    total = 0.0
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and f"{name}.weight" not in towers:
-            # with ZeRO-3, and in four bits, a weight has no shape of its own
-            total += module.in_features * module.out_features * _count_per_weight(module.weight)
-    config: Any = getattr(model, "config", None)
-    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for weight in list_expert_weights(model).values():
-        shape = getattr(weight, "ds_shape", weight.shape)
-        chosen = next((getattr(text, name) for name in CHOSEN if getattr(text, name, None)), shape[0])
-        total += shape[1] * shape[2] * chosen * _count_per_weight(weight)
+    wrapped: Any = model
+    base: Any = wrapped.get_base_model() if hasattr(model, "peft_config") else wrapped
+    text = base.config.get_text_config()
+    head = base.get_output_embeddings()
+    per_pair, per_near_pair, window = _count_attention(text)
+    return TrainingFlops(
+        per_token=sum(_count_layers(base.get_decoder(), text)),
+        per_label=0.0 if head is None else _count_matrix(head),
+        per_pair=per_pair,
+        per_near_pair=per_near_pair,
+        window=window,
+    )
+
+
+def _count_layers(decoder: nn.Module, text: Any) -> Iterator[float]:
+    experts = {block.experts for block in list_blocks(decoder)}
+    chosen = next((getattr(text, name) for name in CHOSEN if getattr(text, name, None)), None)
+    share = chosen / max(experts) if experts and chosen else 1.0
+    for name, module in decoder.named_modules():
+        is_expert = "experts" in name.split(".")
+        if isinstance(module, nn.Linear | Conv1D):
+            yield _count_matrix(module) * (share if is_expert else 1.0)
+        elif is_expert:
+            for weight in module.parameters(recurse=False):
+                shape = getattr(weight, "ds_shape", weight.shape)  # with ZeRO-3 it has no shape of its own
+                if len(shape) == 3:
+                    yield shape.numel() * share * _count_per_weight(trained=weight.requires_grad)
+
+
+def _count_matrix(module: nn.Linear | Conv1D) -> float:
+    if isinstance(module, Conv1D):
+        return module.nx * module.nf * _count_per_weight(trained=module.weight.requires_grad)
+    trained = any(p.requires_grad for name, p in module.named_parameters(recurse=False) if name == "weight")
+    return module.in_features * module.out_features * _count_per_weight(trained=trained)
+
+
+def _count_per_weight(*, trained: bool) -> int:
+    return FORWARD + (BACKWARD if trained else BACKWARD // 2)
+
+
+def _count_attention(text: Any) -> tuple[float, float, int]:
+    """Return per_pair, per_near_pair and window; 0 where the configuration names no heads."""
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
-        return TrainingFlops(per_token=total, per_pair=0.0)
+        return 0.0, 0.0, 0
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    # of keys and of values, in latent attention
+    keys = getattr(text, "qk_nope_head_dim", size) + getattr(text, "qk_rope_head_dim", 0)
+    values = getattr(text, "v_head_dim", None) or size
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    # two products of a head's size, of which both inputs need gradients
-    return TrainingFlops(per_token=total, per_pair=2.0 * (FORWARD + BACKWARD) * layers * heads * size)
-
-
-def _count_per_weight(weight: nn.Parameter) -> int:
-    return FORWARD + (BACKWARD if weight.requires_grad else BACKWARD // 2)
+    # two products, of which both inputs need gradients
+    each = float((FORWARD + BACKWARD) * heads * (keys + values))
+    window = (getattr(text, "sliding_window", None) or 0) if "sliding_attention" in kinds else 0
+    near = kinds.count("sliding_attention") if window else 0
+    whole = sum("attention" in kind and "linear" not in kind for kind in kinds) - near
+    return each * whole, each * near, window

@@ -6,7 +6,7 @@ Frozen parameters are exported and saved like the others.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -73,16 +73,34 @@ def check_patterns(model: nn.Module, patterns: Iterable[str], *, key: str, image
             raise UserError(_describe_mismatch(key, pattern, names, path))
 
 
+def check_scales(
+    model: nn.Module, scales: Mapping[str, float], frozen: Collection[str], *, images: ImageUse, path: str
+) -> None:
+    """Raise UserError for a pattern of trainer.lr_scales that no trained parameter has, or two that one has."""
+    key = "trainer.lr_scales"
+    check_patterns(model, scales, key=key, images=images, path=path)
+    owners: dict[str, str] = {}
+    for pattern in scales:
+        trained = match_names(model, pattern, images) - {*frozen}
+        if not trained:
+            raise UserError(f"{key}: {pattern!r} names frozen parameters only: leave it out")
+        for name in sorted(trained):
+            if name in owners:
+                raise UserError(f"{key}: {owners[name]!r} and {pattern!r} both match {name}: make one of them narrower")
+            owners[name] = pattern
+
+
 def _is_match(model: nn.Module, name: str, pattern: str, images: ImageUse) -> bool:
     """Tell whether a pattern matches a parameter's name, or that of a module it belongs to."""
-    modules = [*accumulate(name.split("."), "{}.{}".format)]
     if pattern == ROUTER:
-        return any(is_router(model, module) for module in modules[:-1])
+        return any(is_router(model, module) for module in accumulate(name.split(".")[:-1], "{}.{}".format))
+    # as the base model of an adapter names it
+    name = name.removeprefix("base_model.model.")
     if pattern == VISION:
         config: Any = model.config
         family = None if is_text_use(config, images) else vision_family(config)
         return family is not None and family.in_tower(name)
-    return any(fnmatchcase(part, pattern) for part in modules)
+    return any(fnmatchcase(part, pattern) for part in accumulate(name.split("."), "{}.{}".format))
 
 
 def _describe_mismatch(key: str, pattern: str, names: list[str], path: str) -> str:

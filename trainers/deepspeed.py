@@ -170,7 +170,7 @@ class DeepSpeedLearner:
             raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
 
     def list_masters(self) -> list[Tensor]:
-        refuse_offload(self.cfg)
+        refuse_offload(self.cfg, "a teacher of alg moves, or trainer.ema is set")
         return list_masters(self.optimizer)
 
     def show_masters(self) -> None:

@@ -15,13 +15,13 @@ PLACES = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp
 """Attributes of the optimizers of ZeRO-3, of ZeRO-1 and 2, and of bfloat16 without ZeRO."""
 
 
-def refuse_offload(cfg: TrainerConfig) -> None:
-    """Raise UserError if DeepSpeed keeps weights elsewhere, where they cannot be exchanged."""
+def refuse_offload(cfg: TrainerConfig, who: str) -> None:
+    """Raise UserError if DeepSpeed keeps weights elsewhere, where they cannot be exchanged. who: asks for a copy."""
     zero = cfg.deepspeed.get("zero_optimization", {})
     if away := [key for key in ("offload_param", "offload_optimizer") if key in zero]:
         raise UserError(
-            f"trainer.deepspeed.zero_optimization.{away[0]} is set, and alg has a teacher that follows the policy, "
-            "whose weights must be on the device: leave it out, or set trainer.strategy=fsdp2"
+            f"trainer.deepspeed.zero_optimization.{away[0]} is set, and {who}: for a copy that follows the policy, "
+            "its weights must be on the device: leave it out, or set trainer.strategy=fsdp2"
         )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from algs.base import Algorithm
 from algs.teachers import START
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from modeling.freeze import check_patterns, find_frozen, freeze
+from modeling.freeze import check_scales, find_frozen, freeze
 from modeling.load import load_model, load_scalar_model
 from modeling.pretrained import Place
 
@@ -50,8 +50,8 @@ class ModelLoader:
         return policy
 
     def _check_scales(self, model: nn.Module) -> None:
-        key, images, path = "trainer.lr_scales", self.model.images, self.model.path
-        check_patterns(model, self.cfg.lr_scales, key=key, images=images, path=path)
+        frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        check_scales(model, self.cfg.lr_scales, frozen, images=self.model.images, path=self.model.path)
 
     def load_scalar(self) -> nn.Module:
         """Load a reward model, or the value model of a policy."""

@@ -2,17 +2,19 @@
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); Liu et al. 2025 (arXiv:2502.16982, equation 4) for the
 scale of the update, with which Muon takes AdamW's learning rate and weight decay. AdamW updates all parameters that are
-no matrices of a layer: embeddings, heads, norms, biases, convolutions.
+no matrices of a layer: embeddings, heads, routers, norms, biases, convolutions.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from modeling.experts import list_expert_weights
 
@@ -45,6 +47,13 @@ class Muon(torch.optim.AdamW):
             raise ValueError(f"momentum={momentum} must be at least 0 and below 1")
         super().__init__(groups, **adamw)
         self.momentum, self.gather, self.cut = momentum, gather, cut
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # AdamW reads the number of updates in every state
+        own = {p: kept for p, kept in state["state"].items() if "momentum" in kept}
+        rest = defaultdict(dict, {p: kept for p, kept in state["state"].items() if "momentum" not in kept})
+        super().__setstate__(state | {"state": rest})
+        self.state.update(own)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -88,6 +97,6 @@ def list_matrices(model: nn.Module) -> set[str]:
     linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and name.rpartition(".")[2] != "score"
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.rpartition(".")[2] != "score"
     }
     return linear | {*list_expert_weights(model)}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from configs.trainer_schema import TrainerConfig
 from core.errors import UserError
+from trainers.deepspeed_masters import refuse_offload
 from trainers.optimizer import make_optimizer
 
 _SHAPE = (6, 4)
@@ -55,6 +56,8 @@ def probe_optimizer(cfg: TrainerConfig) -> ProbedOptimizer:
 
 def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool = False) -> None:
     """Raise UserError for an optimizer that cannot run. is_sharded: ranks hold parts of tensors."""
+    if cfg.ema is not None and is_sharded and cfg.strategy == "deepspeed":
+        refuse_offload(cfg, "trainer.ema is set")
     if cfg.optimizer == "muon":
         if has_adapter:
             raise UserError("trainer.optimizer=muon updates whole matrices, and an adapter has factors: use adamw")
@@ -63,7 +66,9 @@ def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool =
                 "trainer.optimizer=muon updates whole matrices, and DeepSpeed's ranks hold parts of flattened ones: "
                 "set trainer.strategy=fsdp2, or backend=local"
             )
-        # refuses wrong settings
+        if unknown := {*cfg.optimizer_settings} - {"momentum"}:
+            raise UserError(f"trainer.optimizer_settings has {min(unknown)}, and muon has momentum only: leave it out")
+        # refuses a wrong momentum
         make_optimizer(cfg, [{"params": [torch.zeros(2, 2)], "lr_scale": 1.0, "is_matrix": True}])
     if not cfg.is_optimizer_named:
         return

@@ -22,7 +22,7 @@ def group_parameters(model: nn.Module, cfg: TrainerConfig, tensors: Mapping[str,
     scales: dict[str, float] = {}
     for pattern, scale in cfg.lr_scales.items():
         for name in match_names(model, pattern):
-            scales.setdefault(name, scale)
+            scales[name] = scale
     matrices = list_matrices(model) if cfg.optimizer == "muon" else set[str]()
     groups: dict[tuple[float, bool], list[Tensor]] = {}
     for name, tensor in tensors.items():

@@ -9,15 +9,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from algs.base import Algorithm
 from configs.trainer_schema import TrainerConfig
 from modeling.flops import TrainingFlops, count_training_flops
 from modeling.load import DTYPES
 from trainers.learner import Learner
 from trainers.observers import BatchSeen, Observer
 
-SIZES = {"cuda": 4096, "cpu": 512}
-"""Rows of the square matrices whose product is timed."""
-REPEATS = 4
+SIZES, PRODUCTS = {"cuda": 4096, "cpu": 512}, {"cuda": 50, "cpu": 2}
+"""Rows of the square matrices whose product is timed, and number of products without a wait between them."""
+REPEATS = 3
 
 
 class Rank(Protocol):
@@ -25,6 +26,7 @@ class Rank(Protocol):
 
     device: str
     cfg: TrainerConfig
+    alg: Algorithm
     policy: Learner
     critic: Learner | None
 
@@ -37,7 +39,8 @@ class Utilization(Observer):
     def __init__(self, rank: Rank):
         self.rank = rank
         self.counts = torch.zeros(0)
-        """[2] float64, tokens, and pairs of a token and one before it."""
+        """[3 + learners] float64: tokens, trained tokens, pairs of a token and one before it, and those in the window
+        of each learner."""
         self.tflops = 0.0
         self.flops: list[TrainingFlops] = []
         """Of the policy and the value model, counted in the first step."""
@@ -46,15 +49,25 @@ class Utilization(Observer):
         if not self.flops:
             learners = [self.rank.policy, *([] if self.rank.critic is None else [self.rank.critic])]
             self.flops = [count_training_flops(learner.model) for learner in learners]
-        self.counts = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
+        shape = 3 + len(self.flops)
+        self.counts = torch.zeros(shape, dtype=torch.float64, device=self.rank.device)
 
     def on_batch(self, seen: BatchSeen) -> None:
-        pairs = (seen.batch.position_ids.double() + 1).sum()
-        self.counts += torch.stack([torch.full_like(pairs, len(seen.batch.position_ids)), pairs])
+        batch = seen.batch
+        before = batch.position_ids.double() + 1
+        sizes = torch.tensor([len(before), len(batch.labels)], dtype=torch.float64, device=before.device)
+        pairs = [before.sum(), *(before.clamp(max=one.window).sum() for one in self.flops)]
+        self.counts += torch.cat([sizes, torch.stack(pairs)])
 
     def finish(self) -> dict[str, float]:
-        tokens, pairs = self.rank.sum_over_rows(self.counts).tolist()
-        self.tflops = sum(one.per_token * tokens + one.per_pair * pairs for one in self.flops) / 1e12
+        tokens, labels, pairs, *near = self.rank.sum_over_rows(self.counts).tolist()
+        flops = [
+            one.per_token * tokens + one.per_label * labels + one.per_pair * pairs + one.per_near_pair * own
+            for one, own in zip(self.flops, near, strict=True)
+        ]
+        if not self.rank.alg.trains_policy:  # its forward pass is a third
+            flops[0] /= 3
+        self.tflops = sum(flops) / 1e12
         return {}
 
     def read_tflops(self) -> float:
@@ -70,11 +83,14 @@ class Utilization(Observer):
 @lru_cache
 def measure_peak(device: str, dtype: torch.dtype) -> float:
     """Return the teraflops per second of a product of two square matrices, the fastest of a few."""
-    size = SIZES[device]
+    size, products = SIZES[device], PRODUCTS[device]
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     seconds: list[float] = []
     for _ in range(REPEATS):
+        float((matrix @ matrix)[0, 0])  # a GPU has nothing else to do now
         begin = time.perf_counter()
-        float((matrix @ matrix)[0, 0])  # waits for a GPU
+        for _ in range(products):
+            product = matrix @ matrix
+        float(product[0, 0])  # waits for a GPU
         seconds.append(time.perf_counter() - begin)
-    return 2 * size**3 / min(seconds) / 1e12
+    return products * 2 * size**3 / min(seconds) / 1e12

@@ -16,7 +16,7 @@ from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.attention import refuse_sequence_parallel
 from modeling.experts import list_blocks
-from modeling.freeze import check_patterns, find_frozen
+from modeling.freeze import check_scales, find_frozen
 from modeling.hf_config import check_model_folder, max_positions, meta_model, read_config
 from modeling.layout_forecast import build_small
 from modeling.load import check_weights
@@ -75,9 +75,9 @@ def check_freeze(cfg: RunConfig, alg: Algorithm) -> None:
     freeze, scales, images = cfg.trainer.freeze, cfg.trainer.lr_scales, cfg.model.images
     if (freeze or scales) and alg.model_kind != "reward":
         model = meta_model(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-        find_frozen(model, freeze, images=images, path=cfg.model.path)
+        frozen = find_frozen(model, freeze, images=images, path=cfg.model.path)
         if cfg.model.lora is None:
-            check_patterns(model, scales, key="trainer.lr_scales", images=images, path=cfg.model.path)
+            check_scales(model, scales, frozen, images=images, path=cfg.model.path)
 
 
 def check_router_replay(cfg: RLConfig) -> None:

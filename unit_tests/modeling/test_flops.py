@@ -7,30 +7,39 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from configs.schema import RLConfig
+from configs.trainer_schema import LoraConfig
 from driver.load_recipe import load_recipe
 from driver.records.speed import measure_speed
-from modeling.flops import count_training_flops
+from modeling.flops import TrainingFlops, count_training_flops
+from modeling.lora import with_adapter
 from trainers.utilization import measure_peak
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.runs import metrics_of
 
-LENGTH = 6
+LENGTH, LABELS = 6, 2
 
 
 def count(model) -> float:
-    """Return torch's count of a forward and a backward pass over one sequence."""
+    """Return torch's count of a forward and a backward pass over one sequence, with the head at the last tokens."""
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
-        model(torch.arange(LENGTH)[None]).logits.sum().backward()
+        model(torch.arange(LENGTH)[None], logits_to_keep=LABELS).logits.sum().backward()
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_operations_are_those_that_torch_counts(tied):
-    model = random_model("llama", tie_word_embeddings=tied)
-    found = count_training_flops(model)
-    # eager attention computes all pairs, those after a token included
-    assert found.per_token * LENGTH + found.per_pair * LENGTH**2 == count(model)
+def total(found: TrainingFlops) -> float:
+    """Return our count of the same. Eager attention computes all pairs, those after a token included."""
+    pairs = (found.per_pair + found.per_near_pair) * LENGTH**2
+    return found.per_token * LENGTH + found.per_label * LABELS + pairs
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("llama", {"tie_word_embeddings": True}), ("llama", {"tie_word_embeddings": False}), ("gemma2", {}), ("gpt2", {})],
+)
+def test_operations_are_those_that_torch_counts(family, more):
+    model = random_model(family, **more)
+    assert total(count_training_flops(model)) == count(model)
 
 
 def test_a_frozen_matrix_needs_no_gradient_of_its_own():
@@ -39,18 +48,22 @@ def test_a_frozen_matrix_needs_no_gradient_of_its_own():
     for name, p in model.named_parameters():
         p.requires_grad_("embed" in name or ".0." not in name)
     found = count_training_flops(model)
-    assert found.per_token < whole.per_token
-    assert found.per_token * LENGTH + found.per_pair * LENGTH**2 == count(model)
+    assert found.per_token < whole.per_token and total(found) == count(model)
 
 
-def test_a_mixture_counts_the_experts_that_a_token_has():
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_mixture_counts_the_experts_that_a_token_has(adapted):
     sizes = {"num_experts": 4, "moe_intermediate_size": 48}
-    one, two = (
-        count_training_flops(random_model("qwen3_moe", num_experts_per_tok=k, **sizes)).per_token for k in (1, 2)
-    )
-    model = random_model("qwen3_moe", **sizes)
-    hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
-    assert two - one == 6 * layers * 3 * hidden * 48
+    lora = LoraConfig(r=4, experts=True) if adapted else None
+
+    def count_tokens(k: int) -> float:
+        model = random_model("qwen3_moe", num_experts_per_tok=k, **sizes)
+        return count_training_flops(model if lora is None else with_adapter(model, lora, path="here")).per_token
+
+    hidden, layers = 64, 2
+    frozen = layers * 3 * hidden * 48 * (4 if adapted else 6)
+    found = count_tokens(2) - count_tokens(1)
+    assert frozen <= found < 1.5 * frozen and (found == frozen) == (not adapted)
 
 
 def test_speed_is_per_device_and_of_what_the_devices_could_do(recipe):

@@ -10,9 +10,11 @@ from pydantic import ValidationError
 from torch import nn
 
 from algs.grpo import GRPO
-from configs.trainer_schema import ModelConfig, TrainerConfig
+from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import UserError
 from driver.checks.models import check_freeze
+from modeling.freeze import match_names
+from modeling.lora import with_adapter
 from trainers.local import TorchLearner
 from trainers.muon import list_matrices, orthogonalize
 from trainers.optimizer import make_optimizer
@@ -95,16 +97,17 @@ def test_an_orthogonal_update_has_singular_values_near_one(shape):
     torch.testing.assert_close(orthogonalize(matrix).double(), (u * s[..., None, :]) @ v, rtol=1e-4, atol=1e-5)
 
 
-def test_muon_leaves_embeddings_heads_and_scores_to_adamw():
+def test_muon_leaves_embeddings_heads_scores_and_routers_to_adamw():
     names = list_matrices(random_model("qwen3_moe", tie_word_embeddings=False))
     assert not [name for name in names if "embed" in name or "lm_head" in name or "norm" in name]
-    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.gate.weight"} & names
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names and "model.layers.0.mlp.gate.weight" not in names
+    assert "transformer.h.0.attn.c_attn.weight" in list_matrices(random_model("gpt2"))
     scored = nn.Sequential(OrderedDict(body=nn.Linear(2, 2), score=nn.Linear(2, 1)))
     assert list_matrices(scored) == {"body.weight"}
 
 
 def test_parts_of_a_model_have_learning_rates_of_their_own():
-    scales = {"model.layers.0": 0.5, "model.layers.*": 0.25, "lm_head": 2.0}
+    scales = {"model.layers.0": 0.5, "model.layers.1": 0.25, "lm_head": 2.0}
     model, ids = random_model("llama", tie_word_embeddings=True), torch.arange(12).reshape(2, 6)
     learner = TorchLearner(model, TrainerConfig(optimizer="sgd", max_grad_norm=0.0, lr_scales=scales))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -112,15 +115,43 @@ def test_parts_of_a_model_have_learning_rates_of_their_own():
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     learner.update(lr=0.1, apply=True)
     for name, p in model.named_parameters():
-        # the head is tied to the embedding, and of two patterns the first counts
+        # the head is tied to the embedding
         wanted = next((s for part, s in (("layers.0", 0.5), ("layers.1", 0.25), ("embed", 2.0)) if part in name), 1.0)
         torch.testing.assert_close(p.detach(), before[name] - 0.1 * wanted * gradients[name], msg=name)
 
 
-def test_a_scale_that_nothing_has_is_refused_before_the_start(tiny_path):
-    cfg = SimpleNamespace(model=ModelConfig(path=tiny_path), trainer=TrainerConfig(lr_scales={"model.layer.0": 0.5}))
-    with pytest.raises(UserError, match=r"trainer.lr_scales: 'model.layer.0' matches no parameter of .*model.layers"):
-        check_freeze(cfg, GRPO())
+@pytest.mark.parametrize(
+    ("scales", "sentence"),
+    [
+        ({"model.layer.0": 0.5}, r"trainer.lr_scales: 'model.layer.0' matches no parameter of .*model.layers"),
+        ({"model.layers.1": 0.5}, r"'model.layers.1' names frozen parameters only"),
+        ({"model.*": 0.5, "*.layers.0": 0.1}, r"'model.\*' and '\*.layers.0' both match model.layers.0"),
+    ],
+)
+def test_a_scale_without_a_meaning_is_refused_before_the_start(tiny_path, scales, sentence):
+    trainer = TrainerConfig(lr_scales=scales, freeze=["model.layers.1"])
+    with pytest.raises(UserError, match=sentence):
+        check_freeze(SimpleNamespace(model=ModelConfig(path=tiny_path), trainer=trainer), GRPO())
+
+
+def test_patterns_name_the_layers_of_an_adapter_as_those_of_the_model():
+    model = with_adapter(random_model("llama"), LoraConfig(r=4), path="here")
+    names = match_names(model, "model.layers.0")
+    assert names and all(".layers.0." in name for name in names)
+
+
+def test_a_local_run_with_muon_is_resumed(tmp_path):
+    ids = torch.arange(12).reshape(2, 6)
+    first, second = (TorchLearner(random_model("llama"), TrainerConfig(optimizer="muon")) for _ in range(2))
+    for update in range(3):
+        if update == 2:
+            first.save_state(tmp_path / "state")
+            second.load_state(tmp_path / "state")
+        for learner in (first, second)[: 2 if update == 2 else 1]:
+            learner.backward(learner.model(ids).logits.square().mean())
+            learner.update(lr=0.01, apply=True)
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +160,11 @@ def test_a_scale_that_nothing_has_is_refused_before_the_start(tiny_path):
         ({}, {"is_sharded": True}, "DeepSpeed's ranks hold parts of flattened ones: set trainer.strategy=fsdp2"),
         ({}, {"is_sharded": False, "has_adapter": True}, "an adapter has factors: use adamw"),
         ({"momentum": 1.5}, {"is_sharded": False}, "momentum=1.5 must be at least 0 and below 1"),
-        ({"beta": 1}, {"is_sharded": False}, "unexpected keyword argument 'beta'"),
+        (
+            {"foreach": True},
+            {"is_sharded": False},
+            "optimizer_settings has foreach, and muon has momentum only",
+        ),
     ],
 )
 def test_muon_is_refused_where_it_cannot_run(settings, how, sentence):

@@ -10,12 +10,13 @@ import torch
 from algs.grpo import GRPO
 from algs.teachers import Teacher
 from algs.terms import KL
-from configs.trainer_schema import LoraConfig
+from configs.trainer_schema import LoraConfig, TrainerConfig
 from core.cluster.ray_workers import Cluster
 from core.errors import UserError
 from data_feeds.packing.batches import micro_batches
 from modeling.load import load_model
 from trainers.offload.offloaded_trainer import OffloadedTrainer
+from trainers.optimizer_probe import check_optimizer
 from trainers.references import Reference
 from trainers.trainer import Trainer
 from unit_tests.helpers.examples import columns_of, fill_batch, some_groups
@@ -228,6 +229,13 @@ def test_the_average_of_a_run_is_saved_beside_the_model_and_comes_back(tiny_path
         for own, other in zip(saved, theirs, strict=True):
             torch.testing.assert_close(own.float(), other, rtol=2**-8, atol=1e-30)
     assert not torch.equal(want[0], trainer.policy.list_masters()[0])
+
+
+def test_an_average_is_refused_where_deepspeed_keeps_the_weights_elsewhere():
+    cfg = TrainerConfig(ema=0.9, deepspeed={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    with pytest.raises(UserError, match=r"offload_optimizer is set, and trainer.ema is set: .*strategy=fsdp2"):
+        check_optimizer(cfg, is_sharded=True)
+    check_optimizer(cfg, is_sharded=False)
 
 
 def test_a_reference_leaves_the_device_and_comes_back(tiny_path):
