@@ -94,7 +94,8 @@ def server(tiny_path, tmp_path) -> Iterator[str]:
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
     log = (tmp_path / "server.txt").open("w")
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", tiny_path, *words, *own]
+    # as `vllm serve`, whose script looks for a package of that name, and the build for CPUs has another
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_path, *words, *own]
     process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=tmp_path)
     try:
         until = time.monotonic() + 180
