@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from core.errors import ProcessDied, RunStopped, UserError, name_error, shorten
@@ -69,6 +70,8 @@ class HttpEngine(Engine):
                 "worker-extension-cls": (parallel["worker_extension_cls"], EXTENSION),
                 "weight-transfer-config": (transfer, TRANSFER),
             }
+        else:  # its own weights stay; the folder may be elsewhere on its machine
+            wanted["model"] = (PurePath(model["model"]).name, PurePath(config.model_path).name)
         for name, (there, ours) in wanted.items():
             if there != ours:
                 raise self._refuse(f"has --{name} {there!r} where {ours!r} is needed")

@@ -31,6 +31,7 @@ from unit_tests.helpers.vllm_lab import TIMEOUT_S, buckets_of, gap, in_thread, l
 ROOT = Path(__file__).parent.parent.parent
 SETTINGS = {
     "model_config": {
+        "model": "/there/m",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "dtype": "torch.float32",
@@ -48,11 +49,24 @@ WRONG = {
 }
 
 
+def make_client(**settings) -> SimpleNamespace:
+    """The engine before it connects."""
+    engine = SimpleNamespace(config=engine_config("here/m", **settings), address="http://there")
+    engine._refuse = lambda why: HttpEngine._refuse(engine, why)
+    return engine
+
+
+def test_frozen_weights_must_be_of_the_recipes_model():
+    HttpEngine._check_settings(make_client(), SETTINGS)
+    with pytest.raises(UserError, match="has --model 'other' where 'm' is needed"):
+        other = SETTINGS["model_config"] | {"model": "other"}
+        HttpEngine._check_settings(make_client(), SETTINGS | {"model_config": other})
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_server_with_other_settings_is_refused_with_the_command(wrong):
     section, name, value = wrong
-    engine = SimpleNamespace(config=engine_config("m", starts_empty=True), address="http://there")
-    engine._refuse = lambda why: HttpEngine._refuse(engine, why)
+    engine = make_client(starts_empty=True)
     HttpEngine._check_settings(engine, SETTINGS)
     with pytest.raises(
         UserError, match=f"{re.escape(WRONG[wrong])}.*: start it with VLLM_SERVER_DEV_MODE=1 vllm serve"
@@ -80,7 +94,8 @@ def server(tiny_path, tmp_path) -> Iterator[str]:
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
     log = (tmp_path / "server.txt").open("w")
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", tiny_path, *words, *own]
+    # as `vllm serve`, whose script looks for a package of that name, and the build for CPUs has another
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_path, *words, *own]
     process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=tmp_path)
     try:
         until = time.monotonic() + 180
