@@ -3,8 +3,9 @@
     python -m data_prep.dolci --out data/dolci/math.parquet
     python -m data_prep.dolci --verifier general-quality_ref --out data/dolci/chat.parquet --from downloads/0.parquet
 
-The hub has allenai/Dolci-Instruct-RL. Its card names the columns prompt (text), source_prompt (turns), ground_truth and
-dataset (lists of text), original_dataset, and others. `dataset` names the verifier of a row, and --verifier takes the
+The hub has allenai/Dolci-Instruct-RL. Its card (README.md at e3ea402) lists prompt (text), source_prompt (turns with
+content and role), ground_truth and dataset (lists of text), original_dataset (text), and others; no row was seen. The
+names of verifiers are those of open-instruct's code. `dataset` names the verifier of a row, and --verifier takes the
 rows of one: `math` for reward.function=math_verify, general-quality_ref for reward.function=judge, with the reference
 reply as the answer. Rows of other verifiers (code, instructions) are left out, because no reward here reads their
 ground truth. How `prompt` writes several turns could not be seen. One that begins with "user:" and has no source_prompt
@@ -55,7 +56,7 @@ def _row(row_id: str, record: Record, verifier: str) -> Row:
 
 
 def list_texts(given: Any) -> list[str]:
-    """Return a column as a list; the hub's older versions have text in place of a list."""
+    """Return a column as a list; text is a list of one (such a version of the data was not seen)."""
     listed = given if isinstance(given, list) else [] if given is None else [given]
     return [text for text in listed if isinstance(text, str)]
 

@@ -4,7 +4,8 @@
     python -m data_prep.math_sets aime26 --out data/aime26.parquet --from downloads/aime_2026.jsonl
 
 Each benchmark is an entry of SETS, with location and column names. Answers are LaTeX or numbers, for
-reward.function=math_verify. GSM8K has a separate script (data_prep/gsm8k.py).
+reward.function=math_verify. GSM8K has a separate script (data_prep/gsm8k.py). Of AMO-Bench, the rows of answer_type
+`description` are invalid: their answers are prose, which its authors give to a judge (11 of 50, by its repository).
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class ProblemSet:
     """Column with the answer, or with a list of all expected answers."""
     extra: tuple[str, ...] = ()
     """Columns that are kept under `extra`."""
+    prose: str = ""
+    """Value of `answer_type` whose answers only a judge can compare."""
 
 
 SETS = {
@@ -57,7 +60,13 @@ SETS = {
     "hmmt_nov25": ProblemSet(hub="MathArena/hmmt_nov_2025", split="train", extra=("problem_type",)),
     "hmmt_feb26": ProblemSet(hub="MathArena/hmmt_feb_2026", split="train", extra=("problem_type",)),
     "brumo25": ProblemSet(hub="MathArena/brumo_2025", split="train", extra=("problem_type",)),
-    "amo_bench": ProblemSet(hub="meituan-longcat/AMO-Bench", split="test", problem="prompt", extra=("answer_type",)),
+    "amo_bench": ProblemSet(
+        hub="meituan-longcat/AMO-Bench",
+        split="test",
+        problem="prompt",
+        extra=("answer_type",),
+        prose="description",
+    ),
 }
 
 
@@ -71,6 +80,8 @@ def _row(row_id: str, record: Record, of: ProblemSet, prompt_form: str) -> Row:
     problem = record.get(of.problem)
     if not isinstance(problem, str) or not problem.strip():
         raise InvalidRow("missing_column", f"it has no {of.problem}")
+    if of.prose and record.get("answer_type") == of.prose:
+        raise InvalidRow("bad_answer", f"its answer is prose (answer_type {of.prose}), which only a judge can compare")
     messages = [{"role": "user", "content": prompt_form.format(problem=problem.strip())}]
     kept = {column: _plain(record[column]) for column in of.extra if record.get(column) is not None}
     extra = json.dumps(kept, ensure_ascii=False) if kept else None

@@ -3,10 +3,11 @@ r"""MathVista (https://arxiv.org/abs/2310.02255, CC BY-SA 4.0): mathematics abou
     python -m data_prep.mathvista --out data/mathvista/testmini.parquet
     python -m data_prep.mathvista --out data/mathvista/testmini.parquet --from downloads/testmini-00000-of-00001.parquet
 
-The hub has AI4Math/MathVista: testmini (1,000 rows) and test (5,141 rows; those without answers are invalid). Its card
-names the columns pid, question, image, decoded_image, choices, unit, precision, answer, question_type, answer_type,
-query (the question with its hint and choices) and metadata (task, category, grade, language, source and others). The
-rows are for reward.function=mathvista; an evaluation can be split by task, category, question_type and answer_type.
+The rows are those of testmini in AI4Math/MathVista on the hub; the answers of its test are not public, as its card
+says. The card names the columns pid, question, image, decoded_image, choices, unit, precision, answer, question_type,
+answer_type, query (the question with its hint and choices) and metadata (task, category, grade, language, source and
+others). The rows are for reward.function=mathvista; an evaluation can be split by task, category, question_type and
+answer_type.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from data_prep.script import conversion_parser, convert, run_script
 HUB_ID = "AI4Math/MathVista"
 PROMPT_FORM = "{query}\nPut the answer in \\boxed{{}}."
 ANSWER_TYPES = ("text", "integer", "float", "list")
+SPLIT = "testmini"
 METADATA = ("task", "category")
 
 
 def make(
-    records: list[Record], reader: ImageReader, *, split: str, prompt_form: str = PROMPT_FORM
+    records: list[Record], reader: ImageReader, *, prompt_form: str = PROMPT_FORM
 ) -> tuple[list[Row], InvalidRows]:
     """Convert records of the original."""
-    numbered = number_records(f"mathvista/{split}", records)
+    numbered = number_records(f"mathvista/{SPLIT}", records)
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, reader, prompt_form))
 
 
@@ -45,7 +47,9 @@ def _row(row_id: str, record: Record, reader: ImageReader, prompt_form: str) -> 
     kind, choices = record.get("answer_type"), record.get("choices")
     kept = {"question_type": record.get("question_type"), "answer_type": kind}
     if not answer or kind not in ANSWER_TYPES:
-        raise InvalidRow("bad_answer", f"it has no answer, or an unknown answer_type {kind!r}: of test, use testmini")
+        raise InvalidRow(
+            "bad_answer", f"it has no answer, or an unknown answer_type {kind!r}: use the rows of testmini"
+        )
     if kept["question_type"] == "multi_choice":
         if not choices or answer not in choices:
             raise InvalidRow("bad_answer", f"its answer {answer!r:.60} is none of its choices")
@@ -62,14 +66,13 @@ def _row(row_id: str, record: Record, reader: ImageReader, prompt_form: str) -> 
 
 def main(argv: list[str] | None = None) -> None:
     parser = conversion_parser("data_prep.mathvista", __doc__, prompt_form=PROMPT_FORM, place="query")
-    parser.add_argument("--split", default="testmini", choices=("testmini", "test"), help="default %(default)s")
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local files instead of the hub")
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
-        records = read_records(*args.files) or read_hub(HUB_ID, args.split)
+        records = read_records(*args.files) or read_hub(HUB_ID, SPLIT)
         reader = make_reader(args.files[0].parent if args.files else None)
-        return make(records, reader, split=args.split, prompt_form=args.prompt_form)
+        return make(records, reader, prompt_form=args.prompt_form)
 
     convert(parser, args, made)
 

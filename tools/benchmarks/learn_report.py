@@ -34,7 +34,8 @@ class Learnt:
     settings: str
     """Digest of the settings of both sides."""
     order: str
-    """Digest of the rows in their order."""
+    """Digest of the rows that the recipe draws, in their order; see learn_vs_trl.py for whether they are compared with
+    those of the run."""
     values: list[float]
     """Measure of every step."""
     seconds: list[float]
@@ -80,8 +81,13 @@ def average_last(one: Learnt) -> float:
 
 def average_until(one: Learnt, seconds: float) -> float:
     """Average the last steps that are done after so many seconds; of none, the first step."""
-    done = sum(end <= seconds for end in accumulate(one.seconds))
+    done = sum(end <= seconds for end in find_ends(one))
     return statistics.mean(one.values[max(0, done - WINDOW) : max(1, done)])
+
+
+def find_ends(one: Learnt) -> list[float]:
+    """Return the seconds from the start to the end of every step."""
+    return list(accumulate(one.seconds))
 
 
 def list_numbers(runs: Runs) -> dict[str, dict[str, list[float]]]:
@@ -90,7 +96,8 @@ def list_numbers(runs: Runs) -> dict[str, dict[str, list[float]]]:
     def of_both(number: Callable[[Learnt], float]) -> dict[str, list[float]]:
         return {side: [number(both[side]) for both in runs.values()] for side in SIDES}
 
-    ends = {seed: min(sum(one.seconds) for one in both.values()) for seed, both in runs.items()}
+    # not sum(), which rounds otherwise, so that the last step could seem to end too late
+    ends = {seed: min(find_ends(one)[-1] for one in both.values()) for seed, both in runs.items()}
     return {
         f"last {WINDOW} steps": of_both(average_last),
         "all steps": of_both(lambda one: statistics.mean(one.values)),
@@ -109,6 +116,17 @@ def make_table(results: dict[tuple[str, str], Runs]) -> str:
             shown = show(apart, signed=True)
             cells = [task, method, name, str(len(runs)), show(numbers["ours"]), show(numbers["trl"])]
             lines.append(f"| {' | '.join([*cells, f'**{shown}**' if abs(mean) > half else shown])} |")
+    return "\n".join(lines)
+
+
+def list_circumstances(results: dict[tuple[str, str], Runs]) -> str:
+    """Return a line per comparison with the commits and the loads of its results."""
+    lines: list[str] = []
+    for (task, method), runs in results.items():
+        done = [one for both in runs.values() for one in both.values()]
+        commits, loads = sorted({one.commit for one in done}), [one.load for one in done]
+        cores = ", ".join(map(str, sorted({one.cores for one in done})))
+        lines.append(f"{task} {method}: commit {', '.join(commits)}; load {min(loads)} to {max(loads)}; {cores} cores")
     return "\n".join(lines)
 
 

@@ -4,16 +4,25 @@
     python -m tools.benchmarks.learn_vs_trl show [--image FILE]                       table of all seeds that are there
 
 Both sides start from the same weights and train on the same rows in the same order, with the same reward, sampling,
-loss, optimizer, and learning rate of every update (learn_work.py); sampled tokens differ. So does one thing of GRPO:
-TRL 1.16 shuffles the samples of a step over its updates, and we deal whole groups to them. `tiny` is the
-quickstart's model and its sums, in one process with transformers' generation on both sides. `smollm2` is
-SmolLM2-135M-Instruct on sums, ours on Ray, DeepSpeed and vLLM; TRL generates with transformers, because its vLLM
-backend needs a GPU, so equal seconds say nothing about GPUs.
+loss, optimizer, and learning rate of every update (learn_work.py). `tiny` is the quickstart's model and its sums, in
+one process with transformers' generation on both sides. `smollm2` is SmolLM2-135M-Instruct on sums, ours on Ray,
+DeepSpeed and vLLM; TRL generates with transformers, because its vLLM backend needs a GPU, so equal seconds say nothing
+about GPUs.
 
-The measure of a step is computed before its update: the mean reward (grpo), exp(-loss) of rows that were not trained on
-(sft), or the share of such pairs with a positive margin (dpo). The held-out reward after training is sampled by
-main_eval.py from the model that each side saves. A result is a file, with seed, commit, and digests of settings and
-rows; a side whose file is there is not run again, so that a stopped comparison goes on.
+These differ in GRPO: the sampled tokens; TRL 1.16 shuffles the samples of a step over its updates, and we deal whole
+groups to them; TRL divides the loss of an update by the mean number of tokens of the step's updates, and we by the
+update's own. alg.correction is on in `tiny` alone, where both policies are transformers' in float32.
+
+The order of the rows is equal by construction: one function draws them for TRL as our run does. For grpo it is compared
+with the prompts that our run recorded; sft and dpo record none.
+
+The measure of a step is computed before its update: the mean reward (grpo), exp(-loss) of the rows (sft), or the share
+of pairs with a positive margin (dpo). Rows of sft and dpo are drawn once, but their sums may have been trained on: sft
+has 24 copies of each, and the model of dpo was warmed up on sums of the same kind. The held-out reward after training
+is sampled by main_eval.py from the model that each side saves.
+
+A result is a file, with seed, commit, load, and digests of settings and rows; a side whose file is there is not run
+again, so that a stopped comparison goes on. Ours runs first with an even seed, and TRL with an odd seed.
 """
 
 from __future__ import annotations
@@ -30,7 +39,7 @@ from pathlib import Path
 
 from driver.records.git_state import read_git_state
 from tools.benchmarks.beside_trl import say, trl_environment
-from tools.benchmarks.learn_report import SIDES, Learnt, draw, make_table, read_results
+from tools.benchmarks.learn_report import SIDES, Learnt, draw, list_circumstances, make_table, read_results
 from tools.benchmarks.learn_work import (
     HOME,
     WORKS,
@@ -51,15 +60,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--method", choices=sorted({method for _, method in WORKS}), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
-    parser.add_argument("--results", type=Path, default=ROOT / HOME / "results", help="folder of the files")
-    parser.add_argument("--image", type=Path, help="draw the curves of --task into this SVG")
-    parser.add_argument("--trl-python", type=Path, help="a Python with trl; made under build/ if not given")
+    parser.add_argument("--results", type=read_path, default=ROOT / HOME / "results", help="folder of the files")
+    parser.add_argument("--image", type=read_path, help="draw the curves of --task into this SVG")
+    parser.add_argument("--trl-python", type=read_path, help="a Python with trl; made under build/ if not given")
     args = parser.parse_args(argv)
     # paths of the recipes begin there
     os.chdir(ROOT)
     if args.what == "show":
         results = read_results(args.results)
         print(make_table(results))
+        print(list_circumstances(results))
         if args.image:
             args.image.write_text(draw(results, args.task))
         return 0
@@ -68,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         listed = ", ".join(f"{task} {method}" for task, method in WORKS)
         parser.error(f"there is no comparison {args.task} {args.method}: choose one of {listed}")
     prepare(args.task)
-    for side in args.sides:
+    # in turns over the seeds, so that a machine whose speed drifts favours neither side
+    for side in args.sides[::-1] if args.seed % 2 else args.sides:
         file = args.results / f"{args.task}-{args.method}-{side}-{args.seed}.json"
         if file.is_file():
             say(f"{file.name} is there; delete it to measure again")
@@ -78,6 +89,11 @@ def main(argv: list[str] | None = None) -> int:
         file.write_text(json.dumps(asdict(result)) + "\n")
         say(f"{file.name}: {result.values[0]:.3f} to {result.values[-1]:.3f}, held out {result.held_out:.3f}")
     return 0
+
+
+def read_path(text: str) -> Path:
+    """Return a path of the command line as absolute, because `main` changes the working folder."""
+    return Path(text).absolute()
 
 
 def learn(args: argparse.Namespace, work: Work, side: str) -> Learnt:

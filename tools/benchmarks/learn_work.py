@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,14 @@ class Work:
     """Rows in TRL's forward pass."""
 
     def hash_settings(self) -> str:
-        """Return a digest of all settings. Only results with the same digest are compared."""
-        listed = json.dumps([self.recipe, self.trl, self.held_out, self.new_tokens], sort_keys=True)
+        """Return a digest of all settings and of TRL's program. Only results with the same digest are compared."""
+        # as a syntax tree, in which comments do not count
+        program = ast.dump(ast.parse((ROOT / "tools" / "benchmarks" / "trl_side.py").read_text()))
+        listed = json.dumps([asdict(self), program], sort_keys=True)
         return hashlib.sha256(listed.encode()).hexdigest()[:12]
 
 
-# GRPO of both: no division by the group's standard deviation, asymmetric clip, mean over the tokens of an update, no KL
+# GRPO of both: no division by the group's standard deviation, asymmetric clip, mean over tokens, no KL
 SAME_GRPO = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "scale_rewards": "none"}
 
 WORKS: dict[tuple[str, str], Work] = {
@@ -105,7 +108,8 @@ WORKS: dict[tuple[str, str], Work] = {
             "groups_per_step": 8,
             "group_size": 16,
             "model": {"path": SMOLLM2, "dtype": "float32"},
-            "alg": {"name": "grpo"},
+            # TRL has none while it generates with transformers
+            "alg": {"name": "grpo", "correction": {"level": "none"}},
             "data": {"train": f"{SUMS}/train.jsonl", "max_prompt_tokens": 64},
             "reward": {"function": "gsm8k", "weights": {"correct": 1.0}},
             "rollout": {"max_new_tokens": 24},
@@ -119,7 +123,8 @@ WORKS: dict[tuple[str, str], Work] = {
     ),
 }
 """Comparisons by task and method. Supervised ones draw every row at most once, so that the loss or the accuracy of a
-step, which is computed before its update, is of rows that were not trained on."""
+step, which is computed before its update, is of rows that the run sees for the first time. Their sums may have been
+trained on."""
 
 MEASURES = {
     "grpo": "mean reward of a step",
@@ -130,7 +135,7 @@ MEASURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A run: the measure of every step, its seconds, and a digest of the order of its rows."""
+    """A run: the measure of every step, its seconds, and a digest of the rows of `draw_rows` in their order."""
 
     values: list[float]
     seconds: list[float]
@@ -198,6 +203,8 @@ def run_theirs(method: str, work: Work, recipe: Path, trl_python: Path, scratch:
 
     The model is saved in `scratch`/trl.
     """
+    import torch
+
     from configs.schema import RLConfig, SLConfig
     from driver.load_recipe import load_recipe
     from trainers.optimizer import make_lr_schedule
@@ -211,8 +218,8 @@ def run_theirs(method: str, work: Work, recipe: Path, trl_python: Path, scratch:
         "seed": cfg.seed,
         "lr": cfg.trainer.lr,
         "lrs": [schedule(update) for update in range(cfg.total_updates)],
-        # as torch decides on our side
-        "threads": int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        # as on our side: torch's choice in one process, and the machine's cores in an actor without a GPU
+        "threads": torch.get_num_threads() if cfg.backend == "local" else os.cpu_count(),
         "scratch": str(scratch),
         "save_to": str(scratch / "trl"),
         "settings": work.trl,

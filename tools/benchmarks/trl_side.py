@@ -105,7 +105,7 @@ def train_sft(task, watch):
     labels = [[t if yes else -100 for t, yes in zip(r["ids"], r["mask"], strict=True)] for r in rows]
     config = SFTConfig(
         **make_settings(task, rows=len(updates[0]), steps=len(updates)),
-        train_sampling_strategy="sequential",  # the rows of an update lie sorted by length
+        train_sampling_strategy="sequential",  # the order of the task
         padding_free=task["trl_padding_free"],
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -132,7 +132,7 @@ def train_dpo(task, watch):
     updates = task["updates"]
     config = DPOConfig(
         **make_settings(task, rows=len(updates[0]), steps=len(updates)),
-        train_sampling_strategy="sequential",  # the pairs of an update lie sorted by length
+        train_sampling_strategy="sequential",  # the order of the task
         beta=0.1,
         max_length=None,
     )

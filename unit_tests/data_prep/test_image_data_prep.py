@@ -146,7 +146,7 @@ def test_mathvista_keeps_what_its_reward_and_a_split_need():
         a_question(precision=None),
         a_question(decoded_image=None),
     ]
-    rows, invalid = mathvista.make(records, make_reader(), split="testmini")
+    rows, invalid = mathvista.make(records, make_reader())
     assert [(row.id, row.answer) for row in rows] == [("mathvista/testmini/0", "1.2"), ("mathvista/testmini/1", "4")]
     number, choice = (json.loads(row.extra) for row in rows)
     assert (number["precision"], number["task"], choice["choices"]) == (1, "geometry problem solving", ["3", "4"])

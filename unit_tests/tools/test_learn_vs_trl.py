@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.benchmarks import learn_vs_trl
 from tools.benchmarks.learn_report import (
     Learnt,
     average_until,
@@ -75,3 +76,32 @@ def test_the_table_pairs_the_seeds_and_marks_what_is_beyond_chance(tmp_path):
 def test_results_of_other_work_are_refused(tmp_path, changed, said):
     with pytest.raises(SystemExit, match=said):
         read_results(write(tmp_path, ONE, replace(SLOW, **changed)))
+
+
+def test_show_reads_from_the_callers_folder_and_tells_commits_and_loads(tmp_path, monkeypatch, capsys):
+    (tmp_path / "found").mkdir()
+    write(tmp_path / "found", ONE, replace(SLOW, commit="d+", load=9.5))
+    monkeypatch.chdir(tmp_path)
+    assert learn_vs_trl.main(["show", "--results", "found", "--image", "curves.svg"]) == 0
+    assert "tiny grpo: commit c, d+; load 1.0 to 9.5; 2 cores" in capsys.readouterr().out
+    assert (tmp_path / "curves.svg").is_file()
+
+
+def test_an_odd_seed_begins_with_trl(tmp_path, monkeypatch):
+    ran = []
+
+    def learn(args, work, side):
+        ran.append((args.seed, side))
+        return replace(ONE, side=side, seed=args.seed)
+
+    monkeypatch.setattr(learn_vs_trl, "learn", learn)
+    monkeypatch.setattr(learn_vs_trl, "prepare", lambda task: None)
+    monkeypatch.chdir(tmp_path)
+    for seed in ("0", "1"):
+        learn_vs_trl.main(["run", "--seed", seed, "--results", str(tmp_path)])
+    assert ran == [(0, "ours"), (0, "trl"), (1, "trl"), (1, "ours")]
+
+
+@pytest.mark.parametrize("changed", [{"reward": "gsm8k"}, {"trl_rows": 1}, {"new_tokens": 9}])
+def test_every_setting_is_in_the_digest(changed):
+    assert replace(WORKS["tiny", "grpo"], **changed).hash_settings() != SETTINGS
