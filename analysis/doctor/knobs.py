@@ -27,6 +27,7 @@ from configs.schema import RLConfig
 from configs.strict_yaml import parse_yaml
 from core.cluster.scratch import Scratch
 from core.errors import UserError
+from driver.checks.engine import check_rounded
 from driver.rl.setup import Prepared
 from driver.start.devices import uses_gpus
 from rollouts.registry import load_engine_class, resolve_engine
@@ -87,7 +88,8 @@ def read_knobs(given: Sequence[str], cfg: RLConfig) -> list[Knob]:
         setting = {name: parse_yaml(value, f"--knob {name}")}
         if name == "quantization":
             rollout = validate(RolloutConfig, cfg.rollout.model_dump() | setting, prefix="rollout.")
-            engine.check_quantization(rollout, on_gpu=uses_gpus(cfg))
+            engine.check_quantization(rollout, dtype=cfg.model.dtype, on_gpu=uses_gpus(cfg))
+            check_rounded(cfg.model, rollout)
             knobs.append(Knob(name=text, changes=setting))
         else:
             engine.check_options(setting, cfg.rollout)

@@ -20,6 +20,7 @@ from core.types.samples import Sample
 from data_feeds.chat.decoding import decode_exactly
 from modeling.head import ScoringHead
 from modeling.load import DTYPES, load_model
+from modeling.nf4 import Nf4Linear
 
 GRID = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Factors of the run's temperature that are tried first."""
@@ -117,20 +118,23 @@ def compute_logits(head: Any, hidden: torch.Tensor, *, dtype: torch.dtype) -> to
 
 @torch.no_grad()
 def load_in(bench: Bench, dtype: str) -> nn.Module:
-    """Return a second model with the trainer's weights, in this dtype."""
+    """Return a second model with the trainer's weights, in this dtype.
+
+    Layers in four bits are linear layers there, with what the trainer dequantises: rounded to its own dtype.
+    """
     cfg = bench.cfg.model
     model = load_model(
         cfg.path,
         dtype=dtype,
         attention=cfg.attention,
         lora=cfg.lora,
-        quantization=cfg.quantization,
         trust_remote_code=cfg.trust_remote_code,
     ).to(bench.trainer.device)
     own = dict(bench.trainer.model.named_parameters())
+    packed = {f"{name}.weight": m for name, m in bench.trainer.model.named_modules() if isinstance(m, Nf4Linear)}
     for name, parameter in model.named_parameters():
         # from the trainer and not from the files: its weights have been moved since
-        parameter.copy_(own[name])
+        parameter.copy_(packed[name].weight if name in packed else own[name])
     return model
 
 

@@ -33,7 +33,6 @@ NEEDED = (START, CHANNEL, MESSAGE, END, CALL)
 """Tokens without which a tokenizer cannot write channels."""
 FUNCTIONS = "functions."
 """Start of the recipients that are tools of the conversation."""
-CONTENT_CHANNELS = ("commentary", "final")
 
 
 class NotHarmony(ValueError):
@@ -50,6 +49,8 @@ class ChannelMessage:
     text: str
     end: str
     """Token that ended it; "" if the reply was cut off."""
+    behind: int
+    """Place of the first token behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +81,9 @@ class Marks:
             end = self._find_mark(ids, body + 1, beyond=(START, CHANNEL, CONSTRAIN, MESSAGE))
             mark = "" if end == len(ids) else self.texts.get(ids[end], RETURN)
             channel, recipient = self._read_header(ids[at + 1 : body], decode)
-            yield ChannelMessage(channel=channel, recipient=recipient, text=decode([*ids[body + 1 : end]]), end=mark)
             at = end + 1
+            text = decode([*ids[body + 1 : end]])
+            yield ChannelMessage(channel=channel, recipient=recipient, text=text, end=mark, behind=at)
 
     def _find_mark(self, ids: Sequence[int], at: int, *, beyond: Sequence[str] = ()) -> int:
         """Return the place of the next mark or stop, but for those in `beyond`; the length without one."""
@@ -112,7 +114,7 @@ class HarmonyParser:
     """Reply parser of the format."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, key: str):
-        """Raise UserError if the tokenizer lacks tokens of the format, or replies do not stop at calls."""
+        """Raise UserError if the tokenizer lacks tokens of the format."""
         if lacking := [text for text in NEEDED if text not in tokenizer.hf.get_vocab()]:
             raise UserError(f"{key}: the tokenizer of this model has no token {lacking[0]}: name another parser")
         self.tokenizer = tokenizer
@@ -121,8 +123,10 @@ class HarmonyParser:
             texts={token: text for text, token in known.items() if token is not None},
             stops=frozenset(tokenizer.stop_token_ids),
         )
+        self.deaf = ""
+        """One sentence why no reply would stop at a call, else ""."""
         if known[CALL] not in self.marks.stops:
-            raise UserError(
+            self.deaf = (
                 f"{key}: no reply would stop at a call, because eos_token_id in generation_config.json of the model "
                 f"lacks {known[CALL]}, the token {CALL}: add it"
             )
@@ -133,22 +137,27 @@ class HarmonyParser:
         self.header = header[begun[-1] :]
 
     def parse(self, ids: list[int], text: str, tools: Sequence[ToolSpec]) -> ParsedReply:
-        """Parse a reply. What leaves the format becomes a problem, and what was read before it is kept."""
+        """Parse a reply. What leaves the format becomes a problem: what was read before is kept, the rest is content.
+
+        Without tools, or with a call that cannot be parsed, calls are content.
+        """
         read: list[ChannelMessage] = []
         calls: list[FunctionCall] = []
-        problem = ""
+        whole, problem, rest = [*self.header, *ids], "", ""
         try:
-            for message in self.marks.read_messages([*self.header, *ids], self._decode):
+            for message in self.marks.read_messages(whole, self._decode):
                 read.append(message)
-                if message.recipient or message.end == CALL:
+                if tools and (message.recipient or message.end == CALL):
                     calls.append(_read_call(message))
         except NotHarmony as error:
             problem = f"The reply could not be read: {error}."
-        content, reasoning = (
-            "\n".join(m.text for m in read if m.channel in channels and not m.recipient).strip()
-            for channels in (CONTENT_CHANNELS, ("analysis",))
-        )
-        found = finish_reply(ids, content=content, reasoning=reasoning, calls=[] if problem else calls, tools=tools)
+            rest = self._decode(whole[read[-1].behind if read else len(self.header) :])
+            calls = []
+        called = [m for m in read if m.recipient and calls]
+        thoughts = [m for m in read if m.channel == "analysis" and not m.recipient]
+        content = "\n".join([*(m.text for m in read if m not in called and m not in thoughts), rest]).strip()
+        reasoning = "\n".join(m.text for m in thoughts).strip()
+        found = finish_reply(ids, content=content, reasoning=reasoning, calls=calls, tools=tools)
         return ParsedReply(message=found.message, refusal=problem, tools=tools)
 
     def _decode(self, ids: list[int]) -> str:

@@ -16,7 +16,7 @@ class ParsedReply:
     """Reply of the policy, parsed into content, reasoning and tool calls."""
 
     message: Message
-    """Content, reasoning and calls. If a call cannot be parsed, the whole text is content."""
+    """Content, reasoning and calls. If a call cannot be parsed, the whole text is content, or all but thoughts."""
     refusal: str = ""
     """One sentence about a tool call that cannot be parsed, else ""."""
     tools: Sequence[ToolSpec] = ()

@@ -64,13 +64,25 @@ def locate_parser(name: str | None) -> FileSpec | None:
 
 
 def check_parser(name: str | None, tokenizer: ChatTokenizer, *, has_tools: bool) -> None:
-    """Raise UserError if the parser cannot be created, or if tools are present and no parser is configured."""
+    """Raise UserError if the parser cannot be created, or if tools are present and their calls would not be read."""
     parser = make_parser(name, tokenizer)
     if has_tools and isinstance(parser, PlainParser):
         raise UserError(
             f"{KEY} is unset, there are tools, and the tokenizer has no response template: nothing would read the "
             f"calls; {_list_names()}"
         )
+    if has_tools and (why := say_deaf(parser)):
+        raise UserError(why)
+
+
+def say_deaf(parser: ReplyParser) -> str:
+    """Return one sentence why a parser reads no calls of tools, else ""."""
+    if isinstance(parser, PlainParser):
+        return (
+            f"{KEY} is unset and the tokenizer has no response template, so nothing would read the calls of tools: set "
+            "that key in the recipe, or leave tools out"
+        )
+    return parser.deaf if isinstance(parser, HarmonyParser) else ""
 
 
 def _list_names() -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from algs.base import Algorithm, PolicyGradient
-from configs.eval_schema import EvalConfig
+from configs.eval_schema import EvalConfig, EvalModelConfig
+from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig
+from configs.trainer_schema import ModelConfig
 from core.errors import UserError, quote
 from core.types.allowed_tokens import AllowedTokens
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.episodes import Sampling
 from driver.start.devices import uses_gpus
-from modeling.hf_config import is_text_use, needs_images, read_config
+from modeling.hf_config import is_text_use, meta_model, needs_images, read_config
 from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.engines.base import Capabilities
 from rollouts.registry import load_engine_class, resolve_engine
@@ -27,7 +29,7 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
     if cfg.backend == "ray" and not can.broadcast:
         raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
     if cfg.rollout.quantization is not None:
-        engine.check_quantization(cfg.rollout, on_gpu=uses_gpus(cfg))
+        engine.check_quantization(cfg.rollout, dtype=cfg.model.dtype, on_gpu=uses_gpus(cfg))
     where = {"on_gpu": uses_gpus(cfg), "aborts": isinstance(cfg, RLConfig) and cfg.weight_sync.pause_mode == "abort"}
     if cfg.rollout.is_truncated:
         engine.check_truncation(cfg.rollout, **where)
@@ -96,6 +98,13 @@ def check_corrected(cfg: RLConfig, alg: Algorithm) -> None:
             f"rollout.quantization is {cfg.rollout.quantization}, so the engine samples from another policy than the "
             "trainer's, and alg.correction.level is none: set it to token"
         )
+
+
+def check_rounded(model: ModelConfig | EvalModelConfig, rollout: RolloutConfig) -> None:
+    """Raise UserError if the engine cannot round the model's layers. The model must have been checked."""
+    if rollout.quantization is not None:
+        engine = load_engine_class(resolve_engine(rollout.engine))
+        engine.check_rounded(rollout, meta_model(model.path, trust_remote_code=model.trust_remote_code))
 
 
 def check_images(cfg: RLConfig | EvalConfig) -> None:

@@ -26,7 +26,7 @@ from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.feed import Feed, load_prompts
 from driver.alg_state import restore_algorithm
 from driver.checkpoint import Checkpoint
-from driver.checks.engine import check_images, check_sampling, make_sampling
+from driver.checks.engine import check_images, check_rounded, check_sampling, make_sampling
 from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
@@ -115,6 +115,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     if cfg.placement == "colocate":
         check_colocation(cfg, estimate_memory(loaded))
     check_images(cfg)
+    check_rounded(cfg.model, cfg.rollout)
     observers = plan_observers(loaded)
     rollouts = plan_rollouts(cfg)
     check_reward_and_env(cfg, rollouts)

@@ -23,7 +23,7 @@ from core.types.messages import Message, ToolSpec, find_images
 from core.types.samples import Prompt, Stop
 from core.types.truncation import EVERYTHING_KEPT, Truncation
 from data_feeds.chat.template_append import TemplateRefuses
-from data_feeds.chat.tool_parsing import HarmonyParser, PlainParser, ReplyParser, rename_taken
+from data_feeds.chat.tool_parsing import HarmonyParser, PlainParser, ReplyParser, rename_taken, say_deaf
 from rollouts.agents.trace import CannotContinue, Node, Planned, Trace
 from rollouts.agents.wire import BadRequest, ChatRequest, ChatResponse, refuse_slow
 from rollouts.engines.base import Completion, Engine
@@ -196,12 +196,8 @@ class AgentSession:
     async def _reply(self, ask: ChatRequest) -> tuple[ChatResponse, Node]:
         self.counts.must_call += ask.must_call
         # without a parser a call would be returned as text, and no tool would run
-        if ask.tools and isinstance(self.sampler.parser, PlainParser):
-            raise BadRequest(
-                "rollout.tool_parser is unset and the tokenizer has no response template, so nothing would read the "
-                "calls of tools: set that key in the recipe, or leave tools out",
-                param="tools",
-            )
+        if ask.tools and (why := say_deaf(self.sampler.parser)):
+            raise BadRequest(why, param="tools")
         if self.sampler.tokenizer.images is None and find_images(ask.messages):
             raise BadRequest("the policy is a language model, which sees no images: leave them out", param="messages")
         try:
@@ -317,11 +313,11 @@ class AgentSession:
     def _parse(self, done: Completion, ask: ChatRequest) -> tuple[Message, str | None]:
         """Return the reply as a message, cut at the request's first stop string, and that string."""
         sampler = self.sampler
+        offered = ask.tools if ask.may_call else []
         # without tools a reply is plain text, but one in channels has its thoughts in a channel all the same
-        reads = (ask.tools and ask.may_call) or isinstance(sampler.parser, HarmonyParser)
-        parser = sampler.parser if reads else PlainParser()
+        parser = sampler.parser if offered or isinstance(sampler.parser, HarmonyParser) else PlainParser()
         text = sampler.tokenizer.decode(done.token_ids)
-        reply = rename_taken(parser.parse(done.token_ids, text, ask.tools).message, ask.messages)
+        reply = rename_taken(parser.parse(done.token_ids, text, offered).message, ask.messages)
         ends = [(at, s) for s in ask.stop if (at := reply["content"].find(s)) >= 0]
         if not ends:
             return reply, None

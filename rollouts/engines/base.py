@@ -224,12 +224,17 @@ class Engine(ReceivesWeights, Protocol):
             )
 
     @classmethod
-    def check_quantization(cls, rollout: RolloutConfig, *, on_gpu: bool) -> None:
-        """Raise UserError if the engine cannot compute in rollout.quantization, which is set."""
+    def check_quantization(cls, rollout: RolloutConfig, *, dtype: str, on_gpu: bool) -> None:
+        """Raise UserError if the engine cannot compute in rollout.quantization, which is set. dtype: of the model."""
         raise UserError(
             f"rollout.quantization is {rollout.quantization}, and rollout.engine={rollout.engine} does not round its "
             "linear layers: set rollout.engine to vllm or hf, or leave rollout.quantization out"
         )
+
+    @classmethod
+    def check_rounded(cls, rollout: RolloutConfig, model: nn.Module) -> None:
+        """Raise UserError if the engine cannot round a model's layers. model: on the meta device, without weights."""
+        return
 
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()

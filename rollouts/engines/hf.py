@@ -33,7 +33,7 @@ from core.types.weights import Bucket
 from modeling.export import saved_buffers
 from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
-from rollouts.engines.hf_support.quantized import RoundedLinears
+from rollouts.engines.hf_support.quantized import RoundedLinears, refuse_experts
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, keep_routes, keep_sets, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
 from trainers.offload.storages import OffloadedStorages, find_storages
@@ -123,8 +123,12 @@ class HfEngine(Engine):
             )
 
     @classmethod
-    def check_quantization(cls, rollout: RolloutConfig, *, on_gpu: bool) -> None:
+    def check_quantization(cls, rollout: RolloutConfig, *, dtype: str, on_gpu: bool) -> None:
         return
+
+    @classmethod
+    def check_rounded(cls, rollout: RolloutConfig, model: nn.Module) -> None:
+        refuse_experts(rollout.quantization, model)
 
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()

@@ -20,6 +20,7 @@ from torch.serialization import safe_globals
 
 from core.cluster.scratch import restore_environment
 from core.errors import UserError, first_line
+from modeling.nf4 import Nf4Linear
 from trainers.learner import Learner
 from trainers.references import Reference
 
@@ -59,12 +60,17 @@ def rank_file(rank: int) -> str:
 def estimate_bytes(learners: Iterable[Learner], *, ranks: int = 1, has_optimizer: bool = False) -> int:
     """Return about how many bytes a rank writes for its part of the weights.
 
-    has_optimizer: with three float32 numbers per trained parameter, a master weight and the optimizer's two moments.
+    has_optimizer: for a checkpoint, with three float32 numbers per trained parameter: a master weight and the
+    optimizer's two moments. Without, it is for a saved model, whose layers in four bits are dequantised.
     """
     found = 0
-    for p in (p for learner in learners for p in learner.model.parameters()):
-        size = p.element_size() + (12 if has_optimizer and p.requires_grad else 0)
-        found += getattr(p, "ds_numel", p.numel()) * size  # with ZeRO-3 it has no shape
+    for learner in learners:
+        for p in learner.model.parameters():
+            size = p.element_size() + (12 if has_optimizer and p.requires_grad else 0)
+            found += getattr(p, "ds_numel", p.numel()) * size  # with ZeRO-3 it has no shape
+        if not has_optimizer:  # a checkpoint does not hold them
+            layers = (m for m in learner.model.modules() if isinstance(m, Nf4Linear))
+            found += sum(m.in_features * m.out_features * m.dtype.itemsize for m in layers)
     return found // ranks
 
 

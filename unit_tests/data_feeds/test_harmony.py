@@ -12,9 +12,9 @@ import pytest
 from core.errors import UserError
 from data_feeds.chat.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, Marks
 from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.chat.tool_parsing import PlainParser, make_parser
+from data_feeds.chat.tool_parsing import PlainParser, check_parser, make_parser
 from rollouts.agents.session import AgentSession, Request
-from rollouts.agents.wire import ChatRequest
+from rollouts.agents.wire import BadRequest, ChatRequest, ChatResponse
 from rollouts.engines.base import Completion
 from rollouts.stops import Stops
 from unit_tests.helpers.chat_families import TOOLS, user
@@ -90,23 +90,29 @@ REPLIES = {
     "cut off in a thought": Reply("<|channel|>analysis<|message|>Two and", reasoning="Two and"),
     "cut off in a header": Reply(THOUGHT + "<|channel|>fin", reasoning="Two and two."),
     # openai_harmony leaves the next two to whoever runs the call
-    "not JSON": Reply("<|channel|>commentary to=functions.weather<|message|>{Oslo<|call|>", problem="is not valid"),
-    "a list": Reply("<|channel|>commentary to=functions.weather<|message|>[]<|call|>", problem="no JSON object"),
+    "not JSON": Reply(
+        "<|channel|>commentary to=functions.weather<|message|>{Oslo<|call|>", content="{Oslo", problem="is not valid"
+    ),
+    "a list": Reply(
+        "<|channel|>commentary to=functions.weather<|message|>[]<|call|>", content="[]", problem="no JSON object"
+    ),
     # a reply ends there, and nobody is called
     "call to nobody": Reply("<|channel|>final<|message|>4<|call|>", content="4", problem="to nobody ends with"),
-    "call without its end": Reply("<|channel|>" + ASKS + RETURN, problem="does not end with <|call|>"),
+    "call without its end": Reply("<|channel|>" + ASKS + RETURN, content=OSLO, problem="does not end with <|call|>"),
     # the next two raise HarmonyError
-    "no channel": Reply("4<|return|>", problem="no <|message|>"),
+    "no channel": Reply("4<|return|>", content="4", problem="no <|message|>"),
     "text after a message": Reply(
-        "<|channel|>final<|message|>4<|end|>5<|return|>", content="4", problem="text stands between"
+        "<|channel|>final<|message|>4<|end|>5<|return|>", content="4\n5", problem="text stands between"
     ),
     "a message of the user": Reply(
         "<|channel|>final<|message|>4<|end|><|start|>user<|message|>More<|end|>",
-        content="4",
+        content="4\nuserMore",
         problem="not the assistant's",
         own=True,
     ),
-    "a channel of its own": Reply("<|channel|>secret<|message|>4<|return|>", problem="the channel secret", own=True),
+    "a channel of its own": Reply(
+        "<|channel|>secret<|message|>4<|return|>", content="secret4", problem="the channel secret", own=True
+    ),
     # a special token is no text for rewards
     "marks in a text": Reply("<|channel|>final<|message|>4<|message|><|start|>5<|return|>", content="45"),
 }
@@ -184,12 +190,42 @@ def test_an_agent_gets_content_and_reasoning_with_tools_and_without(chat):
         assert branch.turn_numbers == [0, 1]
 
 
+def ask(chat: ChatTokenizer, name: str, **request: Any) -> ChatResponse:
+    class Policy:
+        tokenizer = chat
+
+        async def generate(self, token_ids, *, max_new_tokens, seed):
+            ids = chat.encode(REPLIES[name].text)
+            return Completion(token_ids=ids, logp=[-1.0] * len(ids), versions=[0] * len(ids), stop="eos")
+
+    async def go():
+        sampler = replace(make_sampler(Policy()), parser=make_parser(None, chat))
+        session = AgentSession(sampler, PROMPT, lambda turn: 0)
+        wanted = Request(ask=ChatRequest(messages=PROMPT.messages, **request), digest="")
+        async with session.answering(wanted) as answer:
+            return answer
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("request_", [{"tools": []}, {"tools": TOOLS, "may_call": False}, {"tools": TOOLS}])
+def test_an_agent_gets_calls_only_if_it_may_have_them(chat, request_):
+    may_call = request_ == {"tools": TOOLS}
+    answer = ask(chat, "call behind the channel", **request_)
+    assert ("tool_calls" in answer.message, answer.finish_reason == "tool_calls") == (may_call, may_call)
+    assert (answer.message["content"], answer.message["reasoning"]) == ("" if may_call else OSLO, "Two and two.")
+
+
 def test_what_the_format_needs_is_asked_for_at_the_start(families, tmp_path):
     with pytest.raises(UserError, match=r"tool_parser=harmony: the tokenizer of this model has no token <\|start\|>"):
         make_parser("harmony", families["hermes"])
     deaf = replace(GPT_OSS, special=(*GPT_OSS.special, CALL), stops=[]).load(tmp_path)
     with pytest.raises(UserError, match=r"no reply would stop at a call, .* lacks \d+, the token <\|call\|>: add it"):
-        make_parser(None, deaf)
+        check_parser(None, deaf, has_tools=True)
+    check_parser(None, deaf, has_tools=False)
+    # an agent brings tools that no check has seen
+    with pytest.raises(BadRequest, match="no reply would stop at a call"):
+        ask(deaf, "final", tools=TOOLS)
 
 
 @pytest.mark.parametrize("text", ["", "\x00", MESSAGE * 40, START, "<|channel|>" + ASKS[:-17] + "[" * 9000 + CALL])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from analysis.doctor.rescoring import load_in
 from configs.schema import RLConfig
 from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
@@ -19,6 +22,7 @@ from modeling.load import load_model
 from modeling.nf4 import BYTES, Nf4Linear, check_quantization, list_quantized, quantize
 from modeling.saved_model import check_saved
 from trainers.checkpoint.saved_policy import load_policy
+from trainers.checkpoint.state import estimate_bytes
 from unit_tests.helpers.examples import columns_of
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.small_trained import batches, logits, trained, trainer_of
@@ -146,3 +150,18 @@ def test_experts_in_one_tensor_and_a_missing_package_are_refused(tmp_path, tiny_
     monkeypatch.setattr(nf4, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"bitsandbytes is not installed: pip install -c constraints\.txt bitsandb"):
         check_quantization(ModelConfig(path=tiny_path, lora=LORA, quantization="nf4"))
+
+
+def test_a_second_model_in_float32_has_what_the_trainer_dequantises(tiny_path):
+    trainer = trainer_of(tiny_path, LORA, dtype="bfloat16", quantization="nf4")
+    cfg = ModelConfig(path=tiny_path, dtype="bfloat16", attention="sdpa", lora=LORA, quantization="nf4")
+    bench: Any = SimpleNamespace(trainer=trainer, cfg=SimpleNamespace(model=cfg))
+    wide = load_in(bench, "float32")
+    layers = {name: m for name, m in trainer.model.named_modules() if isinstance(m, Nf4Linear)}
+    for name, layer in layers.items():
+        weight: Any = wide.get_submodule(name).weight
+        assert weight.dtype == torch.float32 and torch.equal(weight, layer.weight.float())
+    # a merged model on the disk has all of its weights in bfloat16
+    n_packed = sum(layer.weight.numel() for layer in layers.values())
+    parameters = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+    assert estimate_bytes([trainer.policy]) == parameters + 2 * n_packed

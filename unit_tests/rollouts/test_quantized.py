@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM
 from configs.schema import RLConfig
 from configs.sync_schema import QUANTIZED_TOLERANCE
 from core.errors import UserError
+from driver.checks.engine import check_rounded
 from driver.load_recipe import load_recipe
 from rollouts.engines.base import Engine
 from rollouts.engines.hf import HfEngine
 from rollouts.engines.hf_support.quantized import RoundedLinears, round_rows
-from rollouts.engines.vllm_support.quantized import quantization_args
+from rollouts.engines.vllm_support import quantized
 from trainers.weight_sync.fingerprint import fingerprint
-from unit_tests.helpers.engines import engine_config, engine_of, several
+from unit_tests.helpers.engines import engine_of, several
 from unit_tests.helpers.models import make_mixture
 from unit_tests.helpers.runs import LEARN, SEVENS, file_of, metrics_of
 
@@ -104,13 +105,27 @@ def test_rounding_without_its_correction_is_refused(recipe):
         load_recipe(RLConfig, recipe(given | {"alg.correction": {"level": "none"}}), [])
     load_recipe(RLConfig, recipe(given), [])
     with pytest.raises(UserError, match=r"does not round its linear layers"):
-        Engine.check_quantization(load_recipe(RLConfig, recipe(given), []).cfg.rollout, on_gpu=False)
+        Engine.check_quantization(load_recipe(RLConfig, recipe(given), []).cfg.rollout, dtype="float32", on_gpu=False)
 
 
-def test_a_mixture_of_experts_is_refused_in_int8(tmp_path):
+def test_a_mixture_of_experts_is_refused_before_the_start(recipe, tmp_path):
     make_mixture(tmp_path)
-    with pytest.raises(UserError, match="rounds no experts of a mixture: set it to fp8"):
-        quantization_args(engine_config(tmp_path, quantization="int8"))
-    assert quantization_args(engine_config(tmp_path, quantization="fp8"))
+    cfg = load_recipe(RLConfig, recipe({"model.path": str(tmp_path), "rollout.quantization": "int8"}), []).cfg
+    for engine, why in (("vllm", "rounds no experts of a mixture: set it to fp8"), ("hf", "hf rounds no experts")):
+        with pytest.raises(UserError, match=why):
+            check_rounded(cfg.model, cfg.rollout.model_copy(update={"engine": engine}))
+    fp8 = cfg.rollout.model_copy(update={"engine": "vllm", "quantization": "fp8"})
+    check_rounded(cfg.model, fp8)
     with pytest.raises(UserError, match="rounds no experts"):
         RoundedLinears(AutoModelForCausalLM.from_pretrained(tmp_path), "int8")
+
+
+def test_float32_is_refused_where_vllms_kernels_return_none(monkeypatch):
+    rollout = load_recipe(RLConfig, "configs/tiny.yaml", ["rollout.quantization=int8"]).cfg.rollout
+    for on_gpu, has_amx in ((True, False), (False, True)):
+        monkeypatch.setattr(quantized, "has_tiles", lambda has_amx=has_amx: has_amx)
+        with pytest.raises(UserError, match=r"return no float32 on a .PU.*: set model\.dtype to bfloat16"):
+            quantized.check_quantization(rollout, dtype="float32", on_gpu=on_gpu)
+        quantized.check_quantization(rollout, dtype="bfloat16", on_gpu=on_gpu)
+    monkeypatch.setattr(quantized, "has_tiles", lambda: False)
+    quantized.check_quantization(rollout, dtype="float32", on_gpu=False)

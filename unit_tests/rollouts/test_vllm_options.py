@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.drafts import read_drafts
 from rollouts.engines.vllm_support.options import KEYS, OURS, list_arguments
-from rollouts.engines.vllm_support.patches import expand
+from rollouts.engines.vllm_support.patches import expand, hide_invented_dict
 from rollouts.engines.vllm_support.settings import engine_args
 from rollouts.transcript import Conversation
 from unit_tests.helpers.vllm_lab import SETTINGS
@@ -72,6 +73,20 @@ def test_each_draft_is_checked_at_the_temperature_of_its_request():
     output = torch.full((5,), torch.nan)
     expand(output, torch.tensor([0.5, 0.7, 0.0, 2.0]), torch.tensor([2, 2, 4, 5]), 0.0, 1.0, 128)
     assert output.tolist() == [0.5, 0.5, 1.0, 1.0, 2.0]
+
+
+def test_llvmlites_lookup_is_replaced_once(monkeypatch):
+    class Library:
+        def __getattr__(self, name):
+            return name
+
+    monkeypatch.setitem(sys.modules, "llvmlite.binding.ffi", SimpleNamespace(_lib_wrapper=Library))
+    hide_invented_dict()
+    replaced = Library.__getattr__
+    hide_invented_dict()
+    assert Library.__getattr__ is replaced and Library().add == "add"
+    with pytest.raises(AttributeError):
+        Library().__getattr__("__dict__")
 
 
 def test_drafts_of_all_replies_are_metrics_of_the_step():

@@ -21,7 +21,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.rows.eval_sets import PromptSet, load_sets
 from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
-from driver.checks.engine import check_engine, check_images, check_sampling
+from driver.checks.engine import check_engine, check_images, check_rounded, check_sampling
 from driver.checks.explain import format_explanation
 from driver.checks.explain_devices import describe_gpus, describe_processes
 from driver.checks.explain_rows import show_set_rows
@@ -97,6 +97,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
         check_adapter(cfg.model.adapter, key="model.adapter")
     check_room(cfg)
     check_images(cfg)
+    check_rounded(cfg.model, cfg.rollout)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
     check_reward_and_env(cfg, plan)

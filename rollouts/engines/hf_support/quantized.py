@@ -27,13 +27,18 @@ def round_rows(values: Tensor, kind: Quantization) -> Tensor:
     return (rounded * scale).to(values.dtype)
 
 
+def refuse_experts(kind: Quantization | None, model: nn.Module) -> None:
+    """Raise UserError for a mixture that would be rounded."""
+    if kind is not None and list_blocks(model):
+        raise UserError(f"rollout.quantization={kind}: the engine hf rounds no experts of a mixture: leave it out")
+
+
 class RoundedLinears:
     """Linear layers of a model, except the head: weights are rounded per output channel, inputs per token."""
 
     def __init__(self, model: nn.Module, kind: Quantization) -> None:
         """Round the weights. Raises UserError for a mixture, whose experts are no linear layers."""
-        if list_blocks(model):
-            raise UserError(f"rollout.quantization={kind}: the engine hf rounds no experts of a mixture: leave it out")
+        refuse_experts(kind, model)
         self.kind: Quantization = kind
         head = model.get_output_embeddings()
         self.layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not head]

@@ -12,7 +12,7 @@ from rollouts.engines.vllm_support import architectures
 from rollouts.engines.vllm_support.drafts import check_drafts
 from rollouts.engines.vllm_support.kept_sets import check_masks_of_gpu
 from rollouts.engines.vllm_support.options import check_names
-from rollouts.engines.vllm_support.quantized import check_quantization
+from rollouts.engines.vllm_support.quantized import check_quantization, check_rounded
 from rollouts.engines.vllm_support.routes import check_routes_of_gpu
 
 
@@ -37,8 +37,12 @@ class VllmChecks:
         check_masks_of_gpu(rollout, on_gpu=on_gpu, aborts=aborts)
 
     @classmethod
-    def check_quantization(cls, rollout: RolloutConfig, *, on_gpu: bool) -> None:
-        check_quantization(rollout, on_gpu=on_gpu)
+    def check_quantization(cls, rollout: RolloutConfig, *, dtype: str, on_gpu: bool) -> None:
+        check_quantization(rollout, dtype=dtype, on_gpu=on_gpu)
+
+    @classmethod
+    def check_rounded(cls, rollout: RolloutConfig, model: nn.Module) -> None:
+        check_rounded(rollout, model)
 
     @classmethod
     def check_routes(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:

@@ -120,6 +120,8 @@ def hide_invented_dict() -> None:
     if ffi is None:
         return
     look_up = ffi._lib_wrapper.__getattr__
+    if look_up.__module__ == __name__:  # replaced when an earlier engine started
+        return
 
     def find(self: Any, name: str) -> Any:
         if name == "__dict__":

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from configs.rollout_schema import RolloutConfig
 from core.errors import UserError
 from modeling.experts import list_blocks
-from modeling.hf_config import meta_model
 from rollouts.engines.base import EngineConfig
 
 INT8 = "feynrl_int8"
@@ -20,20 +22,35 @@ FP8 = "fp8_per_channel"
 """vLLM's method with a scale per output channel, and per token for inputs."""
 
 
-def check_quantization(rollout: RolloutConfig, *, on_gpu: bool) -> None:
-    """Raise UserError for a format that this build of vLLM does not have."""
+def check_quantization(rollout: RolloutConfig, *, dtype: str, on_gpu: bool) -> None:
+    """Raise UserError for a format that this build of vLLM does not have, or not with a model of this dtype."""
     if rollout.quantization == "fp8" and not on_gpu:
         raise UserError(
             "rollout.quantization is fp8, which vLLM does not have on a CPU: set it to int8, or rollout.engine to hf"
         )
+    if dtype == "float32" and (on_gpu or has_tiles()):
+        where = "a GPU" if on_gpu else "a CPU with AMX"
+        raise UserError(
+            f"rollout.quantization is {rollout.quantization} and model.dtype is float32, and vLLM's kernels for eight "
+            f"bits return no float32 on {where}: set model.dtype to bfloat16, or rollout.engine to hf"
+        )
+
+
+def has_tiles() -> bool:
+    """Tell whether this CPU has AMX, for which vLLM has another kernel."""
+    return bool(torch.cpu.get_capabilities().get("amx_tile"))
+
+
+def check_rounded(rollout: RolloutConfig, model: nn.Module) -> None:
+    """Raise UserError for a mixture in int8. model: may be on the meta device."""
+    if rollout.quantization == "int8" and list_blocks(model):
+        raise UserError("rollout.quantization=int8 rounds no experts of a mixture: set it to fp8, or leave it out")
 
 
 def quantization_args(config: EngineConfig) -> dict[str, Any]:
-    """Return vLLM's EngineArgs that quantise. Raises UserError for int8 with a mixture of experts."""
+    """Return vLLM's EngineArgs that quantise."""
     if config.quantization is None:
         return {}
     if config.quantization == "fp8":
         return {"quantization": FP8}
-    if list_blocks(meta_model(config.model_path, trust_remote_code=config.trust_remote_code)):
-        raise UserError("rollout.quantization=int8 rounds no experts of a mixture: set it to fp8, or leave it out")
     return {"quantization": INT8}
