@@ -55,8 +55,11 @@ class AgentConfig(StrictModel):
     def are_addresses(cls, given: list[str]) -> list[str]:
         for one in given:
             parts = urlsplit(one)
+            if "@" in parts.netloc:  # the address is in failures and logs
+                raise ValueError("an address must hold no user or password: the key of the hosts is FEYNRL_AGENT_KEY")
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
                 raise ValueError(f"{one!r:.100} must be like http://10.0.0.2:9000")
+            parts.port  # noqa: B018 - raises ValueError above 65,535
         return [one.rstrip("/") for one in given]
 
     def check_timeout(self, of_group: float) -> None:

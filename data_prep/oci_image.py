@@ -30,7 +30,12 @@ def collect_programs(names: Iterable[str]) -> dict[str, bytes]:
     if missing := [name for name, path in found.items() if path is None]:
         raise UserError(f"this machine has no {', '.join(missing)}, which the image needs: install it")
     programs = {name: os.path.realpath(path or "") for name, path in found.items()}
-    listed = subprocess.run(["ldd", *programs.values()], capture_output=True, text=True, check=True).stdout
+    if shutil.which("ldd") is None:
+        raise UserError("this machine has no ldd, which lists the libraries of an image's programs: install it")
+    # unchecked: its exit code is 1 for a static program or a script, which has no libraries
+    listed = subprocess.run(["ldd", *programs.values()], capture_output=True, text=True).stdout
+    if missing := [line.split()[0] for line in listed.splitlines() if line.endswith("=> not found")]:
+        raise UserError(f"this machine has no {', '.join(missing)}, which the image needs: install it")
     files = {f"usr/bin/{name}": Path(path).read_bytes() for name, path in programs.items()}
     for library in sorted({*LIBRARY.findall(listed)}):
         place = library.lstrip("/")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from core.types.samples import Message, Prompt
 
 BOX = re.compile(r"\\f?boxed\s*\{")
-SAYS = re.compile(r"\banswer\b(?: is| =|:)", re.IGNORECASE)
+SAYS = re.compile(r"\banswer(?:(?: is\b| =) *:?| *:)", re.IGNORECASE)
 TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}")
 LETTER = re.compile(r"\(?([A-Z])\)?[.:]?(?:\s+(.+))?")
 """A letter, with the text of the choice or without."""
@@ -36,8 +36,11 @@ def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
         raise ValueError(
             f"{prompt.id} has no answer, or the answer_type {kind!r}: make the rows by data_prep.mathvista"
         )
+    is_choice = prompt.extra.get("question_type") == "multi_choice"
+    if (key := "choices" if is_choice else "precision" if kind == "float" else None) and prompt.extra.get(key) is None:
+        raise ValueError(f"{prompt.id} has no {key}: make the rows by data_prep.mathvista")
     stated = find_stated(cut_reasoning(messages[-1]["content"]))
-    if prompt.extra.get("question_type") == "multi_choice":
+    if is_choice:
         correct = find_choice(stated, prompt.extra["choices"]) == answer
     elif kind == "list":
         expected = read_list(answer)
@@ -100,5 +103,5 @@ def read_list(text: str) -> list[Any] | None:
     found = re.search(r"\[[^\[\]]*\]", text)
     try:
         return None if found is None else ast.literal_eval(found.group())
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return None

@@ -78,14 +78,14 @@ def resolve_agent(agent: AgentConfig) -> AgentPlan:
     """Return the code of `rollout.agent`. Raises UserError for a missing file or program."""
     # agents are an optional part: a clone without their folder works for other recipes
     with needs_part("rollout.agent"):
-        from rollouts.agents.task import AgentPlan
+        from rollouts.agents.task import HOST_KEY, AgentPlan
 
     plan = AgentPlan(folder=os.getcwd(), serve=agent.serve, timeout_s=agent.timeout_s, on_timeout=agent.on_timeout)
     if agent.file is not None:
         spec = resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file")
         return replace(plan, file=spec)
     if agent.address:
-        return replace(plan, address=tuple(agent.address))
+        return replace(plan, address=tuple(agent.address), key=os.environ.get(HOST_KEY, ""))
     if shutil.which(agent.command[0]) is None:
         raise UserError(
             f"rollout.agent.command: there is no program {quote(agent.command[0])}: give its path, or install it"

@@ -10,12 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def start_module(module: str, socket: int, *, folder: str | None = None) -> subprocess.Popen[bytes]:
+def start_module(module: str, socket: int, *, folder: str | None = None, hidden: str = "") -> subprocess.Popen[bytes]:
     """Run `python -m MODULE SOCKET` in a new interpreter that inherits only the file descriptor `socket`.
 
     The child can import this repository from any folder. It imports nothing else from `folder` unless PYTHONPATH lists
     it.
-    folder: working folder of the child; None: that of this process.
+    folder: working folder of the child; None: that of this process. hidden: environment variable that it must not see.
     """
     # -P, below, leaves the working folder out of the child's sys.path, so the path names what it needs.
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -26,7 +26,7 @@ def start_module(module: str, socket: int, *, folder: str | None = None) -> subp
         pass_fds=[socket],
         stdin=subprocess.DEVNULL,
         stdout=2,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**{name: value for name, value in os.environ.items() if name != hidden}, "PYTHONPATH": path},
         cwd=folder,
         start_new_session=True,
     )

@@ -53,18 +53,12 @@ class AgentRunner:
 
         A failing harness yields failed samples of the requests made so far. Raises the engine's errors.
         """
-        session = AgentSession(self.sampler, prompt, seed_of_turn)
-        async with self.gateway.serving(session) as base_url:
-            # "agent" is a key that no turn has
-            task = make_task(prompt, session, base_url, seed=seed_of_turn("agent"))
-            deadline_s = self._find_deadline(prompt)
-            result = await self._run_agent(session, task, deadline_s, log := bytearray())
-            # nothing was sampled, so the episode begins again as it was
-            if result.was_lost and not session.trace.n_replies:
-                result = await self._run_agent(session, task, deadline_s, log)
-            if result.timed_out:
-                busy_s = session.timer.read_seconds()[Activity.GENERATE]
-                result = judge_timeout(result, self.processes.plan, prompt, busy_s=busy_s, deadline_s=deadline_s)
+        deadline_s, log = self._find_deadline(prompt), bytearray()
+        session, result = await self._run_session(prompt, seed_of_turn, deadline_s, log)
+        # No reply was requested, so the episode begins again as it was. A session of its own shuts out the agent of the
+        # lost machine, which may still run there.
+        if result.was_lost and not session.n_started:
+            session, result = await self._run_session(prompt, seed_of_turn, deadline_s, log)
         branches = session.trace.list_branches()
         failure = result.failure
         if not branches:
@@ -108,6 +102,20 @@ class AgentRunner:
         if type(given) not in (int, float) or not 0 < given < float("inf"):
             raise UserError(f"row {prompt.id}: {TIMEOUT_COLUMN} is {given!r:.80}: give a number of seconds above 0")
         return min(float(given), self.timeout_s)
+
+    async def _run_session(
+        self, prompt: Prompt, seed_of_turn: Callable[[int | str], int], deadline_s: float, log: bytearray
+    ) -> tuple[AgentSession, AgentResult]:
+        """Run the agent in a new session, with an address and a key of its own. log: receives what it prints."""
+        session = AgentSession(self.sampler, prompt, seed_of_turn)
+        async with self.gateway.serving(session) as base_url:
+            # "agent" is a key that no turn has
+            task = make_task(prompt, session, base_url, seed=seed_of_turn("agent"))
+            result = await self._run_agent(session, task, deadline_s, log)
+            if result.timed_out:
+                busy_s = session.timer.read_seconds()[Activity.GENERATE]
+                result = judge_timeout(result, self.processes.plan, prompt, busy_s=busy_s, deadline_s=deadline_s)
+        return session, result
 
     async def _run_agent(self, session: AgentSession, task: Task, deadline_s: float, log: bytearray) -> AgentResult:
         """Return the agent's result or failure. log: receives what it prints. Raises the engine's errors."""

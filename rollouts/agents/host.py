@@ -1,10 +1,11 @@
 """Host of agents' episodes for runs on other machines: `rollout.agent: {address: [http://this-machine:9000]}`.
 
-    python -m rollouts.agents.host --file my_agent.py --listen 10.0.0.2
-    python -m rollouts.agents.host -- my_agent --with arguments
+    python -m rollouts.agents.host --file my_agent.py
+    python -m rollouts.agents.host --listen 10.0.0.2 --insecure -- my_agent --with arguments
 
 Every run that knows the key, the environment variable FEYNRL_AGENT_KEY, may start episodes; without the variable this
-is loopback only. rollouts/agents/remote.py describes the requests. Ctrl-C ends all episodes.
+is loopback only. It speaks plain HTTP, so an address that other machines reach is refused without --insecure.
+rollouts/agents/remote.py describes the requests. Ctrl-C ends all episodes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -75,8 +77,7 @@ class AgentHost:
 
     async def _begin(self, http: web.Request) -> web.Response:
         try:
-            body = await http.json()
-            name, task, timeout_s = body["id"], Task(**body["task"]), float(body["timeout_s"])
+            name, task, timeout_s = read_start(await http.json())
         except (ValueError, TypeError, KeyError) as error:
             raise web.HTTPBadRequest(text=f"no episode can be read: {error}") from error
         if name in self.episodes:  # the answer to an earlier request was lost
@@ -129,24 +130,55 @@ class AgentHost:
         await self.agents.close()
 
 
+def read_start(body: Any) -> tuple[str, Task, float]:
+    """Return id, task and deadline of an episode. Raises ValueError, TypeError or KeyError for any other body."""
+    name, task, timeout_s = body["id"], Task(**body["task"]), float(body["timeout_s"])
+    if not isinstance(name, str) or not all(isinstance(text, str) for text in (task.base_url, task.api_key)):
+        raise TypeError("id, base_url and api_key must be texts")
+    if not 0 < timeout_s < float("inf"):
+        raise ValueError("timeout_s must be a number of seconds above 0")
+    return name, task, timeout_s
+
+
 def read_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rollouts.agents.host", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--file", help="Python file with a function run(task)")
     parser.add_argument("--serve", action="store_true", default=None, help="as rollout.agent.serve")
     parser.add_argument("--listen", default="127.0.0.1", help="IP address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=9000, help="(default %(default)s)")
+    parser.add_argument("--insecure", action="store_true", help="allow plain HTTP on an address other machines reach")
     parser.add_argument("--most", type=int, default=32, help="most episodes at a time (default %(default)s)")
     parser.add_argument("command", nargs="*", help="program with arguments, after --, in place of --file")
     return parser.parse_args(argv)
 
 
+def check_options(options: argparse.Namespace, key: str) -> None:
+    """Raise UserError for options that cannot be used, or open this machine to others."""
+    try:
+        is_local = ip_address(options.listen).is_loopback
+    except ValueError as error:
+        raise UserError(f"--listen {options.listen} must be an IP address, such as 127.0.0.1") from error
+    if not 0 <= options.port < 2**16:
+        raise UserError(f"--port {options.port} must be from 0 to 65535; 0 is any free port")
+    if options.most < 1:
+        raise UserError(f"--most {options.most} must be at least 1")
+    if not key and not is_local:
+        raise UserError(f"--listen {options.listen} lets anybody start episodes: set {HOST_KEY} here and for the run")
+    if not is_local and not options.insecure:
+        raise UserError(
+            f"--listen {options.listen} is plain HTTP on an address that other machines reach, where keys and texts "
+            "can be read: listen on 127.0.0.1 behind a proxy with TLS, or give --insecure"
+        )
+    if is_local and options.insecure:
+        raise UserError(f"--insecure has no effect, because only this machine reaches {options.listen}: leave it out")
+    if bool(options.file) == bool(options.command):
+        raise UserError("give --file or a command, and not both")
+
+
 async def serve(options: argparse.Namespace) -> None:
     """Serve until a signal. Raises UserError for an agent that cannot be used."""
     key = os.environ.get(HOST_KEY, "")
-    if not key and not ip_address(options.listen).is_loopback:
-        raise UserError(f"--listen {options.listen} lets anybody start episodes: set {HOST_KEY} here and for the run")
-    if bool(options.file) == bool(options.command):
-        raise UserError("give --file or a command, and not both")
+    check_options(options, key)
     plan = resolve_agent(AgentConfig(file=options.file, command=options.command, address=[], serve=options.serve))
     check_agent(plan)
     host = AgentHost(AgentProcesses(plan), most=options.most, key=key)
@@ -157,7 +189,8 @@ async def serve(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, over.set)
     try:
         await web.TCPSite(runner, options.listen, options.port).start()
-        say(f"episodes of {quote(plan.name)} at http://{options.listen}:{runner.addresses[0][1]}")
+        risk = ", in plain HTTP: keys and texts can be read on the way" if options.insecure else ""
+        say(f"episodes of {quote(plan.name)} at http://{options.listen}:{runner.addresses[0][1]}{risk}")
         await over.wait()
     except OSError as error:
         raise UserError(f"--listen {options.listen} --port {options.port}: {error.strerror}; choose another") from error

@@ -19,7 +19,7 @@ from core.errors import UserError, quote
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
 from core.timing.progress import say
 from rollouts.agents.output import Output
-from rollouts.agents.task import LARGEST_MESSAGE, AgentPlan
+from rollouts.agents.task import HOST_KEY, LARGEST_MESSAGE, AgentPlan
 
 KEY_NAME = "OPENAI_API_KEY"
 """Environment variable with the key of a process. Every process that the agent starts inherits it."""
@@ -143,7 +143,7 @@ class LauncherClient:
         self._socket.setblocking(False)
         # another machine may not have this folder
         folder = self.plan.folder if os.path.isdir(self.plan.folder) else None
-        self._launcher = start_module("rollouts.agents.launcher", far_end.fileno(), folder=folder)
+        self._launcher = start_module("rollouts.agents.launcher", far_end.fileno(), folder=folder, hidden=HOST_KEY)
         far_end.close()
         file = None if self.plan.file is None else asdict(self.plan.file)
         plan = {"file": file, "command": list(self.plan.command), "serve": self.plan.serve}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import time
 from contextlib import suppress
@@ -46,15 +45,17 @@ class RemoteAgents:
     async def run(self, task: Task, *, timeout_s: float, log: bytearray) -> AgentResult:
         """Play one episode on the least busy host. It is ended after `timeout_s` seconds, or on cancellation.
 
+        The wait for a place counts, because the deadline of the group does not wait.
         log: receives the end of the agent's output.
         """
         given = json.loads(write_task(task))
-        body: dict[str, Any] = {"id": secrets.token_hex(16), "task": given, "timeout_s": timeout_s}
-        host = ""
+        body: dict[str, Any] = {"id": secrets.token_hex(16), "task": given}
+        host, until = "", asyncio.get_running_loop().time() + timeout_s
         try:
+            async with asyncio.timeout_at(until):
+                host = await self._begin(body, until)
             # the host ends an agent that is late, which takes a while
-            async with asyncio.timeout(timeout_s + AGENT_END_TIMEOUT_S):
-                host = await self._begin(body)
+            async with asyncio.timeout_at(until + AGENT_END_TIMEOUT_S):
                 found = await self._wait(host, body["id"], log)
         except TimeoutError:
             # without a place until the deadline, which is no fault of the policy
@@ -74,15 +75,18 @@ class RemoteAgents:
         if self._http is not None:
             await self._http.close()
 
-    async def _begin(self, body: dict[str, Any]) -> str:
-        """Start an episode. Return the host, once one has a place."""
+    async def _begin(self, body: dict[str, Any], until: float) -> str:
+        """Start an episode with the time that is left. Return the host, once one has a place.
+
+        until: deadline, on the clock of the event loop. Raises TimeoutError after it.
+        """
         wait_s = FIRST_WAIT_S
-        while True:
+        while (left_s := until - asyncio.get_running_loop().time()) > 0:
             host = self._choose()
             # before the request, so that the episodes of a group spread
             self._in_flight[host] += 1
             try:
-                status, _ = await self._ask("POST", host, "/episodes", body)
+                status, _ = await self._ask("POST", host, "/episodes", {**body, "timeout_s": left_s})
                 if status == 401:
                     raise UserError(
                         f"rollout.agent.address: {host} does not accept the key: set {HOST_KEY} to one value there and "
@@ -100,6 +104,7 @@ class RemoteAgents:
             self._in_flight[host] -= 1
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        raise TimeoutError
 
     async def _wait(self, host: str, episode: str, log: bytearray) -> AgentResult:
         while True:
@@ -114,7 +119,7 @@ class RemoteAgents:
     async def _ask(self, method: str, host: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Return the status and the JSON of an answer. Raises _HostFailed if there is none."""
         if self._http is None or self._http.closed:
-            key = os.environ.get(HOST_KEY, "")
+            key = self.plan.key
             limit = aiohttp.ClientTimeout(total=AGENT_HOST_POLL_S + AGENT_END_TIMEOUT_S)
             # a connection per episode: each waits in a request for most of its time
             self._http = aiohttp.ClientSession(

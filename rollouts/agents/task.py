@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # pydantic is heavy
 RESULT_FD = 3
 """File descriptor for a command's rewards, written as one line of JSON."""
 HOST_KEY = "FEYNRL_AGENT_KEY"
-"""Environment variable with the key of the hosts in `rollout.agent.address`."""
+"""Environment variable with the key of the hosts in `rollout.agent.address`. No agent has it."""
 LARGEST_MESSAGE = 2**16
 """Maximum size of a message between worker and launcher, in bytes."""
 
@@ -79,6 +79,8 @@ class AgentPlan:
     command: tuple[str, ...] = ()
     address: tuple[str, ...] = ()
     """Addresses of the hosts."""
+    key: str = field(default="", repr=False)
+    """Key of the hosts, from the environment of the driver, which an engine's process may lack."""
     folder: str = "."
     """Working folder of the started program. Other processes may have another folder."""
     serve: bool | None = None

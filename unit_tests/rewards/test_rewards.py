@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -167,12 +168,16 @@ FLOAT = {"question_type": "free_form", "answer_type": "float", "precision": 1}
         (CHOICES, "tokyo", r"\boxed{(A) osaka}", 0.0),
         (CHOICES, "osaka", r"\boxed{osako}", 0.0),  # the nearest choice is no answer
         (CHOICES, "tokyo", "A", 1.0),
+        (CHOICES, "tokyo", "The answer is: A", 1.0),
+        (CHOICES, "tokyo", "Answer: A", 1.0),
+        (CHOICES, "tokyo", "The answer is: A\nThe answer isn't B", 1.0),
         (FLOAT, "1.2", r"\boxed{1.23 \text{ cm}}", 1.0),
         (FLOAT, "1.2", r"\boxed{1.3}", 0.0),
         ({"answer_type": "integer"}, "3", r"\boxed{3.0}", 1.0),
         ({"answer_type": "integer"}, "3", r"\boxed{3.9}", 0.0),
         ({"answer_type": "list"}, "[1, 2]", r"\boxed{[1, 2]}", 1.0),
         ({"answer_type": "list"}, "[1, 2]", r"\boxed{[2, 1]}", 0.0),
+        ({"answer_type": "list"}, "[1, 2]", r"\boxed{[{{1}}]}", 0.0),  # Python has no such set
     ],
 )
 def test_mathvista_pays_the_answer_in_the_form_that_the_row_asks_for(extra, answer, reply, correct) -> None:
@@ -181,6 +186,9 @@ def test_mathvista_pays_the_answer_in_the_form_that_the_row_asks_for(extra, answ
     assert rewarded(prompt, [{"role": "assistant", "content": reply}]) == {"correct": correct}
     with pytest.raises(ValueError, match="answer_type None: make the rows by"):
         score("mathvista", answer, reply)
+    for name in {"choices", "precision"} & extra.keys():
+        with pytest.raises(ValueError, match=f"has no {name}: make the rows by"):
+            rewarded(replace(prompt, extra={**extra, name: None}), [{"role": "assistant", "content": reply}])
 
 
 def test_a_misspelt_reward_is_one_sentence() -> None:

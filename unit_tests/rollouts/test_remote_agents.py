@@ -29,7 +29,7 @@ LAUNCHER = "rollouts.agents.launcher"
 ANSWER = """
 def run(task):
     said = ask(task, task.messages)
-    print("played", task.id)
+    print("played", task.id, os.environ.get("FEYNRL_AGENT_KEY"))
     return {"solved": float(said["content"] == "Seven.")}
 """
 
@@ -69,7 +69,7 @@ def plan_of(*addresses: str) -> AgentPlan:
 
 
 def test_episodes_of_another_machine_are_those_of_this_one(qwen, tmp_path, monkeypatch):
-    """With a key, in two places at a time for four episodes, and nothing is left there."""
+    """With a key that no agent sees, in two places at a time for four episodes, and nothing is left there."""
     monkeypatch.setenv(HOST_KEY, "secret")
     host: list[AgentHost] = []
     agent = write_agent(tmp_path, ANSWER)
@@ -80,9 +80,14 @@ def test_episodes_of_another_machine_are_those_of_this_one(qwen, tmp_path, monke
 
     policy = Policy(qwen, lambda context: "Seven.")
     with serving(make) as address:
-        samples = play(plan_of(f"{address}/"), policy, size=4)
+        plan = plan_of(f"{address}/")
+        # an engine on another machine of a Ray cluster has not the environment of the driver
+        monkeypatch.delenv(HOST_KEY)
+        samples = play(plan, policy, size=4)
+        monkeypatch.setenv(HOST_KEY, "secret")
+        assert "secret" not in repr(plan)
         assert [sample.failure for sample in samples] == [""] * 4
-        assert [sample.reward for sample in samples] == [2.0] * 4 and samples[0].log == "played p"
+        assert [sample.reward for sample in samples] == [2.0] * 4 and samples[0].log == "played p None"
         wait_until(lambda: not host[0].episodes)
     wait_until(lambda: not find_processes(LAUNCHER))
     local = play(agent, Policy(qwen, lambda context: "Seven."), size=1)
@@ -95,6 +100,7 @@ class Faulty:
     def __init__(self, *, begin=200, wait: Callable[[], web.Response] | None = None, full=0, hangs=False):
         self.begin, self.wait, self.full, self.hangs = begin, wait, full, hangs
         self.began, self.ended = list[str](), set[str]()
+        self.given = list[dict[str, Any]]()
 
     def make_app(self) -> web.Application:
         app = web.Application()
@@ -107,7 +113,8 @@ class Faulty:
         if self.full:
             self.full -= 1
             return web.Response(status=503)
-        self.began.append((await http.json())["id"])
+        self.given.append(await http.json())
+        self.began.append(self.given[-1]["id"])
         return web.json_response({}, status=self.begin)
 
     async def _wait(self, http: web.Request) -> web.Response:
@@ -149,6 +156,9 @@ def test_a_machine_that_fails_is_a_failed_sample(qwen, monkeypatch, fault):
         [sample] = play(plan_of(address), Policy(qwen, []), agent_timeout_s=0.3)
     assert sentence in sample.failure and "\n" not in sample.failure and not sample.reward_parts, sample.failure
     assert len(machine.began) == times and {*machine.began} <= machine.ended
+    # the agent of a lost machine may still run there, and must not reach the episode that took its place
+    assert len({one["task"]["base_url"] for one in machine.given}) == times
+    assert len({one["task"]["api_key"] for one in machine.given}) == times
 
 
 def test_an_episode_waits_for_a_place(qwen):
@@ -157,6 +167,8 @@ def test_an_episode_waits_for_a_place(qwen):
         [sample] = play(plan_of(address), Policy(qwen, []))
     # nothing was asked of the policy
     assert "without a reply" in sample.failure and sample.log == "late" and len(machine.began) == 1
+    # 0.05, 0.1 and 0.2 s for a place, which are no time for the agent
+    assert machine.given[0]["timeout_s"] <= 50 - 0.35
 
 
 def test_a_lost_episode_begins_again_elsewhere_unless_it_has_sampled(qwen, tmp_path):
@@ -199,7 +211,9 @@ def test_an_episode_that_nobody_asks_for_is_ended(tmp_path, monkeypatch):
         import aiohttp
 
         async with aiohttp.ClientSession() as http:
-            for body, status in (({"id": "1", "task": task, "timeout_s": 99}, 200), ({"id": "2"}, 400)):
+            good = {"id": "1", "task": task, "timeout_s": 99}
+            wrong = ({"id": ["1"]}, {"timeout_s": float("nan")}, {"task": None}, {"task": task | {"base_url": 1}})
+            for body, status in ((good, 200), ({"id": "2"}, 400), *((good | one, 400) for one in wrong)):
                 async with http.post(f"{address}/episodes", json=body) as answer:
                     assert answer.status == status
 
@@ -222,6 +236,8 @@ def test_a_wrong_key_stops_the_run(qwen, tmp_path):
     "keys, words",
     [
         ({"agent": {"address": ["example.org"]}}, "must be like http://10.0.0.2:9000"),
+        ({"agent": {"address": ["https://ann:hunter2@a"]}}, "an address must hold no user or password"),
+        ({"agent": {"address": ["https://a:70000"]}}, "Port out of range"),
         ({"agent": {"address": ["http://a:1"], "command": ["ls"]}}, "set one of file, command and address"),
         ({"agent": {"address": ["http://a:1"], "serve": True}}, "serve has no effect with address"),
         ({"agent": {"address": ["https://a:1"]}}, "another machine, which does not reach 127.0.0.1: set gateway"),
@@ -238,10 +254,15 @@ def test_addresses_that_lead_nowhere_or_are_open_are_refused(keys, words):
 
 
 def test_a_host_that_anybody_could_use_is_refused(monkeypatch):
-    monkeypatch.delenv(HOST_KEY, raising=False)
-    for words, sentence in (
-        (["--listen", "0.0.0.0", "--", "ls"], "lets anybody start episodes: set FEYNRL_AGENT_KEY"),
-        ([], "give --file or a command, and not both"),
+    for key, words, sentence in (
+        ("", ["--listen", "0.0.0.0", "--", "ls"], "lets anybody start episodes: set FEYNRL_AGENT_KEY"),
+        ("k", ["--listen", "0.0.0.0", "--", "ls"], "is plain HTTP on an address that other machines reach"),
+        ("k", ["--insecure", "--", "ls"], "--insecure has no effect"),
+        ("", ["--listen", "localhost", "--", "ls"], "must be an IP address"),
+        ("", ["--port", "70000", "--", "ls"], "--port 70000 must be from 0 to 65535"),
+        ("", ["--most", "0", "--", "ls"], "--most 0 must be at least 1"),
+        ("", [], "give --file or a command, and not both"),
     ):
+        monkeypatch.setenv(HOST_KEY, key)
         with pytest.raises(UserError, match=sentence):
             hosting.main(words)

@@ -200,7 +200,7 @@ def test_episodes_on_another_host_are_trained_on(recipe, tmp_path):
 
     def make(hosts: Hosts) -> dict[str, Any]:
         hosts.environment[HOST_KEY] = "a key of both"
-        host = [sys.executable, "-m", "rollouts.agents.host", "--listen", ADDRESS["nodeb"]]
+        host = [sys.executable, "-m", "rollouts.agents.host", "--listen", ADDRESS["nodeb"], "--insecure"]
         agent = [sys.executable, str(tmp_path / "agent.py")]
         hosts.runs.append(hosts.start("nodeb", *host, "--", *agent, log=tmp_path / "host.log"))
         return {"address": [f"http://{ADDRESS['nodeb']}:9000"]}
