@@ -136,7 +136,10 @@ class Launcher:
 
     def _take_message(self) -> bool:
         """Start an episode. Return False if the socket is closed."""
-        given, handles, _, _ = socket.recv_fds(self.worker, LARGEST_MESSAGE, 4)
+        try:
+            given, handles, _, _ = socket.recv_fds(self.worker, LARGEST_MESSAGE, 4)
+        except ConnectionResetError:  # closed before it read the first message, since it had no episode
+            return False
         if not given:
             return False
         report = None if self.lazy is None else self.lazy.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from core.errors import UserError
 from driver.records.episode_metrics import measure_counts
 from driver.records.sample_files import make_sample_record
 from rollouts.agents import output
+from rollouts.agents.launcher import Launcher
 from rollouts.agents.launching import check_agent
 from rollouts.agents.run_file import describe_error
 from rollouts.registry import resolve_agent
@@ -472,3 +474,11 @@ def test_agents_end_with_a_worker_that_is_killed(tmp_path):
         worker.kill()
         worker.wait()
     wait_until(lambda: not find_processes("rollouts.agents.launcher") and not find_processes("sleep 9"), within_s=10.0)
+
+
+def test_a_launcher_without_an_episode_ends_without_a_traceback():
+    own, workers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own.send(b"{}")
+    workers.close()  # which has not read it
+    with own:
+        Launcher(own, {"serve": True}, None, has_threads=False).serve()
