@@ -22,6 +22,8 @@ from core.errors import UserError, quote
 from core.text.text_files import read_text
 
 LARGEST_REWARD_FILE = 2**16
+ROUNDING = 0.01
+"""Largest difference of reward.json and reward.txt."""
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 """Form of a value that is a variable of this machine, with an optional default."""
 REFUSED = ("gpus", "mcp_servers", "healthcheck", "skills_dir")
@@ -45,6 +47,8 @@ class HarborTask:
     memory_mib: int = 2048
     disk_mib: int = 10240
     work_folder: str = ""
+    network: bool = False
+    """allow_internet of [environment]."""
     environment: Mapping[str, str]
     """Variables of the box."""
     agent_s: float | None = None
@@ -78,11 +82,21 @@ def read_task(folder: Path) -> HarborTask:
         memory_mib=int(read.number(environment, "environment.memory_mb", 2048)),
         disk_mib=int(read.number(environment, "environment.storage_mb", 10240)),
         work_folder=environment.get("workdir") or "",
+        network=environment.get("allow_internet") is True,
         environment=read.variables(environment, "environment.env"),
         agent_s=read.number(agent, "agent.timeout_sec", None),
         verifier_s=read.number(verifier, "verifier.timeout_sec", 600.0),
         verifier_environment=read.variables(verifier, "verifier.env"),
     )
+
+
+def check_network(task: HarborTask, *, allowed: bool) -> None:
+    """Raise UserError if a task wants the network and does not get it."""
+    if task.network and not allowed:
+        raise UserError(
+            f"the task {quote(task.folder)} has allow_internet = true: leave it out, or subclass Harbor with "
+            "network = True (and give --network to data_prep.harbor)"
+        )
 
 
 def list_files(folder: Path) -> dict[str, bytes]:
@@ -102,6 +116,7 @@ def read_rewards(as_json: bytes | None, as_text: bytes | None) -> dict[str, floa
         raise NoReward("it wrote neither reward.json nor reward.txt to /logs/verifier")
     if as_json is None:
         return {"reward": _read_number(as_text or b"")}
+    alone = None if as_text is None else _read_number(as_text)
     try:
         found = json.loads(as_json)
         numbers = found if isinstance(found, dict) else {"reward": found}
@@ -109,8 +124,9 @@ def read_rewards(as_json: bytes | None, as_text: bytes | None) -> dict[str, floa
         rewards = {name: float(value) for name, value in numbers.items() if type(value) in (int, float)}
     except (ValueError, RecursionError, OverflowError):
         rewards = dict[str, float]()
-    if "reward" not in rewards and as_text is not None:
-        rewards["reward"] = _read_number(as_text)
+    # code of the policy that the tests execute can write a file too
+    if alone is not None and rewards and abs(rewards.setdefault("reward", alone) - alone) > ROUNDING:
+        raise NoReward("its reward.json and reward.txt differ")
     if not rewards or not all(map(math.isfinite, rewards.values())):
         raise NoReward(f"its reward.json has no finite numbers, it has {as_json.decode(errors='replace')!r:.80}")
     return rewards
