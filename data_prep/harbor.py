@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from core.errors import UserError
+from core.errors import UserError, quote
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_prep.rows import Row
 from data_prep.script import conversion_parser, convert, run_script
 from rollouts.boxes.harbor_task import check_network, read_task
+from rollouts.boxes.images import DIGEST
 
 
 def make(folder: Path, image: str = "", *, network: bool = False) -> tuple[list[Row], InvalidRows]:
@@ -39,6 +40,8 @@ def make_row(task: Path, name: str, image: str, *, network: bool) -> Row:
     check_network(read, allowed=network)
     if not image and not read.image:
         raise UserError("task.toml has no docker_image: set --image")
+    if not image and not DIGEST.fullmatch(read.image.rpartition("@")[2]):
+        raise UserError(f"the docker_image {quote(read.image)} has no digest (NAME@sha256:...): add it, or set --image")
     extra = {"task": str(task.absolute())} | ({"image": image} if image else {})
     return Row(id=name, messages=[{"role": "user", "content": read.instruction}], answer="", extra=json.dumps(extra))
 

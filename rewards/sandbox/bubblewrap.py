@@ -203,10 +203,15 @@ def _walls(view: View) -> list[str]:
     user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if os.getuid() != 0:
         user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-    # not bwrap's --dev, which would add terminals and links into /proc
+    # not bwrap's --dev, which would add terminals
     devices = ["--perms", "0755", "--size", "65536", "--tmpfs", "/dev"]
     for name in ("null", "zero", "full", "random", "urandom"):
         devices += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    if "--proc" in view.mounts:
+        targets = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
+        devices += [
+            part for name, end in targets.items() for part in ("--symlink", f"/proc/self/fd{end}", f"/dev/{name}")
+        ]
     # Semaphores and shared memory need /dev/shm. As a link, they count towards the limit on /tmp.
     devices += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
     # --as-pid-1: INIT is process 1, so its end ends the namespace. --new-session: no input into the caller's terminal.

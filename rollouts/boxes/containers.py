@@ -84,10 +84,10 @@ class ContainerBox:
     async def _check_alive(self) -> None:
         """Note that the container has ended. Raises SandboxUnavailable if the program cannot tell."""
         ran = await run_program(self._program.look(self.name), seconds=BOX_TIMEOUT_S, most=2**16)
-        if ran.exit_code == 0:
+        if ran.exit_code == 0 and ran.stdout.strip() != b"false":
             return
         said = ran.stderr.decode(errors="replace").lower()
-        if not any(words in said for words in GONE):
+        if ran.exit_code != 0 and not any(words in said for words in GONE):
             raise SandboxUnavailable(f"{self._program.name} failed: {last_line(ran.stderr) or 'it said nothing'}")
         self.broken = "its container has ended"
 

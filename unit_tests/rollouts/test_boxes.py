@@ -137,6 +137,36 @@ def test_links_and_pipes_of_a_policy_lead_nowhere(image, tmp_path):
 
 
 @needs_sandbox
+def test_files_of_the_image_do_not_count_and_hidden_ones_do(tmp_path):
+    layers = [write_layer(collect_programs(NEEDED) | ETC, LINKS), write_layer({f"app/{n}": b"" for n in range(99)})]
+    spec = BoxSpec(image=f"{tmp_path}@{write_image(tmp_path, layers, work_folder='/app/made')}", limits=SMALL)
+
+    async def use(box: Box) -> None:
+        assert await sh(box, "echo a > x; cat /dev/stdin < x; bash -c 'cat <(echo b)'") == "a\nb\n"
+        assert box.broken == ""
+        # deeper than a path can be
+        await sh(box, f"for i in $(seq 30); do mkdir {'d' * 200}; cd {'d' * 200}; done", seconds=20)
+        assert "more than" in box.broken
+        await box.put("/app", {"y": b"new"})
+        assert await box.get("/app/y", most=9) == b"new"
+
+    within(spec, use)
+
+
+@pytest.mark.parametrize(
+    "folder, words", [("app", "absolute path"), ("/app/../../x", "absolute"), ("/app/l/x", "link")]
+)
+def test_a_working_folder_outside_of_the_box_is_refused(tmp_path, folder, words):
+    for name in ("sh", "prlimit", "env", "setpriv"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).touch()
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "l").symlink_to("/tmp")
+    with pytest.raises(UserError, match=words):
+        within(BoxSpec(image=str(tmp_path), folder=folder), lambda box: sh(box, "true"))
+
+
+@needs_sandbox
 def test_a_root_folder_and_this_machine_are_images_too(image, tmp_path):
     root = prepare_image(image).root
     assert root is not None
@@ -161,7 +191,7 @@ def make_tar(*members: tuple[str, bytes | str]) -> bytes:
     return written.getvalue()
 
 
-BINARIES = [(f"bin/{name}", b"") for name in ("sh", "prlimit", "setpriv")]
+BINARIES = [(f"bin/{name}", b"") for name in ("sh", "prlimit", "env", "setpriv")]
 
 
 def unpacked(folder: Path, *layers: bytes) -> Path:
@@ -171,7 +201,7 @@ def unpacked(folder: Path, *layers: bytes) -> Path:
 
 
 def test_layers_cover_and_delete_what_is_below(tmp_path):
-    below = make_tar(*BINARIES, ("a/x", b"1"), ("a/y", b"2"), ("b/z", b"3"), ("c", b"4"), ("d", "a"))
+    below = make_tar(("./", b""), *BINARIES, ("a/x", b"1"), ("a/y", b"2"), ("b/z", b"3"), ("c", b"4"), ("d", "a"))
     above = make_tar(("a/.wh.x", b""), ("b/.wh..wh..opq", b""), ("b/new", b"5"), ("c", b"6"), (".wh.d", b""))
     root = unpacked(tmp_path, below, above)
     files = {str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()}
@@ -184,6 +214,7 @@ def test_layers_cover_and_delete_what_is_below(tmp_path):
     [
         ([("../../x", b"1")], "has the file ../../x, which is outside"),
         ([("l", "/tmp"), ("l/x", b"1")], "has the file l/x, which is outside"),
+        ([(".wh...", b"")], "has the file .wh..., which is outside"),
         ([("l", "=../../../../../../../../etc/passwd")], "has the link l to a file outside"),
         ([("bin/sh", b"")], "has no prlimit: add the packages"),
     ],
@@ -223,7 +254,7 @@ LINES: dict[str, dict[str, str]] = {
             "run": f"{name} exec --env C=d --workdir /x box ls -l",
             "put": f"{name} cp - box:/",
             "get": f"{name} cp box:/logs/a -",
-            "look": f"{name} exec box true",
+            "look": f"{name} container inspect --format {{{{.State.Running}}}} box",
             "end": f"{name} kill box; {name} rm --force --volumes box",
         }
         for name in ("podman", "docker")
@@ -259,6 +290,9 @@ PODMAN = """#!/bin/sh
 echo "$*" >> "$STATE/calls"
 case "$1" in
 run) mkdir "$STATE/box"; [ -z "$SLOW" ] || exec sleep 60 ;;
+container) [ -d "$STATE/box" ] || { echo "Error: no such container" >&2; exit 125; }
+      [ -z "$DOWN" ] || { echo "Error: cannot connect" >&2; exit 125; }
+      echo true ;;
 kill) rm -rf "$STATE/box" ;;
 exec) [ -d "$STATE/box" ] || { echo "Error: no container with name or ID" >&2; exit 125; }
       [ -z "$DOWN" ] || { echo "Error: cannot connect" >&2; exit 125; }

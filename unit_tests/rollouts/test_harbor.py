@@ -14,7 +14,7 @@ from configs.agent_schema import TIMEOUTS
 from core.errors import UserError
 from core.types.samples import Prompt
 from data_prep import boxed_tasks, harbor
-from rollouts.boxes.harbor_task import NoReward, check_network, read_rewards, read_task
+from rollouts.boxes.harbor_task import NoReward, read_rewards, read_task
 from rollouts.envs.harbor import Harbor
 from unit_tests.helpers.agents import play as play_policy
 from unit_tests.helpers.episodes import calls_of
@@ -211,6 +211,8 @@ WRONG_TASKS = [
     ("[[steps]]\nname = 'a'", "asks for steps"),
     ("[agent]\ntimeout_sec = -1", "agent.timeout_sec is -1, where a number above 0"),
     ("[environment.env]\nA = '${NO_SUCH_VARIABLE}'", "needs the environment variable NO_SUCH_VARIABLE"),
+    ("[environment]\nmemory = 'much'", "environment.memory is 'much': write environment.memory_mb alone"),
+    ("[environment]\ndocker_image = 'debian:13'", "docker_image debian:13 has no digest"),
     ("[environment]\nallow_internet = true", "has allow_internet = true: leave it out"),
     ("environment = 3", "environment must be a table"),
     ("what?", "task.toml cannot be read"),
@@ -221,7 +223,7 @@ WRONG_TASKS = [
 def test_a_task_that_boxes_cannot_run_is_named(rows, tmp_path, toml, words):
     extra = change(rows["count-lines"], tmp_path, toml=toml)
     with pytest.raises(UserError, match=words):
-        check_network(read_task(Path(extra["task"])), allowed=False)
+        harbor.make_row(Path(extra["task"]), "row", "", network=False)
     made, invalid = harbor.make(tmp_path)
     assert made == [] and words in str(invalid)
 
@@ -237,5 +239,11 @@ def test_rows_without_a_task_or_an_image_are_refused(rows, tmp_path):
             asyncio.run(play(extra))
     task = read_task(Path(rows["count-lines"]["task"]))
     assert (task.memory_mib, task.disk_mib, task.agent_s, task.verifier_s) == (512, 64, 120.0, 60.0)
+    extra = change(rows["count-lines"], tmp_path, toml="[environment]\nmemory = '1.5G'\nstorage = '512 MB'")
+    task = read_task(Path(extra["task"]))
+    assert (task.memory_mib, task.disk_mib) == (1536, 512)
+    (task.folder / "tests" / "l").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="has the link tests/l, which leaves the task"):
+        read_task(task.folder)
     with pytest.raises(UserError, match=r"there is no task\.toml below it"):
         harbor.make(tmp_path / "none")
