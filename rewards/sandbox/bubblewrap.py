@@ -122,9 +122,11 @@ class Bubblewrap:
             handed.append(rules := _in_memory(make_filter()))
             contents = {name: _in_memory(content) for name, content in files.items()}
             handed += contents.values()
+            # values may be secrets, and all users of this machine see command lines
+            handed.append(variables := _in_memory("\0".join(_set_variables(view)).encode()))
             process = await asyncio.create_subprocess_exec(
                 *[program, *_walls(view), *_contents(contents, view), "--json-status-fd", str(reports)],
-                *["--seccomp", str(rules), "--", *inside],
+                *["--args", str(variables), "--seccomp", str(rules), "--", *inside],
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -220,16 +222,21 @@ def _walls(view: View) -> list[str]:
 
 
 def _contents(files: Mapping[str, int], view: View) -> list[str]:
-    """Return the options for files and environment. files: handles by name."""
+    """Return the options for files. files: handles by name."""
     # 0666: the program may have another user id than bwrap
     given = [
         part
         for name, handle in files.items()
         for part in ("--perms", "0666", "--file", str(handle), f"{view.folder}/{name}")
     ]
-    setting = [part for name, value in view.environment.items() for part in ("--setenv", name, value)]
-    # The root becomes read-only after all files are there. --clearenv first, or it would remove these variables.
-    return [*given, "--remount-ro", "/", "--chdir", view.folder, "--clearenv", *setting]
+    # the root becomes read-only after all files are there
+    return [*given, "--remount-ro", "/", "--chdir", view.folder]
+
+
+def _set_variables(view: View) -> list[str]:
+    """Return the options for the environment."""
+    # --clearenv first, or it would remove these variables
+    return ["--clearenv", *(part for pair in view.environment.items() for part in ("--setenv", *pair))]
 
 
 def _drop_privileges(user: int | None) -> list[str]:

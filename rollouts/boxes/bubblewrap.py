@@ -76,10 +76,13 @@ class BubblewrapBox:
                 "/app or /workspace, or use podman"
             )
         home = Path(tempfile.mkdtemp(prefix="box-"))
+        making = asyncio.create_task(asyncio.to_thread(cls, image, spec, home))
         try:
-            return await asyncio.to_thread(cls, image, spec, home)
+            return await asyncio.shield(making)
         except BaseException:
-            remove_tree(home)
+            # on cancellation the thread goes on to copy
+            await asyncio.wait([making])
+            await asyncio.to_thread(remove_tree, home)
             raise
 
     async def run(self, command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Ran:
@@ -109,6 +112,9 @@ class BubblewrapBox:
 
     async def get(self, path: str, *, most: int) -> bytes | None:
         return await asyncio.to_thread(self._get, path, most)
+
+    async def stop_processes(self) -> None:
+        """Do nothing: no process outlives its command."""
 
     async def close(self) -> None:
         await asyncio.to_thread(remove_tree, self._home)

@@ -43,6 +43,8 @@ VERIFIER = {
     **dict.fromkeys(("BASH_ENV", "ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONSTARTUP"), ""),
 }
 """Variables of a verifier: none may lead to a file that the policy has written. [verifier.env] goes over them."""
+LONGEST_COMMAND = 120_000
+"""Maximum size of a command, in bytes. The kernel takes 128 KiB."""
 KILLED = {
     "time": "it took longer than {seconds:g} s",
     "memory": "it took more than {limits.memory_mib} MiB of memory",
@@ -123,6 +125,8 @@ class Harbor(ToolEnv):
         """
         if self.over:
             return f"error: nothing was run, since {self.over}"
+        if reason := find_fault(command):
+            return f"error: nothing was run, since {reason}"
         seconds = min(self.command_s, self.left_s)
         self._touched = True
         try:
@@ -189,9 +193,12 @@ class Harbor(ToolEnv):
 
 async def verify(box: Box, task: HarborTask) -> dict[str, float]:
     """Run a task's tests in its box, and return the numbers that they write. Raises NoReward if there are none."""
+    await box.stop_processes()
     await box.put("/tests", await asyncio.to_thread(task.list_tests))
-    # rewards that the policy wrote go
+    # logs: rewards that the policy wrote go
     await box.put("/logs", LOGS | {"home/": b""})
+    if box.broken:
+        raise NoReward(f"the tests cannot be copied into the box: {box.broken}")
     command = ["bash", "/tests/test.sh"]
     ran = await box.run(command, seconds=task.verifier_s, environment=VERIFIER | {**task.verifier_environment})
     if ran.killed_for is not None:
@@ -202,6 +209,17 @@ async def verify(box: Box, task: HarborTask) -> dict[str, float]:
     except NoReward as error:
         said = shorten_middle((ran.stdout + ran.stderr).decode(errors="replace").strip(), 300)
         raise NoReward(f"the verifier of {task.folder.name} failed: {error}; it printed {said!r}") from error
+
+
+def find_fault(command: str) -> str:
+    """Return the reason why the kernel would refuse a command, "" for none."""
+    try:
+        size = len(command.encode())
+    except UnicodeEncodeError:
+        return "the command is no valid text"
+    if size > LONGEST_COMMAND:
+        return f"the command is longer than {LONGEST_COMMAND} bytes: write it to a file in pieces"
+    return "the command contains a NUL character" if "\0" in command else ""
 
 
 def find_task(prompt: Prompt) -> HarborTask:

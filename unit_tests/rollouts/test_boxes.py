@@ -20,7 +20,7 @@ from data_prep.oci_image import LINKS, collect_programs, write_image, write_laye
 from rewards.sandbox import Limits, SandboxUnavailable
 from rollouts.boxes import BoxSpec, check_boxes, open_box
 from rollouts.boxes.base import Box
-from rollouts.boxes.containers import read_archive, write_archive
+from rollouts.boxes.containers import read_archive, run_program, write_archive
 from rollouts.boxes.images import prepare_image
 from rollouts.boxes.programs import PROGRAMS
 from unit_tests.helpers.needs_sandbox import needs_sandbox
@@ -250,11 +250,12 @@ IN_CONTAINERS = (
 LINES: dict[str, dict[str, str]] = {
     **{
         name: {
-            "start": f"{name} run --detach --rm {IN_CONTAINERS}",
+            "start": f"{name} run --detach {IN_CONTAINERS}",
             "run": f"{name} exec --env C=d --workdir /x box ls -l",
             "put": f"{name} cp - box:/",
             "get": f"{name} cp box:/logs/a -",
             "look": f"{name} container inspect --format {{{{.State.Running}}}} box",
+            "restart": f"{name} restart -t 0 box",
             "end": f"{name} kill box; {name} rm --force --volumes box",
         }
         for name in ("podman", "docker")
@@ -262,10 +263,11 @@ LINES: dict[str, dict[str, str]] = {
     "apptainer": {
         "start": "apptainer instance start --containall --no-home --writable-tmpfs --no-privs --net --network none "
         f"--memory 256M --memory-swap 0 --cpus 1 --pids-limit 32 --env A=b --pwd /app debian@{HIDDEN} box",
-        "run": "apptainer exec --env C=d --pwd /x instance://box ls -l",
-        "put": "apptainer exec instance://box tar -xf - -C /",
-        "get": "apptainer exec instance://box tar -cf - -C / logs/a",
-        "look": "apptainer exec instance://box true",
+        "run": "apptainer exec --cleanenv --env C=d --pwd /x instance://box ls -l",
+        "put": "apptainer exec --cleanenv instance://box tar -xf - -C /",
+        "get": "apptainer exec --cleanenv instance://box tar -cf - -C / logs/a",
+        "look": "apptainer exec --cleanenv instance://box true",
+        "restart": "",
         "end": "apptainer instance stop --signal KILL box",
     },
 }
@@ -280,6 +282,7 @@ def test_the_command_lines_are_those_of_the_manuals(name):
         "put": program.put("box"),
         "get": program.get("box", "/logs/a"),
         "look": program.look("box"),
+        "restart": program.restart("box"),
     }
     lines = {verb: " ".join(words) for verb, words in found.items()}
     assert lines | {"end": "; ".join(" ".join(words) for words in program.end("box"))} == LINES[name]
@@ -293,6 +296,7 @@ run) mkdir "$STATE/box"; [ -z "$SLOW" ] || exec sleep 60 ;;
 container) [ -d "$STATE/box" ] || { echo "Error: no such container" >&2; exit 125; }
       [ -z "$DOWN" ] || { echo "Error: cannot connect" >&2; exit 125; }
       echo true ;;
+restart) [ -d "$STATE/box" ] ;;
 kill) rm -rf "$STATE/box" ;;
 exec) [ -d "$STATE/box" ] || { echo "Error: no container with name or ID" >&2; exit 125; }
       [ -z "$DOWN" ] || { echo "Error: cannot connect" >&2; exit 125; }
@@ -333,7 +337,10 @@ def test_a_container_that_ends_is_the_policys_doing_a_dead_daemon_is_not(stand_i
         return box.broken
 
     async def vanish(box: Box) -> str:
-        await sh(box, f"rm -r {stand_in}/box; exit 1")
+        await sh(box, f"rm -r {stand_in}/box")
+        # that is noticed by what comes before the verifier
+        await box.stop_processes()
+        await box.put("/tests", {"a": b""})
         return box.broken
 
     async def die(box: Box) -> None:
@@ -344,6 +351,12 @@ def test_a_container_that_ends_is_the_policys_doing_a_dead_daemon_is_not(stand_i
     assert within(SPEC, vanish, backend="podman") == "its container has ended"
     with pytest.raises(SandboxUnavailable, match="podman failed: Error: cannot connect"):
         within(SPEC, die, backend="podman")
+
+
+def test_a_child_that_keeps_the_output_of_a_killed_program_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("rollouts.boxes.containers.SANDBOX_EXIT_GRACE_S", 0.1)
+    ran = asyncio.run(run_program(["sh", "-c", "sleep 5; :"], seconds=0.1, most=9))
+    assert ran.killed_for == "time" and ran.seconds < 4
 
 
 def test_a_container_that_starts_too_slowly_is_removed(stand_in, monkeypatch):

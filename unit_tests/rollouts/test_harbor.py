@@ -15,7 +15,7 @@ from core.errors import UserError
 from core.types.samples import Prompt
 from data_prep import boxed_tasks, harbor
 from rollouts.boxes.harbor_task import NoReward, read_rewards, read_task
-from rollouts.envs.harbor import Harbor
+from rollouts.envs.harbor import Harbor, find_fault
 from unit_tests.helpers.agents import play as play_policy
 from unit_tests.helpers.episodes import calls_of
 from unit_tests.helpers.needs_sandbox import needs_sandbox
@@ -69,6 +69,8 @@ def test_the_policy_sees_bounded_output_and_cannot_write_its_own_reward(rows):
     assert len(told[0]) < 4100 and told[0].startswith("1\n2\n") and told[0].endswith("99999\n")
     assert "characters are left out" in told[0] and told[1] == "(exit code 1)"
     assert "No such file" in told[2] and "exit code 137" in told[2]
+    for command, why in (("#" * 130_000, "longer than"), ("a\0b", "NUL"), ("\ud800", "no valid text")):
+        assert why in find_fault(command)
     assert env.scores() == {"reward": 0.0} and env.counts()[TIMEOUTS] == 0.0
     assert asyncio.run(play(rows["set-port"], "sed -i s/80/8080/ server.conf"))[0].scores() == {
         **{"reward": 1.0, "port": 1.0, "kept": 1.0}
