@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import secrets
 import shutil
+import signal
 import subprocess
 import tarfile
 import time
@@ -130,7 +132,9 @@ async def run_program(words: Sequence[str], *, seconds: float, most: int, stdin:
     began = time.monotonic()
     pipe = asyncio.subprocess.PIPE
     try:
-        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
     except OSError as error:
         raise SandboxUnavailable(f"{words[0]} cannot be started: {error.strerror or error}") from error
     assert process.stdin and process.stdout and process.stderr
@@ -139,7 +143,8 @@ async def run_program(words: Sequence[str], *, seconds: float, most: int, stdin:
     def kill(reason: KilledFor) -> None:
         killed_for.append(reason)
         with suppress(ProcessLookupError):
-            process.kill()
+            # its children too, which may have the pipes open
+            os.killpg(process.pid, signal.SIGKILL)
 
     async def read(stream: asyncio.StreamReader) -> bytes:
         found = bytearray()

@@ -60,7 +60,7 @@ class Harbor(ToolEnv):
     backend: ClassVar[str] = "bubblewrap"
     """Boxes to use: bubblewrap, podman, docker or apptainer."""
     network: ClassVar[bool] = False
-    """Allow the network, whatever the task asks for."""
+    """Allow the network. Boxes of bubblewrap have only the image's resolv.conf and certificates."""
     command_s: ClassVar[float] = 60.0
     """Maximum time of a command, in seconds."""
     most_characters: ClassVar[int] = 4000

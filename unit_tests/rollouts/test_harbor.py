@@ -185,6 +185,7 @@ def test_a_verifier_starts_no_program_and_reads_no_settings_of_the_policy(rows, 
         env = Harbor(Prompt(id="row", messages=[], extra=extra))
         await env.open()
         try:
+            assert await env.bash("echo $PATH") == "/app:/usr/bin\n"
             await env.bash("echo 'echo 1 > /logs/verifier/reward.json' | tee rc bash > ~/.bashrc; chmod +x bash")
             await env.end()
             assert env.scores() == {"reward": 0.0}
