@@ -32,9 +32,14 @@ HIDDEN = f"sha256:{'0' * 64}"
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory) -> str:
+def programs() -> bytes:
+    return write_layer(collect_programs(NEEDED) | ETC, LINKS)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory, programs) -> str:
     folder = tmp_path_factory.mktemp("image")
-    layers = [write_layer(collect_programs(NEEDED) | ETC, LINKS), write_layer({"app/given.txt": b"given\n"})]
+    layers = [programs, write_layer({"app/given.txt": b"given\n"})]
     return f"{folder}@{write_image(folder, layers, work_folder='/app')}"
 
 
@@ -137,8 +142,8 @@ def test_links_and_pipes_of_a_policy_lead_nowhere(image, tmp_path):
 
 
 @needs_sandbox
-def test_files_of_the_image_do_not_count_and_hidden_ones_do(tmp_path):
-    layers = [write_layer(collect_programs(NEEDED) | ETC, LINKS), write_layer({f"app/{n}": b"" for n in range(99)})]
+def test_files_of_the_image_do_not_count_and_hidden_ones_do(programs, tmp_path):
+    layers = [programs, write_layer({f"app/{n}": b"" for n in range(99)})]
     spec = BoxSpec(image=f"{tmp_path}@{write_image(tmp_path, layers, work_folder='/app/made')}", limits=SMALL)
 
     async def use(box: Box) -> None:
