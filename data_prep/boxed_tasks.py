@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import hashlib
 import io
 import tarfile
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ VISITS = b"".join(
         (b"10.0.0.9", b"f", 404),
     ]
 )
+MENDED = b'#!/bin/bash\nif [ -n "$1" ]; then\n  echo "hello $1"\nfi\n'
 SERVER = b"# the server\nhost=localhost\nport=80\nworkers=4\n"
 MEASURE_SERVER = """#!/bin/bash
 cd /app || exit 1
@@ -129,10 +131,11 @@ TASKS = {
         condition='[ "$(tr -d " \\n" < sum.txt)" = 203 ]',
     ),
     "mend-script": BoxedTask(
-        instruction="/app/greet.sh ends with an error. Mend it: `bash /app/greet.sh Ada` must print `hello Ada`.",
-        files={"greet.sh": b'#!/bin/bash\nif [ -n "$1" ]; then\n  echo "hello $1\nfi\n'},
-        solution='printf \'#!/bin/bash\\nif [ -n "$1" ]; then\\n  echo "hello $1"\\nfi\\n\' > greet.sh',
-        condition='[ "$(bash greet.sh Ada)" = "hello Ada" ] && [ "$(bash greet.sh Bo)" = "hello Bo" ]',
+        instruction="A text in /app/greet.sh lacks the quotation mark at its end. Add it, and change nothing else.",
+        files={"greet.sh": MENDED.replace(b'$1"\n', b"$1\n")},
+        solution="sed -i '/hello/s/$/\"/' greet.sh",
+        # its content is compared: a script that the tests run could write the reward
+        condition=f'[ "$(sha256sum < greet.sh)" = "{hashlib.sha256(MENDED).hexdigest()}  -" ]',
     ),
     "find-largest": BoxedTask(
         instruction="Find the largest file below /app/stones, and write its absolute path to /app/largest.txt.",

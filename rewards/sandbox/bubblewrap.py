@@ -122,9 +122,11 @@ class Bubblewrap:
             handed.append(rules := _in_memory(make_filter()))
             contents = {name: _in_memory(content) for name, content in files.items()}
             handed += contents.values()
+            # values may be secrets, and all users of this machine see command lines
+            handed.append(variables := _in_memory("\0".join(_set_variables(view)).encode()))
             process = await asyncio.create_subprocess_exec(
                 *[program, *_walls(view), *_contents(contents, view), "--json-status-fd", str(reports)],
-                *["--seccomp", str(rules), "--", *inside],
+                *["--args", str(variables), "--seccomp", str(rules), "--", *inside],
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -203,10 +205,15 @@ def _walls(view: View) -> list[str]:
     user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if os.getuid() != 0:
         user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
-    # not bwrap's --dev, which would add terminals and links into /proc
+    # not bwrap's --dev, which would add terminals
     devices = ["--perms", "0755", "--size", "65536", "--tmpfs", "/dev"]
     for name in ("null", "zero", "full", "random", "urandom"):
         devices += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    if "--proc" in view.mounts:
+        targets = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
+        devices += [
+            part for name, end in targets.items() for part in ("--symlink", f"/proc/self/fd{end}", f"/dev/{name}")
+        ]
     # Semaphores and shared memory need /dev/shm. As a link, they count towards the limit on /tmp.
     devices += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
     # --as-pid-1: INIT is process 1, so its end ends the namespace. --new-session: no input into the caller's terminal.
@@ -215,16 +222,21 @@ def _walls(view: View) -> list[str]:
 
 
 def _contents(files: Mapping[str, int], view: View) -> list[str]:
-    """Return the options for files and environment. files: handles by name."""
+    """Return the options for files. files: handles by name."""
     # 0666: the program may have another user id than bwrap
     given = [
         part
         for name, handle in files.items()
         for part in ("--perms", "0666", "--file", str(handle), f"{view.folder}/{name}")
     ]
-    setting = [part for name, value in view.environment.items() for part in ("--setenv", name, value)]
-    # The root becomes read-only after all files are there. --clearenv first, or it would remove these variables.
-    return [*given, "--remount-ro", "/", "--chdir", view.folder, "--clearenv", *setting]
+    # the root becomes read-only after all files are there
+    return [*given, "--remount-ro", "/", "--chdir", view.folder]
+
+
+def _set_variables(view: View) -> list[str]:
+    """Return the options for the environment."""
+    # --clearenv first, or it would remove these variables
+    return ["--clearenv", *(part for pair in view.environment.items() for part in ("--setenv", *pair))]
 
 
 def _drop_privileges(user: int | None) -> list[str]:

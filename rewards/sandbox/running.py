@@ -207,8 +207,14 @@ class Running:
 
 
 def find_excess(folders: Sequence[Path], limits: Limits) -> KilledFor | None:
-    """Return the limit that folders of this machine exceed, or None."""
-    size, files = measure_folders(folders)
+    """Return the limit that folders of this machine exceed, or None.
+
+    Folders that cannot be read, or lie too deep, count as too many files.
+    """
+    try:
+        size, files = measure_folders(folders)
+    except OSError:
+        return "files"
     if size > limits.disk_mib * MIB:
         return "disk"
     return "files" if files > limits.files else None

@@ -48,12 +48,13 @@ def count_files(pids: list[int], disk: int) -> int:
 def measure_folders(folders: Iterable[Path]) -> tuple[int, int]:
     """Return the bytes on disk, and the number of files and folders. Links are not followed.
 
-    A folder that this process may not read counts as one file.
+    Raises OSError for a folder that cannot be read: it could hide any number of files.
     """
     size = files = 0
     waiting: list[str | Path] = [*folders]
     while waiting:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:  # it may be gone
+        # it may be gone
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(waiting.pop()) as entries:
             for entry in entries:
                 files += 1
                 with suppress(OSError):

@@ -47,6 +47,10 @@ class Box(Protocol):
         """Return a file's first `most` bytes. None if it is no regular file."""
         ...
 
+    async def stop_processes(self) -> None:
+        """End the processes that commands have left behind. The files stay."""
+        ...
+
     async def close(self) -> None:
         """End all processes, and remove the files."""
         ...

@@ -1,8 +1,10 @@
 """Box by bubblewrap: programs of an image, read-only, and folders of its own that stay between commands.
 
 Each command is a sandbox of rewards/sandbox/bubblewrap.py, so no process outlives its command. The folders WRITABLE,
-and that of the working folder, are copies that may be changed; all else is read-only. So a policy
-cannot replace the programs that verify its work. Commands run as an unprivileged user, even if the image expects root.
+and that of the working folder, are copies that may be changed; all else is read-only. So a policy cannot replace the
+programs of the image, but for those in such folders: rollouts/envs/harbor.py keeps a verifier from these. Commands run
+as an unprivileged user, even if the image expects root. The processor is not limited. A killed run leaves its folders
+box-* in the folder for temporary files.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from core.errors import UserError, quote
-from rewards.sandbox.base import Limits, Ran, SandboxUnavailable, check_names, last_line
+from rewards.sandbox.base import MIB, Limits, Ran, SandboxUnavailable, check_names, last_line
 from rewards.sandbox.bubblewrap import FORBIDDEN, Bubblewrap, View, draw_user, mount_system
 from rewards.sandbox.running import find_excess
+from rewards.sandbox.usage import measure_folders
 from rollouts.boxes.base import BoxSpec
 from rollouts.boxes.images import HOST, Image, prepare_image
 
@@ -29,8 +32,8 @@ SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "u
 """Folders of the root that cannot be the working folder's."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OVER = {
-    "disk": "the box has more than {disk_mib} MiB of files",
-    "files": "the box has more than {files} files",
+    "disk": "the box has more than {disk_mib} MiB of files besides the image's",
+    "files": "the box has more than {files} files besides the image's",
 }
 """Limits of which an excess stays."""
 
@@ -47,9 +50,13 @@ class BubblewrapBox:
         names = {*WRITABLE, *PurePosixPath(self._folder).parts[1:2]}
         for name in names:
             self._make_folder(name, image.root)
+        make_folders(home, self._folder)
         self._own(home)
         (home / "tmp").chmod(0o1777)
-        os.makedirs(home / self._folder.lstrip("/"), exist_ok=True)
+        size, files = measure_folders([home])
+        limits = spec.limits
+        # the image's own files do not count
+        self._limits = replace(limits, disk_mib=limits.disk_mib + -(-size // MIB), files=limits.files + files)
         self._mounts = (*mount_image(image.root, names), *self._bind(sorted(names)))
         self._environment = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"} | {**image.environment}
         self._environment |= spec.environment
@@ -59,31 +66,41 @@ class BubblewrapBox:
         """Return a box of an image. Raises UserError if it cannot be used."""
         # files of an image may be many: the episodes of this process go on meanwhile
         image = await asyncio.to_thread(prepare_image, spec.image)
-        top = PurePosixPath(spec.folder or image.folder).parts[1:2]
+        place = PurePosixPath(spec.folder or image.folder)
+        top = place.parts[1:2]
+        if not place.is_absolute() or ".." in place.parts:
+            raise UserError(f"the working folder {quote(str(place))} of a box must be an absolute path without ..")
         if top and top[0] in SYSTEM:
             raise UserError(
                 f"the working folder {quote(spec.folder or image.folder)} is read-only in a box of bubblewrap: choose "
                 "/app or /workspace, or use podman"
             )
         home = Path(tempfile.mkdtemp(prefix="box-"))
+        making = asyncio.create_task(asyncio.to_thread(cls, image, spec, home))
         try:
-            return await asyncio.to_thread(cls, image, spec, home)
+            return await asyncio.shield(making)
         except BaseException:
-            remove_tree(home)
+            # on cancellation the thread goes on to copy
+            await asyncio.wait([making])
+            await asyncio.to_thread(remove_tree, home)
             raise
 
     async def run(self, command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Ran:
+        given = self._environment | {**(environment or {})}
+        # the programs that start the command have more rights, so they come from the image's own folders
+        late = {name: value for name, value in given.items() if name == "PATH" or name.startswith("LD_")}
+        command = ["env", *(f"{name}={value}" for name, value in late.items()), *command]
         view = View(
             mounts=self._mounts,
             folder=self._folder,
-            environment=self._environment | {**(environment or {})},
+            environment={name: value for name, value in given.items() if name not in late} | {"PATH": PATH},
             network=self._spec.network,
             user=self._user,
             writable=(self._home,),
         )
-        running = await Bubblewrap().open(command, limits=replace(self._spec.limits, seconds=seconds), view=view)
+        running = await Bubblewrap().open(command, limits=replace(self._limits, seconds=seconds), view=view)
         ran = await running.finish(b"")
-        excess = await asyncio.to_thread(find_excess, [self._home], self._spec.limits)
+        excess = await asyncio.to_thread(find_excess, [self._home], self._limits)
         if excess is not None:
             limits = self._spec.limits
             self.broken = OVER[excess].format(disk_mib=limits.disk_mib, files=limits.files)
@@ -95,6 +112,9 @@ class BubblewrapBox:
 
     async def get(self, path: str, *, most: int) -> bytes | None:
         return await asyncio.to_thread(self._get, path, most)
+
+    async def stop_processes(self) -> None:
+        """Do nothing: no process outlives its command."""
 
     async def close(self) -> None:
         await asyncio.to_thread(remove_tree, self._home)
@@ -179,13 +199,37 @@ def make_writable(top: Path) -> None:
                 os.chmod(path, os.stat(path).st_mode | (0o700 if os.path.isdir(path) else 0o600))
 
 
+def make_folders(root: Path, folder: str) -> None:
+    """Make a folder of a box, and those above it. Raises UserError for a link, which would lead out of the box."""
+    at = root
+    for part in PurePosixPath(folder).parts[1:]:
+        at /= part
+        if at.is_symlink():
+            raise UserError(f"the working folder {quote(folder)} of a box is below a link of its image")
+        at.mkdir(exist_ok=True)
+
+
 def remove_tree(top: Path) -> None:
     """Remove a tree, whatever permissions its folders have."""
     if top.is_symlink() or not top.is_dir():
         top.unlink(missing_ok=True)
         return
-    make_writable(top)
-    shutil.rmtree(top)
+    # Each folder is moved up before it is emptied: paths may be too long for the kernel, and too deep for Python.
+    pit = Path(tempfile.mkdtemp(prefix="box-removed-", dir=top.parent))
+    top.chmod(0o700)
+    waiting = [top.rename(pit / "0")]
+    made = 1
+    while waiting:
+        folder = waiting.pop()
+        for entry in [*os.scandir(folder)]:
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                waiting.append(Path(entry.path).rename(pit / str(made)))
+                made += 1
+            else:
+                os.unlink(entry.path)
+        folder.rmdir()
+    pit.rmdir()
 
 
 async def check_bubblewrap() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import secrets
 import shutil
+import signal
 import subprocess
 import tarfile
 import time
@@ -13,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from core.errors import UserError, quote
-from core.timing.deadlines import BOX_TIMEOUT_S
+from core.timing.deadlines import BOX_TIMEOUT_S, SANDBOX_EXIT_GRACE_S
 from rewards.sandbox.base import KilledFor, Ran, SandboxUnavailable, check_names, last_line
 from rollouts.boxes.base import BoxSpec
 from rollouts.boxes.programs import Program
@@ -34,6 +36,7 @@ class ContainerBox:
         self.broken = ""
         self.name = f"feynrl-{secrets.token_hex(8)}"
         self._program, self._spec = program, spec
+        self._started = False
 
     @classmethod
     async def open(cls, program: Program, spec: BoxSpec) -> ContainerBox:
@@ -46,6 +49,7 @@ class ContainerBox:
         try:
             async with STARTING:
                 await box._step(program.start(box.name, spec), seconds=BOX_TIMEOUT_S)
+            box._started = True
         except BaseException:
             # a late start would leave it behind
             await box.close()
@@ -78,16 +82,21 @@ class ContainerBox:
             return None
         return read_archive(ran.stdout, most=most)
 
+    async def stop_processes(self) -> None:
+        words = self._program.restart(self.name)
+        if words and not self.broken:
+            await self._step(words, seconds=BOX_TIMEOUT_S)
+
     async def close(self) -> None:
         await self._end()
 
     async def _check_alive(self) -> None:
         """Note that the container has ended. Raises SandboxUnavailable if the program cannot tell."""
         ran = await run_program(self._program.look(self.name), seconds=BOX_TIMEOUT_S, most=2**16)
-        if ran.exit_code == 0:
+        if ran.exit_code == 0 and ran.stdout.strip() != b"false":
             return
         said = ran.stderr.decode(errors="replace").lower()
-        if not any(words in said for words in GONE):
+        if ran.exit_code != 0 and not any(words in said for words in GONE):
             raise SandboxUnavailable(f"{self._program.name} failed: {last_line(ran.stderr) or 'it said nothing'}")
         self.broken = "its container has ended"
 
@@ -98,9 +107,11 @@ class ContainerBox:
                 await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16)
 
     async def _step(self, words: list[str], *, seconds: float, stdin: bytes = b"") -> None:
-        """Run a command line that must succeed."""
+        """Run a command line that must succeed, unless the container has ended."""
         ran = await run_program(words, seconds=seconds, most=2**16, stdin=stdin)
-        if ran.exit_code != 0:
+        if ran.exit_code != 0 and self._started:
+            await self._check_alive()
+        if ran.exit_code != 0 and not self.broken:
             why = last_line(ran.stderr) or f"no end after {ran.seconds:.3g} s"
             raise SandboxUnavailable(f"`{words[0]} {words[1]}` failed: {why}")
 
@@ -121,7 +132,9 @@ async def run_program(words: Sequence[str], *, seconds: float, most: int, stdin:
     began = time.monotonic()
     pipe = asyncio.subprocess.PIPE
     try:
-        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
     except OSError as error:
         raise SandboxUnavailable(f"{words[0]} cannot be started: {error.strerror or error}") from error
     assert process.stdin and process.stdout and process.stderr
@@ -130,7 +143,8 @@ async def run_program(words: Sequence[str], *, seconds: float, most: int, stdin:
     def kill(reason: KilledFor) -> None:
         killed_for.append(reason)
         with suppress(ProcessLookupError):
-            process.kill()
+            # its children too, which may have the pipes open
+            os.killpg(process.pid, signal.SIGKILL)
 
     async def read(stream: asyncio.StreamReader) -> bytes:
         found = bytearray()
@@ -154,12 +168,12 @@ async def run_program(words: Sequence[str], *, seconds: float, most: int, stdin:
         await process.wait()
     except TimeoutError:
         kill("time")
-        stdout, stderr, _ = await work
-        await process.wait()
+        stdout, stderr = await finish_killed(process, work)
     except BaseException:
         kill("time")
         work.cancel()
-        await process.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), SANDBOX_EXIT_GRACE_S)
         raise
     return Ran(
         exit_code=None if killed_for else process.returncode,
@@ -168,6 +182,18 @@ async def run_program(words: Sequence[str], *, seconds: float, most: int, stdin:
         seconds=time.monotonic() - began,
         killed_for=killed_for[0] if killed_for else None,
     )
+
+
+async def finish_killed(
+    process: asyncio.subprocess.Process, work: asyncio.Future[tuple[bytes, bytes, None]]
+) -> tuple[bytes, bytes]:
+    """Return the output of a killed process; nothing if its children keep the pipes open."""
+    try:
+        async with asyncio.timeout(SANDBOX_EXIT_GRACE_S):
+            await process.wait()
+            return (await work)[:2]
+    except TimeoutError:
+        return b"", b""
 
 
 def write_archive(folder: str, files: Mapping[str, bytes]) -> bytes:

@@ -22,8 +22,13 @@ from core.errors import UserError, quote
 from core.text.text_files import read_text
 
 LARGEST_REWARD_FILE = 2**16
+ROUNDING = 0.01
+"""Largest difference of reward.json and reward.txt."""
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 """Form of a value that is a variable of this machine, with an optional default."""
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMG])i?B?", re.IGNORECASE)
+UNITS = {"K": 2**-10, "M": 1, "G": 2**10}
+"""MiB of the units of a size."""
 REFUSED = ("gpus", "mcp_servers", "healthcheck", "skills_dir")
 """Keys of [environment] that ask for more than a box."""
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
@@ -45,6 +50,8 @@ class HarborTask:
     memory_mib: int = 2048
     disk_mib: int = 10240
     work_folder: str = ""
+    network: bool = False
+    """allow_internet of [environment]."""
     environment: Mapping[str, str]
     """Variables of the box."""
     agent_s: float | None = None
@@ -61,6 +68,7 @@ def read_task(folder: Path) -> HarborTask:
     """Read a task. Raises UserError if it is none, or asks for more than a box."""
     if not (folder / "tests" / "test.sh").is_file():
         raise UserError(f"the task {quote(folder)} has no tests/test.sh, so it is no task of Harbor's format")
+    check_links(folder)
     found = _read_toml(folder / "task.toml")
     environment, agent, verifier = (_find_table(found, name, folder) for name in ("environment", "agent", "verifier"))
     asked = [f"environment.{name}" for name in REFUSED if environment.get(name)]
@@ -75,14 +83,32 @@ def read_task(folder: Path) -> HarborTask:
         instruction=read_text(folder / "instruction.md", f"the task {folder}: instruction.md"),
         image=environment.get("docker_image") or "",
         cpus=math.ceil(read.number(environment, "environment.cpus", 1)),
-        memory_mib=int(read.number(environment, "environment.memory_mb", 2048)),
-        disk_mib=int(read.number(environment, "environment.storage_mb", 10240)),
+        memory_mib=read.size(environment, "environment.memory", 2048),
+        disk_mib=read.size(environment, "environment.storage", 10240),
         work_folder=environment.get("workdir") or "",
+        network=environment.get("allow_internet") is True,
         environment=read.variables(environment, "environment.env"),
         agent_s=read.number(agent, "agent.timeout_sec", None),
         verifier_s=read.number(verifier, "verifier.timeout_sec", 600.0),
         verifier_environment=read.variables(verifier, "verifier.env"),
     )
+
+
+def check_links(folder: Path) -> None:
+    """Raise UserError for a link in tests/ that leads out of the task: the box would get a file of this machine."""
+    tests = folder / "tests"
+    for path in (tests, *tests.rglob("*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"the task {quote(folder)} has the link {path.relative_to(folder)}, which leaves the task")
+
+
+def check_network(task: HarborTask, *, allowed: bool) -> None:
+    """Raise UserError if a task wants the network and does not get it."""
+    if task.network and not allowed:
+        raise UserError(
+            f"the task {quote(task.folder)} has allow_internet = true: leave it out, or subclass Harbor with "
+            "network = True (and give --network to data_prep.harbor)"
+        )
 
 
 def list_files(folder: Path) -> dict[str, bytes]:
@@ -102,6 +128,7 @@ def read_rewards(as_json: bytes | None, as_text: bytes | None) -> dict[str, floa
         raise NoReward("it wrote neither reward.json nor reward.txt to /logs/verifier")
     if as_json is None:
         return {"reward": _read_number(as_text or b"")}
+    alone = None if as_text is None else _read_number(as_text)
     try:
         found = json.loads(as_json)
         numbers = found if isinstance(found, dict) else {"reward": found}
@@ -109,8 +136,9 @@ def read_rewards(as_json: bytes | None, as_text: bytes | None) -> dict[str, floa
         rewards = {name: float(value) for name, value in numbers.items() if type(value) in (int, float)}
     except (ValueError, RecursionError, OverflowError):
         rewards = dict[str, float]()
-    if "reward" not in rewards and as_text is not None:
-        rewards["reward"] = _read_number(as_text)
+    # code of the policy that the tests execute can write a file too
+    if alone is not None and rewards and abs(rewards.setdefault("reward", alone) - alone) > ROUNDING:
+        raise NoReward("its reward.json and reward.txt differ")
     if not rewards or not all(map(math.isfinite, rewards.values())):
         raise NoReward(f"its reward.json has no finite numbers, it has {as_json.decode(errors='replace')!r:.80}")
     return rewards
@@ -138,6 +166,16 @@ class _Reader:
         if value is not default and (type(value) not in (int, float) or not 0 < value < math.inf):
             raise UserError(f"{self.folder}/task.toml: {key} is {value!r:.60}, where a number above 0 is expected")
         return value
+
+    def size(self, table: dict[str, Any], key: str, default: int) -> int:
+        """Return the MiB of a key such as memory_mb = 8192, which older tasks write as memory = "8G"."""
+        older = table.get(key.partition(".")[2])
+        if older is None:
+            return int(self.number(table, f"{key}_mb", default))
+        match = SIZE.fullmatch(str(older))
+        if match is None or f"{key}_mb".partition(".")[2] in table:
+            raise UserError(f"{self.folder}/task.toml: {key} is {older!r:.60}: write {key}_mb alone, a number")
+        return max(1, int(float(match.group(1)) * UNITS[match.group(2).upper()]))
 
     def variables(self, table: dict[str, Any], key: str) -> dict[str, str]:
         """Return variables, with those of this machine that they name."""

@@ -29,9 +29,11 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Names of processors in images."""
 WHITEOUT, OPAQUE = ".wh.", ".wh..wh..opq"
 """Prefix of a file that deletes another of the layers below, and name of one that empties its folder."""
+OUTSIDE = ("..", WHITEOUT, f"{WHITEOUT}.", f"{WHITEOUT}..")
+"""Names that are no file of their folder, and deletions of such."""
 LAYERS = ("application/vnd.oci.image.layer.v1.tar", "application/vnd.docker.image.rootfs.diff.tar")
 """Kinds of layers, which may end in +gzip or .gzip."""
-NEEDED = ("sh", "prlimit")
+NEEDED = ("sh", "prlimit", "env")
 """Programs that start every command."""
 ROOT_NEEDED = ("setpriv",)
 """Programs that start it for root too."""
@@ -62,12 +64,16 @@ def prepare_image(name: str) -> Image:
             raise UserError(f"the image {quote(name)} has no file oci-layout, so it has no digest: leave out @...")
         return check_programs(Image(root=folder), name)
     if not DIGEST.fullmatch(digest):
-        known = ", ".join(one["digest"] for one in _read_json(folder / "index.json")["manifests"][:3])
+        known = ", ".join(
+            _take(one, "digest", folder) for one in _take(_read_json(folder / "index.json"), "manifests", folder)
+        )
         raise UserError(f"the image {quote(name)} must name its digest: write {path}@DIGEST with one of {known}")
     manifest = _find_manifest(folder, digest)
-    config = _read_blob(folder, manifest["config"]["digest"]).get("config") or {}
+    described = _take(_take(manifest, "config", folder), "digest", folder)
+    config = _read_blob(folder, described).get("config") or {}
     root = unpack(folder, digest, manifest)
-    variables = dict(one.split("=", 1) for one in config.get("Env") or [])
+    pairs = [str(one).partition("=") for one in config.get("Env") or []]
+    variables = {name: value for name, _, value in pairs}
     image = Image(root=root, folder=config.get("WorkingDir") or "/", environment=variables)
     return check_programs(image, name)
 
@@ -94,7 +100,7 @@ def unpack(folder: Path, digest: str, manifest: dict[str, Any]) -> Path:
         partial = root.with_name(root.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        for layer in manifest["layers"]:
+        for layer in _take(manifest, "layers", folder):
             _add_layer(folder, layer, partial)
         # so that boxes of any user can enter it
         partial.chmod(0o755)
@@ -110,7 +116,7 @@ def _find_manifest(folder: Path, digest: str) -> dict[str, Any]:
     machine = ARCHITECTURES.get(platform.machine(), platform.machine())
     for one in found["manifests"]:
         if one.get("platform", {}).get("architecture") == machine and one["platform"].get("os") == "linux":
-            return _read_blob(folder, one["digest"])
+            return _read_blob(folder, _take(one, "digest", folder))
     raise UserError(f"the image {folder}@{digest} has nothing for linux on {machine}: copy it with skopeo --all")
 
 
@@ -140,16 +146,23 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} of an image cannot be read: {first_line(error)}; copy it again") from error
 
 
+def _take(found: Any, key: str, folder: Path) -> Any:
+    """Return a value of a table of an image. Raises UserError if it lacks the key."""
+    if not isinstance(found, dict) or key not in found:
+        raise UserError(f"the image {folder} is damaged: one of its tables has no {key}; copy it again")
+    return found[key]
+
+
 def _add_layer(folder: Path, layer: dict[str, Any], root: Path) -> None:
     """Unpack a layer over those below it."""
-    kind = layer["mediaType"].removesuffix("+gzip").removesuffix(".gzip")
+    kind = _take(layer, "mediaType", folder).removesuffix("+gzip").removesuffix(".gzip")
     if kind not in LAYERS:
         raise UserError(
             f"the image {folder} has a layer of the kind {layer['mediaType']}: copy it with skopeo "
             "--dest-compress-format gzip"
         )
     try:
-        with tarfile.open(_find_blob(folder, layer["digest"]), "r:*") as tar:
+        with tarfile.open(_find_blob(folder, _take(layer, "digest", folder)), "r:*") as tar:
             # newer versions of Python would refuse the absolute links of an image; older ones know no filter
             tar.extraction_filter = lambda member, path: member
             for member in tar:
@@ -160,8 +173,11 @@ def _add_layer(folder: Path, layer: dict[str, Any], root: Path) -> None:
 
 def _add_member(tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> None:
     path = root / member.name
-    # a member below a link to elsewhere, or one named ../x, would be written outside
-    if not path.parent.resolve().is_relative_to(root.resolve()) or path.name == "..":
+    # "./", with which `tar -C FOLDER .` begins
+    if path == root:
+        return
+    # a member below a link to elsewhere, or one named ../x or .wh..., would be written or deleted outside
+    if not path.parent.resolve().is_relative_to(root.resolve()) or path.name in OUTSIDE:
         raise UserError(f"an image has the file {quote(member.name)}, which is outside of its root")
     if path.name == OPAQUE:
         for below in path.parent.iterdir():
@@ -175,7 +191,8 @@ def _add_member(tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> No
             _remove(path)
         # files of an image belong to whoever unpacks it; setuid programs have no effect in a box
         member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
-        member.mode &= 0o755
+        # its owner here must be able to fill a folder
+        member.mode = member.mode & 0o755 | (0o700 if member.isdir() else 0)
         tar.extract(member, root)
 
 

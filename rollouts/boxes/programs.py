@@ -1,6 +1,10 @@
 """Command lines of podman, docker and apptainer, as their manuals describe them. Not run by our tests.
 
-Containers are named and labelled, and end by themselves after LONGEST_LIFE_S. Files travel as tar archives.
+Containers of podman and docker are named and labelled, and stop by themselves after LONGEST_LIFE_S. What a
+killed run leaves is removed by `podman rm`, `docker rm` or `apptainer instance stop`. Files travel as tar archives.
+Nothing here limits the disk and the number of files: give the storage of containers a quota. Commands of podman and
+docker run as the image's user, often root, who can replace any program of the container, those that verify its work
+included. They are started anew before the verifier, so no process of a policy is left; those of Apptainer are not.
 
 Sources: docs.podman.io (podman-run, -exec, -cp, -kill, -rm), docs.docker.com/reference/cli (docker run, exec, cp, kill,
 rm), apptainer.org/docs/user/1.3 (instance, exec, networking).
@@ -43,7 +47,11 @@ class Program(Protocol):
         ...
 
     def look(self, box: str) -> Words:
-        """Fail unless the container is running."""
+        """Fail, or print `false`, unless the container is running."""
+        ...
+
+    def restart(self, box: str) -> Words:
+        """End the processes of the container, and start it again with its files. []: it cannot be."""
         ...
 
     def end(self, box: str) -> list[Words]:
@@ -64,7 +72,7 @@ class Containers:
     def start(self, box: str, spec: BoxSpec) -> Words:
         limits = spec.limits
         memory = f"{limits.memory_mib}m"
-        words = [self.name, "run", "--detach", "--rm", "--init", "--name", box, "--label", f"{LABEL}={box}"]
+        words = [self.name, "run", "--detach", "--init", "--name", box, "--label", f"{LABEL}={box}"]
         words += ["--network", "bridge" if spec.network else "none", "--security-opt", "no-new-privileges"]
         # swap counts in the second, so equal values allow none
         words += ["--memory", memory, "--memory-swap", memory, "--cpus", str(spec.cpus)]
@@ -88,7 +96,11 @@ class Containers:
         return [self.name, "cp", f"{box}:{path}", "-"]
 
     def look(self, box: str) -> Words:
-        return [self.name, "exec", box, "true"]
+        # not a program of the container, which a policy can replace
+        return [self.name, "container", "inspect", "--format", "{{.State.Running}}", box]
+
+    def restart(self, box: str) -> Words:
+        return [self.name, "restart", "-t", "0", box]
 
     def end(self, box: str) -> list[Words]:
         return [[self.name, "kill", box], [self.name, "rm", "--force", "--volumes", box]]
@@ -115,19 +127,23 @@ class Apptainer:
         return [*words, spec.image, box]
 
     def run(self, box: str, command: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> Words:
-        words = [self.name, "exec"]
+        words = [self.name, "exec", "--cleanenv"]
         words += [part for name, value in environment.items() for part in ("--env", f"{name}={value}")]
         words += ["--pwd", folder] if folder else []
         return [*words, f"instance://{box}", *command]
 
     def put(self, box: str) -> Words:
-        return [self.name, "exec", f"instance://{box}", "tar", "-xf", "-", "-C", "/"]
+        return [self.name, "exec", "--cleanenv", f"instance://{box}", "tar", "-xf", "-", "-C", "/"]
 
     def get(self, box: str, path: str) -> Words:
-        return [self.name, "exec", f"instance://{box}", "tar", "-cf", "-", "-C", "/", path.lstrip("/")]
+        return [self.name, "exec", "--cleanenv", f"instance://{box}", "tar", "-cf", "-", "-C", "/", path.lstrip("/")]
 
     def look(self, box: str) -> Words:
-        return [self.name, "exec", f"instance://{box}", "true"]
+        return [self.name, "exec", "--cleanenv", f"instance://{box}", "true"]
+
+    def restart(self, box: str) -> Words:
+        # its files are in memory, and go with the instance
+        return []
 
     def end(self, box: str) -> list[Words]:
         return [[self.name, "instance", "stop", "--signal", "KILL", box]]

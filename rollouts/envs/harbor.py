@@ -20,13 +20,31 @@ from data_feeds.chat.tool_parsing import ParsedReply
 from rewards.sandbox.base import Ran, SandboxUnavailable
 from rollouts.boxes import Box, BoxSpec, check_boxes, open_box
 from rollouts.boxes.base import LIMITS
-from rollouts.boxes.harbor_task import LARGEST_REWARD_FILE, HarborTask, NoReward, read_rewards, read_task
+from rollouts.boxes.bubblewrap import PATH
+from rollouts.boxes.harbor_task import (
+    LARGEST_REWARD_FILE,
+    HarborTask,
+    NoReward,
+    check_network,
+    read_rewards,
+    read_task,
+)
 from rollouts.tools.calls import ToolUnavailable
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import tool
 
 LOGS = {"verifier/": b"", "agent/": b"", "artifacts/": b""}
 """Folders below /logs."""
+VERIFIER = {
+    "PATH": PATH,
+    "HOME": "/logs/home",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONSAFEPATH": "1",
+    **dict.fromkeys(("BASH_ENV", "ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONSTARTUP"), ""),
+}
+"""Variables of a verifier: none may lead to a file that the policy has written. [verifier.env] goes over them."""
+LONGEST_COMMAND = 120_000
+"""Maximum size of a command, in bytes. The kernel takes 128 KiB."""
 KILLED = {
     "time": "it took longer than {seconds:g} s",
     "memory": "it took more than {limits.memory_mib} MiB of memory",
@@ -42,14 +60,14 @@ class Harbor(ToolEnv):
     backend: ClassVar[str] = "bubblewrap"
     """Boxes to use: bubblewrap, podman, docker or apptainer."""
     network: ClassVar[bool] = False
-    """Allow the network, whatever the task asks for."""
+    """Allow the network. Boxes of bubblewrap have only the image's resolv.conf and certificates."""
     command_s: ClassVar[float] = 60.0
     """Maximum time of a command, in seconds."""
     most_characters: ClassVar[int] = 4000
     """Maximum number of characters of a command's output that the policy sees: its beginning and its end."""
     on_timeout: ClassVar[Literal["score", "fail"]] = "score"
     """Result of an episode whose policy used up its time or broke its box: the verifier's numbers, or else 0; or a
-    failed sample."""
+    failed sample. One that broke the verifier gets 0."""
     parallel_calls = False  # commands share one box
 
     def __init__(self, prompt: Prompt) -> None:
@@ -61,6 +79,7 @@ class Harbor(ToolEnv):
         self.over = ""
         """Reason why the policy can go on no more, which is its own doing."""
         self._box: Box | None = None
+        self._touched = False
 
     @classmethod
     def check(cls) -> None:
@@ -72,7 +91,12 @@ class Harbor(ToolEnv):
         return self._box
 
     async def open(self) -> list[Message]:
-        """Start the box."""
+        """Start the box. Raises UserError for a task that wants the network and does not get it."""
+        check_network(self.task, allowed=self.network)
+        self._box = await self._open_box()
+        return []
+
+    async def _open_box(self) -> Box:
         task = self.task
         limits = replace(LIMITS, memory_mib=task.memory_mib, disk_mib=task.disk_mib)
         spec = BoxSpec(
@@ -83,9 +107,13 @@ class Harbor(ToolEnv):
             environment=task.environment,
             folder=task.work_folder,
         )
-        self._box = await open_box(self.backend, spec)
-        await self.box.put("/logs", LOGS)
-        return []
+        box = await open_box(self.backend, spec)
+        try:
+            await box.put("/logs", LOGS)
+        except BaseException:
+            await box.close()
+            raise
+        return box
 
     # The docstring is part of the prompt: the policy reads it as the description of the tool.
     @tool
@@ -97,7 +125,10 @@ class Harbor(ToolEnv):
         """
         if self.over:
             return f"error: nothing was run, since {self.over}"
+        if reason := find_fault(command):
+            return f"error: nothing was run, since {reason}"
         seconds = min(self.command_s, self.left_s)
+        self._touched = True
         try:
             ran = await self.box.run(["bash", "-c", command], seconds=seconds)
         except SandboxUnavailable as error:
@@ -114,13 +145,30 @@ class Harbor(ToolEnv):
         return None if self.over else answers
 
     async def end(self) -> None:
-        """Run the verifier. Raises NoReward if it writes no reward."""
+        """Run the verifier. Raises NoReward if it writes no reward, and that is not the policy's doing."""
         if self.over and self.on_timeout == "fail":
             raise NoReward(f"the episode ended early: {self.over}")
         # its tests cannot run, and that is the policy's doing
         if self.box.broken:
             return
-        self.earned = await verify(self.box, self.task)
+        try:
+            self.earned = await verify(self.box, self.task)
+        except NoReward as error:
+            # else a policy could discard a bad episode: by an endless program, or a pipe, that the tests read
+            if not self._touched or not await self._verifies_untouched():
+                raise
+            self.over = str(error)
+
+    async def _verifies_untouched(self) -> bool:
+        """Tell whether the verifier writes a reward in a new box."""
+        box = await self._open_box()
+        try:
+            await verify(box, self.task)
+        except NoReward:
+            return False
+        finally:
+            await box.close()
+        return True
 
     def scores(self) -> dict[str, float]:
         return self.earned
@@ -145,11 +193,14 @@ class Harbor(ToolEnv):
 
 async def verify(box: Box, task: HarborTask) -> dict[str, float]:
     """Run a task's tests in its box, and return the numbers that they write. Raises NoReward if there are none."""
+    await box.stop_processes()
     await box.put("/tests", await asyncio.to_thread(task.list_tests))
-    # rewards that the policy wrote go
-    await box.put("/logs", LOGS)
+    # logs: rewards that the policy wrote go
+    await box.put("/logs", LOGS | {"home/": b""})
+    if box.broken:
+        raise NoReward(f"the tests cannot be copied into the box: {box.broken}")
     command = ["bash", "/tests/test.sh"]
-    ran = await box.run(command, seconds=task.verifier_s, environment=task.verifier_environment)
+    ran = await box.run(command, seconds=task.verifier_s, environment=VERIFIER | {**task.verifier_environment})
     if ran.killed_for is not None:
         raise NoReward(f"the verifier of {task.folder.name} was killed for its {ran.killed_for}")
     found = [await box.get(f"/logs/verifier/reward.{kind}", most=LARGEST_REWARD_FILE) for kind in ("json", "txt")]
@@ -158,6 +209,17 @@ async def verify(box: Box, task: HarborTask) -> dict[str, float]:
     except NoReward as error:
         said = shorten_middle((ran.stdout + ran.stderr).decode(errors="replace").strip(), 300)
         raise NoReward(f"the verifier of {task.folder.name} failed: {error}; it printed {said!r}") from error
+
+
+def find_fault(command: str) -> str:
+    """Return the reason why the kernel would refuse a command, "" for none."""
+    try:
+        size = len(command.encode())
+    except UnicodeEncodeError:
+        return "the command is no valid text"
+    if size > LONGEST_COMMAND:
+        return f"the command is longer than {LONGEST_COMMAND} bytes: write it to a file in pieces"
+    return "the command contains a NUL character" if "\0" in command else ""
 
 
 def find_task(prompt: Prompt) -> HarborTask:

@@ -20,7 +20,7 @@ from data_prep.oci_image import LINKS, collect_programs, write_image, write_laye
 from rewards.sandbox import Limits, SandboxUnavailable
 from rollouts.boxes import BoxSpec, check_boxes, open_box
 from rollouts.boxes.base import Box
-from rollouts.boxes.containers import read_archive, write_archive
+from rollouts.boxes.containers import read_archive, run_program, write_archive
 from rollouts.boxes.images import prepare_image
 from rollouts.boxes.programs import PROGRAMS
 from unit_tests.helpers.needs_sandbox import needs_sandbox
@@ -32,9 +32,14 @@ HIDDEN = f"sha256:{'0' * 64}"
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory) -> str:
+def programs() -> bytes:
+    return write_layer(collect_programs(NEEDED) | ETC, LINKS)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory, programs) -> str:
     folder = tmp_path_factory.mktemp("image")
-    layers = [write_layer(collect_programs(NEEDED) | ETC, LINKS), write_layer({"app/given.txt": b"given\n"})]
+    layers = [programs, write_layer({"app/given.txt": b"given\n"})]
     return f"{folder}@{write_image(folder, layers, work_folder='/app')}"
 
 
@@ -137,6 +142,36 @@ def test_links_and_pipes_of_a_policy_lead_nowhere(image, tmp_path):
 
 
 @needs_sandbox
+def test_files_of_the_image_do_not_count_and_hidden_ones_do(programs, tmp_path):
+    layers = [programs, write_layer({f"app/{n}": b"" for n in range(99)})]
+    spec = BoxSpec(image=f"{tmp_path}@{write_image(tmp_path, layers, work_folder='/app/made')}", limits=SMALL)
+
+    async def use(box: Box) -> None:
+        assert await sh(box, "echo a > x; cat /dev/stdin < x; bash -c 'cat <(echo b)'") == "a\nb\n"
+        assert box.broken == ""
+        # deeper than a path can be
+        await sh(box, f"for i in $(seq 30); do mkdir {'d' * 200}; cd {'d' * 200}; done", seconds=20)
+        assert "more than" in box.broken
+        await box.put("/app", {"y": b"new"})
+        assert await box.get("/app/y", most=9) == b"new"
+
+    within(spec, use)
+
+
+@pytest.mark.parametrize(
+    "folder, words", [("app", "absolute path"), ("/app/../../x", "absolute"), ("/app/l/x", "link")]
+)
+def test_a_working_folder_outside_of_the_box_is_refused(tmp_path, folder, words):
+    for name in ("sh", "prlimit", "env", "setpriv"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).touch()
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "l").symlink_to("/tmp")
+    with pytest.raises(UserError, match=words):
+        within(BoxSpec(image=str(tmp_path), folder=folder), lambda box: sh(box, "true"))
+
+
+@needs_sandbox
 def test_a_root_folder_and_this_machine_are_images_too(image, tmp_path):
     root = prepare_image(image).root
     assert root is not None
@@ -161,7 +196,7 @@ def make_tar(*members: tuple[str, bytes | str]) -> bytes:
     return written.getvalue()
 
 
-BINARIES = [(f"bin/{name}", b"") for name in ("sh", "prlimit", "setpriv")]
+BINARIES = [(f"bin/{name}", b"") for name in ("sh", "prlimit", "env", "setpriv")]
 
 
 def unpacked(folder: Path, *layers: bytes) -> Path:
@@ -171,7 +206,7 @@ def unpacked(folder: Path, *layers: bytes) -> Path:
 
 
 def test_layers_cover_and_delete_what_is_below(tmp_path):
-    below = make_tar(*BINARIES, ("a/x", b"1"), ("a/y", b"2"), ("b/z", b"3"), ("c", b"4"), ("d", "a"))
+    below = make_tar(("./", b""), *BINARIES, ("a/x", b"1"), ("a/y", b"2"), ("b/z", b"3"), ("c", b"4"), ("d", "a"))
     above = make_tar(("a/.wh.x", b""), ("b/.wh..wh..opq", b""), ("b/new", b"5"), ("c", b"6"), (".wh.d", b""))
     root = unpacked(tmp_path, below, above)
     files = {str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()}
@@ -184,6 +219,7 @@ def test_layers_cover_and_delete_what_is_below(tmp_path):
     [
         ([("../../x", b"1")], "has the file ../../x, which is outside"),
         ([("l", "/tmp"), ("l/x", b"1")], "has the file l/x, which is outside"),
+        ([(".wh...", b"")], "has the file .wh..., which is outside"),
         ([("l", "=../../../../../../../../etc/passwd")], "has the link l to a file outside"),
         ([("bin/sh", b"")], "has no prlimit: add the packages"),
     ],
@@ -219,11 +255,12 @@ IN_CONTAINERS = (
 LINES: dict[str, dict[str, str]] = {
     **{
         name: {
-            "start": f"{name} run --detach --rm {IN_CONTAINERS}",
+            "start": f"{name} run --detach {IN_CONTAINERS}",
             "run": f"{name} exec --env C=d --workdir /x box ls -l",
             "put": f"{name} cp - box:/",
             "get": f"{name} cp box:/logs/a -",
-            "look": f"{name} exec box true",
+            "look": f"{name} container inspect --format {{{{.State.Running}}}} box",
+            "restart": f"{name} restart -t 0 box",
             "end": f"{name} kill box; {name} rm --force --volumes box",
         }
         for name in ("podman", "docker")
@@ -231,10 +268,11 @@ LINES: dict[str, dict[str, str]] = {
     "apptainer": {
         "start": "apptainer instance start --containall --no-home --writable-tmpfs --no-privs --net --network none "
         f"--memory 256M --memory-swap 0 --cpus 1 --pids-limit 32 --env A=b --pwd /app debian@{HIDDEN} box",
-        "run": "apptainer exec --env C=d --pwd /x instance://box ls -l",
-        "put": "apptainer exec instance://box tar -xf - -C /",
-        "get": "apptainer exec instance://box tar -cf - -C / logs/a",
-        "look": "apptainer exec instance://box true",
+        "run": "apptainer exec --cleanenv --env C=d --pwd /x instance://box ls -l",
+        "put": "apptainer exec --cleanenv instance://box tar -xf - -C /",
+        "get": "apptainer exec --cleanenv instance://box tar -cf - -C / logs/a",
+        "look": "apptainer exec --cleanenv instance://box true",
+        "restart": "",
         "end": "apptainer instance stop --signal KILL box",
     },
 }
@@ -249,6 +287,7 @@ def test_the_command_lines_are_those_of_the_manuals(name):
         "put": program.put("box"),
         "get": program.get("box", "/logs/a"),
         "look": program.look("box"),
+        "restart": program.restart("box"),
     }
     lines = {verb: " ".join(words) for verb, words in found.items()}
     assert lines | {"end": "; ".join(" ".join(words) for words in program.end("box"))} == LINES[name]
@@ -259,6 +298,10 @@ PODMAN = """#!/bin/sh
 echo "$*" >> "$STATE/calls"
 case "$1" in
 run) mkdir "$STATE/box"; [ -z "$SLOW" ] || exec sleep 60 ;;
+container) [ -d "$STATE/box" ] || { echo "Error: no such container" >&2; exit 125; }
+      [ -z "$DOWN" ] || { echo "Error: cannot connect" >&2; exit 125; }
+      echo true ;;
+restart) [ -d "$STATE/box" ] ;;
 kill) rm -rf "$STATE/box" ;;
 exec) [ -d "$STATE/box" ] || { echo "Error: no container with name or ID" >&2; exit 125; }
       [ -z "$DOWN" ] || { echo "Error: cannot connect" >&2; exit 125; }
@@ -299,7 +342,10 @@ def test_a_container_that_ends_is_the_policys_doing_a_dead_daemon_is_not(stand_i
         return box.broken
 
     async def vanish(box: Box) -> str:
-        await sh(box, f"rm -r {stand_in}/box; exit 1")
+        await sh(box, f"rm -r {stand_in}/box")
+        # that is noticed by what comes before the verifier
+        await box.stop_processes()
+        await box.put("/tests", {"a": b""})
         return box.broken
 
     async def die(box: Box) -> None:
@@ -310,6 +356,11 @@ def test_a_container_that_ends_is_the_policys_doing_a_dead_daemon_is_not(stand_i
     assert within(SPEC, vanish, backend="podman") == "its container has ended"
     with pytest.raises(SandboxUnavailable, match="podman failed: Error: cannot connect"):
         within(SPEC, die, backend="podman")
+
+
+def test_a_child_that_keeps_the_output_of_a_killed_program_ends_with_it():
+    ran = asyncio.run(run_program(["sh", "-c", "echo a; sleep 614; :"], seconds=0.1, most=9))
+    assert ran.killed_for == "time" and ran.stdout == b"a\n" and leftovers("614") == []
 
 
 def test_a_container_that_starts_too_slowly_is_removed(stand_in, monkeypatch):

@@ -15,7 +15,7 @@ from core.errors import UserError
 from core.types.samples import Prompt
 from data_prep import boxed_tasks, harbor
 from rollouts.boxes.harbor_task import NoReward, read_rewards, read_task
-from rollouts.envs.harbor import Harbor
+from rollouts.envs.harbor import Harbor, find_fault
 from unit_tests.helpers.agents import play as play_policy
 from unit_tests.helpers.episodes import calls_of
 from unit_tests.helpers.needs_sandbox import needs_sandbox
@@ -69,6 +69,8 @@ def test_the_policy_sees_bounded_output_and_cannot_write_its_own_reward(rows):
     assert len(told[0]) < 4100 and told[0].startswith("1\n2\n") and told[0].endswith("99999\n")
     assert "characters are left out" in told[0] and told[1] == "(exit code 1)"
     assert "No such file" in told[2] and "exit code 137" in told[2]
+    for command, why in (("#" * 130_000, "longer than"), ("a\0b", "NUL"), ("\ud800", "no valid text")):
+        assert why in find_fault(command)
     assert env.scores() == {"reward": 0.0} and env.counts()[TIMEOUTS] == 0.0
     assert asyncio.run(play(rows["set-port"], "sed -i s/80/8080/ server.conf"))[0].scores() == {
         **{"reward": 1.0, "port": 1.0, "kept": 1.0}
@@ -154,14 +156,56 @@ def test_a_verifier_that_fails_is_a_sentence_and_no_score(rows, tmp_path, fault)
         asyncio.run(play(extra, "true"))
 
 
+DODGES = {
+    # what the policy's program does when the tests run it
+    "forge": "echo 1 > /logs/verifier/reward.json; false",
+    "garbage": "echo x > /logs/verifier/reward.json",
+    "kill": "kill -9 $PPID",
+    "hang": "exec sleep 60",
+}
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize("dodge", DODGES)
+def test_a_policy_that_breaks_the_verifier_gets_0_and_not_another_try(rows, tmp_path, dodge):
+    test = "if bash greet.sh; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
+    extra = change(rows["mend-script"], tmp_path, test=test, toml=boxed_tasks.SETTINGS.replace("60.0", "0.5"))
+    env, _ = asyncio.run(play(extra, f"echo '{DODGES[dodge]}' > greet.sh"))
+    assert env.scores() == {} and env.counts()[TIMEOUTS] == 1.0 and env.over
+
+
+@needs_sandbox
+def test_a_verifier_starts_no_program_and_reads_no_settings_of_the_policy(rows, tmp_path):
+    test = "echo ${#BASH_ENV} $PYTHONSAFEPATH $(ls -A ~ | wc -l) > /app/said; echo 0 > /logs/verifier/reward.txt"
+    toml = boxed_tasks.SETTINGS + "[environment.env]\nPATH = '/app:/usr/bin'\nBASH_ENV = '/app/rc'\n"
+    extra = change(rows["count-lines"], tmp_path, test=test, toml=toml)
+
+    async def run() -> bytes | None:
+        env = Harbor(Prompt(id="row", messages=[], extra=extra))
+        await env.open()
+        try:
+            assert await env.bash("echo $PATH") == "/app:/usr/bin\n"
+            await env.bash("echo 'echo 1 > /logs/verifier/reward.json' | tee rc bash > ~/.bashrc; chmod +x bash")
+            await env.end()
+            assert env.scores() == {"reward": 0.0}
+            return await env.box.get("/app/said", most=99)
+        finally:
+            await env.close()
+
+    assert asyncio.run(run()) == b"0 1 0\n"
+
+
 def test_what_a_verifier_may_write():
-    assert read_rewards(b"0.25", b"1") == {"reward": 0.25}
+    assert read_rewards(b"0.25", b"0.2500") == {"reward": 0.25}
     assert read_rewards(b'{"a": 2, "ok": true}', b"1") == {"a": 2.0, "reward": 1.0}
     for wrong in (b"NaN", b"[1]", b"{}", b"[" * 9999, b"9" * 9999, b"1e999", b"\xff"):
         with pytest.raises(NoReward):
             read_rewards(wrong, None)
     with pytest.raises(NoReward, match="finite number"):
         read_rewards(None, b"inf")
+    with pytest.raises(NoReward, match=r"reward\.json and reward\.txt differ"):
+        read_rewards(b"1", b"0")
 
 
 WRONG_TASKS = [
@@ -170,6 +214,9 @@ WRONG_TASKS = [
     ("[[steps]]\nname = 'a'", "asks for steps"),
     ("[agent]\ntimeout_sec = -1", "agent.timeout_sec is -1, where a number above 0"),
     ("[environment.env]\nA = '${NO_SUCH_VARIABLE}'", "needs the environment variable NO_SUCH_VARIABLE"),
+    ("[environment]\nmemory = 'much'", "environment.memory is 'much': write environment.memory_mb alone"),
+    ("[environment]\ndocker_image = 'debian:13'", "docker_image debian:13 has no digest"),
+    ("[environment]\nallow_internet = true", "has allow_internet = true: leave it out"),
     ("environment = 3", "environment must be a table"),
     ("what?", "task.toml cannot be read"),
 ]
@@ -179,7 +226,7 @@ WRONG_TASKS = [
 def test_a_task_that_boxes_cannot_run_is_named(rows, tmp_path, toml, words):
     extra = change(rows["count-lines"], tmp_path, toml=toml)
     with pytest.raises(UserError, match=words):
-        read_task(Path(extra["task"]))
+        harbor.make_row(Path(extra["task"]), "row", "", network=False)
     made, invalid = harbor.make(tmp_path)
     assert made == [] and words in str(invalid)
 
@@ -195,5 +242,11 @@ def test_rows_without_a_task_or_an_image_are_refused(rows, tmp_path):
             asyncio.run(play(extra))
     task = read_task(Path(rows["count-lines"]["task"]))
     assert (task.memory_mib, task.disk_mib, task.agent_s, task.verifier_s) == (512, 64, 120.0, 60.0)
+    extra = change(rows["count-lines"], tmp_path, toml="[environment]\nmemory = '1.5G'\nstorage = '512 MB'")
+    task = read_task(Path(extra["task"]))
+    assert (task.memory_mib, task.disk_mib) == (1536, 512)
+    (task.folder / "tests" / "l").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="has the link tests/l, which leaves the task"):
+        read_task(task.folder)
     with pytest.raises(UserError, match=r"there is no task\.toml below it"):
         harbor.make(tmp_path / "none")
