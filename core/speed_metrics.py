@@ -16,11 +16,11 @@ TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second o
 TOKENS_PER_S_PER_DEVICE = _declare(
     "tokens_per_s_per_device", "tokens/s", "the same, per trainer rank and device of an engine"
 )
-TRAIN_TFLOPS = _declare(
-    "train/tflops", "", "10^12 operations of the step's forward and backward passes, without what is computed again"
+TFLOPS = _declare(
+    "tflops", "", "10^12 operations of the step's forward and backward passes, without what is computed again"
 )
 MFU = _declare(
     "mfu",
     "fraction",
-    "model FLOPs utilisation: train/tflops over what trainer.peak_tflops allows all trainer devices in time/train_s",
+    "model FLOPs utilisation: tflops over what trainer.peak_tflops allows all trainer devices in time/train_s",
 )

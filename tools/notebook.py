@@ -7,6 +7,7 @@ must be importable; `make verify` installs them below build/ and runs this witho
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -39,9 +40,8 @@ def run_notebook(notebook: Any, folder: Path) -> None:
 
 
 def hide_folder(output: Any, folder: Path) -> None:
-    """Make paths of the folder relative, in place."""
-    if "text" in output:
-        output["text"] = output["text"].replace(f"{folder}/", "")
+    """Make paths of the folder and of the clone relative, in place."""
+    output.update(json.loads(json.dumps(output).replace(f"{folder}/", "").replace(f"{ROOT}/", "")))
 
 
 def main(argv: list[str] | None = None) -> int:

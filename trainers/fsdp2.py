@@ -196,7 +196,7 @@ class MatrixParts:
     """Parts of matrices that a rank holds: rows, or the whole matrices of some experts."""
 
     def __init__(self, sharded: dict[Tensor, nn.Parameter]):
-        """sharded: parameter by what this rank holds of it."""
+        """sharded: parameter by this rank's part of it."""
         self.sharded = sharded
 
     def gather(self, held: Tensor, values: Tensor) -> Tensor:

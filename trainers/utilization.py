@@ -41,7 +41,6 @@ class Utilization(Observer):
         self.counts = torch.zeros(0)
         """[3 + learners] float64: tokens, trained tokens, pairs of a token and one before it, and those in the window
         of each learner."""
-        self.tflops = 0.0
         self.flops: list[TrainingFlops] = []
         """Of the policy and the value model, counted in the first step."""
 
@@ -60,19 +59,19 @@ class Utilization(Observer):
         self.counts += torch.cat([sizes, torch.stack(pairs)])
 
     def finish(self) -> dict[str, float]:
-        tokens, labels, pairs, *near = self.rank.sum_over_rows(self.counts).tolist()
+        self.counts = self.rank.sum_over_rows(self.counts)
+        return {}
+
+    def read_tflops(self) -> float:
+        """Return the operations of the last step's updates, in 10^12. It waits for a GPU."""
+        tokens, labels, pairs, *near = self.counts.tolist()
         flops = [
             one.per_token * tokens + one.per_label * labels + one.per_pair * pairs + one.per_near_pair * own
             for one, own in zip(self.flops, near, strict=True)
         ]
         if not self.rank.alg.trains_policy:  # its forward pass is a third
             flops[0] /= 3
-        self.tflops = sum(flops) / 1e12
-        return {}
-
-    def read_tflops(self) -> float:
-        """Return the operations of the last step's updates, in 10^12."""
-        return self.tflops
+        return sum(flops) / 1e12
 
     def find_peak(self, dtype: str) -> float:
         """Return the peak of this rank's device in teraflops per second: as the recipe names it, or measured."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from configs.schema import RLConfig, RunConfig
 from core import metrics as names
 from core.cluster.workers import Workers
-from core.speed_metrics import MFU, TOKENS_PER_S, TOKENS_PER_S_PER_DEVICE, TRAIN_TFLOPS
+from core.speed_metrics import MFU, TFLOPS, TOKENS_PER_S, TOKENS_PER_S_PER_DEVICE
 from core.timing.phases import Phase, time_metric
 from core.types.batch import RowLayout
 from driver.start.devices import shares_devices
@@ -16,7 +16,7 @@ from trainers.utilization import Utilization
 
 
 async def describe_trainers(trainers: Workers[Trainer], cfg: RunConfig) -> tuple[RowLayout, float]:
-    """Return what only loaded trainers know: the layout of rows, and the peak of a device in teraflops per second."""
+    """Return the layout of rows and the peak of a device in teraflops per second, as loaded trainers know them."""
     layout = await trainers.call_one(0, Trainer.describe_layout)
     meters = trainers.attribute("observers.utilization")
     return layout, await meters.call_one(0, Utilization.find_peak, cfg.model.dtype)
@@ -25,7 +25,7 @@ async def describe_trainers(trainers: Workers[Trainer], cfg: RunConfig) -> tuple
 async def read_tflops(trainers: Workers[Trainer]) -> dict[str, float]:
     """Return the operations of the last step. They depend on how it was cut, and so are no metric of the trainer."""
     meters = trainers.attribute("observers.utilization")
-    return {TRAIN_TFLOPS: await meters.call_one(0, Utilization.read_tflops)}
+    return {TFLOPS: await meters.call_one(0, Utilization.read_tflops)}
 
 
 def measure_speed(
@@ -37,7 +37,7 @@ def measure_speed(
     return {
         TOKENS_PER_S: per_second,
         TOKENS_PER_S_PER_DEVICE: per_second / count_devices(cfg, metrics, ranks),
-        MFU: metrics[TRAIN_TFLOPS] / (metrics[time_metric(Phase.TRAIN)] * peak_tflops * ranks),
+        MFU: metrics[TFLOPS] / (metrics[time_metric(Phase.TRAIN)] * peak_tflops * ranks),
     }
 
 

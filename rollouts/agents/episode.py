@@ -106,7 +106,7 @@ class AgentRunner:
     async def _run_session(
         self, prompt: Prompt, seed_of_turn: Callable[[int | str], int], deadline_s: float, log: bytearray
     ) -> tuple[AgentSession, AgentResult]:
-        """Run the agent in a new session, with an address and a key of its own. log: receives what it prints."""
+        """Run the agent in a new session, with a new address and key. log: receives the output."""
         session = AgentSession(self.sampler, prompt, seed_of_turn)
         async with self.gateway.serving(session) as base_url:
             # "agent" is a key that no turn has

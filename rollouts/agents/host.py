@@ -26,7 +26,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from configs.agent_schema import AgentConfig
-from core.cli import run_guarded
+from core.cli import Parser, run_guarded
 from core.errors import UserError, quote
 from core.tasks import start_task
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_HOST_POLL_S
@@ -141,7 +141,7 @@ def read_start(body: Any) -> tuple[str, Task, float]:
 
 
 def read_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m rollouts.agents.host", description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="python -m rollouts.agents.host", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--file", help="Python file with a function run(task)")
     parser.add_argument("--serve", action="store_true", default=None, help="as rollout.agent.serve")
     parser.add_argument("--listen", default="127.0.0.1", help="IP address to listen on (default %(default)s)")

@@ -93,7 +93,7 @@ def unpack(folder: Path, digest: str, manifest: dict[str, Any]) -> Path:
     cache = find_cache_folder("images")
     cache.mkdir(parents=True, exist_ok=True)
     root = cache / digest.replace(":", "-")
-    with (cache / f"{root.name}.lock").open("w") as lock:
+    with (cache / f"{root.name}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other engines of this machine want it too
         if root.is_dir():
             return root

@@ -1,4 +1,4 @@
-"""Boxes: files that stay, limits that hold, links that lead nowhere, images that are what their digest says."""
+"""Boxes: files that stay, limits that hold, links that lead nowhere, images that match their digest."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _own_cache(monkeypatch, tmp_path_factory):
 
 
 async def play(extra: dict[str, Any], *commands: str, of: type[Harbor] = Harbor) -> tuple[Harbor, list[str]]:
-    """Play an episode; return the environment, and what the policy was told."""
+    """Play an episode; return the environment and the messages."""
     env, told = of(Prompt(id="row", messages=[], extra=extra)), list[str]()
     try:
         await env.open()

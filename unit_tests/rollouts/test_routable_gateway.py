@@ -147,7 +147,7 @@ def test_nginx_of_the_page_brings_tls(qwen, tmp_path: Path):
 
 
 def train_on_two_hosts(recipe, tmp_path: Path, agent: Callable[[Hosts], dict[str, Any]]) -> str:
-    """Train two steps with driver and engine on nodea. Return what the run has said. agent: makes `rollout.agent`."""
+    """Train two steps with driver and engine on nodea. Return the output. agent: makes `rollout.agent`."""
     (tmp_path / "agent.py").write_text(ON_NODE_B)
     hosts = Hosts(tmp_path)
     try:

@@ -1,4 +1,4 @@
-"""Rows of the results that are older than what they measure."""
+"""Rows of the results that are older than the code they measure."""
 
 from __future__ import annotations
 
