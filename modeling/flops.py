@@ -56,7 +56,7 @@ def count_training_flops(model: nn.Module) -> TrainingFlops:
 def _count_layers(decoder: nn.Module, text: Any) -> Iterator[float]:
     experts = {block.experts for block in list_blocks(decoder)}
     chosen = next((getattr(text, name) for name in CHOSEN if getattr(text, name, None)), None)
-    share = chosen / max(experts) if experts and chosen else 1.0
+    share = chosen / max(experts) if chosen and max(experts, default=0) else 1.0
     for name, module in decoder.named_modules():
         is_expert = "experts" in name.split(".")
         if isinstance(module, nn.Linear | Conv1D):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from modeling.experts import list_expert_weights
+from modeling.experts import is_router, list_expert_weights
 
 MOMENTUM = 0.95
 """Default of `trainer.optimizer_settings.momentum`."""
@@ -97,6 +97,9 @@ def list_matrices(model: nn.Module) -> set[str]:
     linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.rpartition(".")[2] != "score"
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        and name.rpartition(".")[2] != "score"
+        and not is_router(model, name)
     }
     return linear | {*list_expert_weights(model)}

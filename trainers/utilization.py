@@ -38,6 +38,8 @@ class Utilization(Observer):
 
     def __init__(self, rank: Rank):
         self.rank = rank
+        self.trained = True
+        """Whether the step's updates are of the policy, too."""
         self.counts = torch.zeros(0)
         """[3 + learners] float64: tokens, trained tokens, pairs of a token and one before it, and those in the window
         of each learner."""
@@ -48,15 +50,17 @@ class Utilization(Observer):
         if not self.flops:
             learners = [self.rank.policy, *([] if self.rank.critic is None else [self.rank.critic])]
             self.flops = [count_training_flops(learner.model) for learner in learners]
+        self.trained = self.rank.alg.trains_policy
         shape = 3 + len(self.flops)
         self.counts = torch.zeros(shape, dtype=torch.float64, device=self.rank.device)
 
     def on_batch(self, seen: BatchSeen) -> None:
         batch = seen.batch
         before = batch.position_ids.double() + 1
-        sizes = torch.tensor([len(before), len(batch.labels)], dtype=torch.float64, device=before.device)
-        pairs = [before.sum(), *(before.clamp(max=one.window).sum() for one in self.flops)]
-        self.counts += torch.cat([sizes, torch.stack(pairs)])
+        # new_full and not a tensor of a list, for which the host would wait
+        sizes = [before.new_full((), float(len(one))) for one in (before, batch.labels)]
+        near = [before.clamp(max=one.window).sum() for one in self.flops]
+        self.counts += torch.stack([*sizes, before.sum(), *near])
 
     def finish(self) -> dict[str, float]:
         self.counts = self.rank.sum_over_rows(self.counts)
@@ -69,7 +73,7 @@ class Utilization(Observer):
             one.per_token * tokens + one.per_label * labels + one.per_pair * pairs + one.per_near_pair * own
             for one, own in zip(self.flops, near, strict=True)
         ]
-        if not self.rank.alg.trains_policy:  # its forward pass is a third
+        if not self.trained:  # its forward pass is a third
             flops[0] /= 3
         return sum(flops) / 1e12
 

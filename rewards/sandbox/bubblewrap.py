@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.cluster.guardian import MARK
+from core.errors import quote
 from core.timing.deadlines import SANDBOX_CHECK_TIMEOUT_S
 from rewards.sandbox.base import MIB, Limits, Ran, SandboxUnavailable, check_names, last_line
 from rewards.sandbox.running import Running
@@ -123,7 +124,7 @@ class Bubblewrap:
             contents = {name: _in_memory(content) for name, content in files.items()}
             handed += contents.values()
             # values may be secrets, and all users of this machine see command lines
-            handed.append(variables := _in_memory("\0".join(_set_variables(view)).encode()))
+            handed.append(variables := _in_memory(write_variables(view.environment)))
             process = await asyncio.create_subprocess_exec(
                 *[program, *_walls(view), *_contents(contents, view), "--json-status-fd", str(reports)],
                 *["--args", str(variables), "--seccomp", str(rules), "--", *inside],
@@ -233,10 +234,17 @@ def _contents(files: Mapping[str, int], view: View) -> list[str]:
     return [*given, "--remount-ro", "/", "--chdir", view.folder]
 
 
-def _set_variables(view: View) -> list[str]:
-    """Return the options for the environment."""
+def write_variables(environment: Mapping[str, str]) -> bytes:
+    """Return the options for the environment as bwrap reads them, each ended by NUL.
+
+    Raises SandboxUnavailable for a variable that would be read as further options.
+    """
+    for name, value in environment.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise SandboxUnavailable(f"the variable {quote(name)} has no name, or a NUL, or = in its name")
     # --clearenv first, or it would remove these variables
-    return ["--clearenv", *(part for pair in view.environment.items() for part in ("--setenv", *pair))]
+    parts = ["--clearenv", *(part for pair in environment.items() for part in ("--setenv", *pair))]
+    return b"".join(part.encode() + b"\0" for part in parts)
 
 
 def _drop_privileges(user: int | None) -> list[str]:

@@ -196,13 +196,14 @@ def judge_timeout(
     """Return the result of an episode that reached the deadline: the last numbers, or a failure.
 
     A time-out that is always discarded is an exit that the policy can learn to take. It is a failure where the policy
-    was idle for most of the time, and cannot have caused it. busy_s: seconds in which the policy was sampling.
+    was idle for most of the time, or the episode waited for a machine: it cannot have caused it. busy_s: seconds in
+    which the policy was sampling.
     """
     given = prompt.extra.get(TIMEOUT_COLUMN)
     # agent.timeout_s may be lower than the row's
     of_row = given if given is not None and given <= deadline_s else None
     chosen = plan.on_timeout or ("fail" if of_row is None else "score")
-    is_slow = busy_s < deadline_s / 2
+    is_slow = busy_s < deadline_s / 2 or result.waited_s > deadline_s / 10
     if chosen == "score" and not is_slow:
         return result
     key = "rollout.timeout_s" if plan.timeout_s is None else "rollout.agent.timeout_s"

@@ -50,13 +50,15 @@ class RemoteAgents:
         """
         given = json.loads(write_task(task))
         body: dict[str, Any] = {"id": secrets.token_hex(16), "task": given}
-        host, until = "", asyncio.get_running_loop().time() + timeout_s
+        begin = asyncio.get_running_loop().time()
+        host, until = "", begin + timeout_s
         try:
             async with asyncio.timeout_at(until):
                 host = await self._begin(body, until)
+            waited_s = asyncio.get_running_loop().time() - begin
             # the host ends an agent that is late, which takes a while
             async with asyncio.timeout_at(until + AGENT_END_TIMEOUT_S):
-                found = await self._wait(host, body["id"], log)
+                found = replace(await self._wait(host, body["id"], log), waited_s=waited_s)
         except TimeoutError:
             # without a place until the deadline, which is no fault of the policy
             found = AgentResult(failure=f"no host of rollout.agent.address had a place within {timeout_s:g} s")

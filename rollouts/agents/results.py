@@ -27,6 +27,8 @@ class AgentResult:
     """True if the episode reached the deadline."""
     was_slow: bool = False
     """True if the policy was idle for more than half of that time."""
+    waited_s: float = 0.0
+    """Seconds of that time before a machine had a place for it."""
     was_lost: bool = False
     """True if the machine that played the episode is gone."""
 

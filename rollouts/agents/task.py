@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # pydantic is heavy
 RESULT_FD = 3
 """File descriptor for a command's rewards, written as one line of JSON."""
 HOST_KEY = "FEYNRL_AGENT_KEY"
-"""Environment variable with the key of the hosts in `rollout.agent.address`. No agent has it."""
+"""Environment variable with the key of the hosts in `rollout.agent.address`. Agents get none of that name."""
 LARGEST_MESSAGE = 2**16
 """Maximum size of a message between worker and launcher, in bytes."""
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.errors import ProcessDied, RunStopped, UserError, name_error, shorten
 from core.timing.deadlines import ENGINE_RPC_GRACE_S
@@ -18,9 +18,6 @@ from core.types.images import PlacedImage
 from core.types.weights import Bucket
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig, make_completion
 from rollouts.engines.vllm_support.requests import UNPUBLISHED, raise_first
-
-if TYPE_CHECKING:
-    pass
 
 TRANSFER, EXTENSION = "feynrl_gloo", "rollouts.engines.vllm_support.worker.WorkerMethods"
 COMMAND = (
@@ -53,7 +50,8 @@ class HttpEngine(Engine):
             raise self._refuse("does not tell its settings")
         self._check_settings(answer.json()["vllm_config"])
         # no limits: requests wait in the server, and rollout.timeout_s is the deadline of a group
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # an idle connection ends before the server's 5 s, or a request would meet its end
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
         self._http = httpx.AsyncClient(base_url=self.address, timeout=None, limits=limits)
 
     def _check_settings(self, found: Mapping[str, Any]) -> None:
@@ -63,6 +61,8 @@ class HttpEngine(Engine):
             "generation-config": (model["generation_config"], "vllm"),
             "dtype": (str(model["dtype"]).removeprefix("torch."), config.dtype),
             "tensor-parallel-size": (parallel["tensor_parallel_size"], config.tensor_parallel_size),
+            "data-parallel-size": (parallel["data_parallel_size"], 1),
+            "pipeline-parallel-size": (parallel["pipeline_parallel_size"], 1),
         }
         if config.starts_empty:  # weights will come
             transfer = (found.get("weight_transfer_config") or {}).get("backend")
@@ -98,6 +98,10 @@ class HttpEngine(Engine):
         if choice["finish_reason"] not in STOPS:
             raise RunStopped(f"{self.address} ended a request with {choice['finish_reason']!r} instead of a completion")
         logp = [token["logprob"] for token in choice["logprobs"]["content"]]
+        if not self.config.starts_empty and any(span["version"] != "default" for span in choice["weight_versions"]):
+            raise RunStopped(
+                f"rollout.servers: {self.address} has weights of a run in place of model.path: start it again"
+            )
         versions = [
             UNPUBLISHED if span["version"] == "default" else int(span["version"])
             for span in choice["weight_versions"]

@@ -18,6 +18,7 @@ import pytest
 from core.cluster import guardian
 from core.errors import UserError
 from rewards.sandbox import Bubblewrap, Limits, Ran, SandboxUnavailable, check_sandbox, seccomp
+from rewards.sandbox.bubblewrap import write_variables
 from rewards.sandbox.session import PythonSession
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.processes import leftovers, wait_until
@@ -233,6 +234,13 @@ def test_a_hundred_runs_leave_nothing():
     wait_until(lambda: not leftovers("one-of-many"))
     assert state()[0] == handles
     assert not [name for name in (state()[1] - files) | (state()[2] - shared) if "work" in name or "sandbox" in name]
+
+
+@pytest.mark.parametrize("variables", [{"A": "x\0--bind\0/\0/app"}, {"A\0--share-net": ""}, {"": "1"}, {"A=B": "1"}])
+def test_a_variable_that_would_be_an_option_is_refused(variables):
+    with pytest.raises(SandboxUnavailable, match="has no name, or a NUL, or = in its name"):
+        write_variables(variables)
+    assert write_variables({"A": "1", "B": ""}) == b"--clearenv\0--setenv\0A\0001\0--setenv\0B\0\0"
 
 
 def test_a_bubblewrap_without_namespaces_is_told_from_code_that_fails(monkeypatch, tmp_path):

@@ -170,7 +170,7 @@ DODGES = {
 @pytest.mark.parametrize("dodge", DODGES)
 def test_a_policy_that_breaks_the_verifier_gets_0_and_not_another_try(rows, tmp_path, dodge):
     test = "if bash greet.sh; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
-    extra = change(rows["mend-script"], tmp_path, test=test, toml=boxed_tasks.SETTINGS.replace("60.0", "0.5"))
+    extra = change(rows["mend-script"], tmp_path, test=test, toml=boxed_tasks.SETTINGS.replace("60.0", "3.0"))
     env, _ = asyncio.run(play(extra, f"echo '{DODGES[dodge]}' > greet.sh"))
     assert env.scores() == {} and env.counts()[TIMEOUTS] == 1.0 and env.over
 

@@ -152,8 +152,9 @@ def test_a_machine_that_fails_is_a_failed_sample(qwen, monkeypatch, fault):
     monkeypatch.setattr(remote, "AGENT_END_TIMEOUT_S", 0.2)
     does, times, sentence = FAULTS[fault]
     machine = Faulty(**does)
+    seconds = 0.3 if fault in ("hang", "capacity") else 5.0
     with serving(machine.make_app) as address:
-        [sample] = play(plan_of(address), Policy(qwen, []), agent_timeout_s=0.3)
+        [sample] = play(plan_of(address), Policy(qwen, []), agent_timeout_s=seconds)
     assert sentence in sample.failure and "\n" not in sample.failure and not sample.reward_parts, sample.failure
     assert len(machine.began) == times and {*machine.began} <= machine.ended
     # the agent of a lost machine may still run there, and must not reach the episode that took its place

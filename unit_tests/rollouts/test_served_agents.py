@@ -242,6 +242,8 @@ def test_a_deadline_is_a_score_only_for_a_policy_that_was_busy():
     assert idle.was_slow and idle.failure == (
         "the agent has not ended after 10 s (see the column timeout_s), and the policy was idle for 6 s of them"
     )
+    queued = replace(numbers, waited_s=4.0)
+    assert judge_timeout(queued, AgentPlan(), late, busy_s=5.5, deadline_s=10.0).was_slow, "it had 6 s"
     for failed in (judge(PROMPT, 9.0), judge(late, 9.0, on_timeout="fail")):
         assert failed.failure.startswith("the agent has not ended after 10 s") and not failed.was_slow
     assert judge(PROMPT, 9.0, timeout_s=10.0).failure.endswith("(see rollout.agent.timeout_s)")

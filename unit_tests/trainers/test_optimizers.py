@@ -102,6 +102,8 @@ def test_muon_leaves_embeddings_heads_scores_and_routers_to_adamw():
     assert not [name for name in names if "embed" in name or "lm_head" in name or "norm" in name]
     assert "model.layers.0.mlp.experts.gate_up_proj" in names and "model.layers.0.mlp.gate.weight" not in names
     assert "transformer.h.0.attn.c_attn.weight" in list_matrices(random_model("gpt2"))
+    block = nn.ModuleDict({"router": nn.Linear(4, 2), "experts": nn.ModuleList([nn.Linear(4, 4)])})
+    assert list_matrices(block) == {"experts.0.weight"}
     scored = nn.Sequential(OrderedDict(body=nn.Linear(2, 2), score=nn.Linear(2, 1)))
     assert list_matrices(scored) == {"body.weight"}
 
