@@ -8,9 +8,6 @@ PYTEST := $(BIN)/python -m pytest
 # file makes once is made once.
 FAST := OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal
 
-# Two slow tests at a time, since each waits for processes that start; beside a GPU one, which has its memory alone.
-SLOW := $(PYTEST) -q -n $(shell command -v nvidia-smi >/dev/null && echo 0 || echo 2) --dist worksteal
-
 .PHONY: help install newest quickstart lint types fast check test test-all verify mutants gpu-contract docs browser sandbox
 
 help:  ## what there is to make
@@ -51,7 +48,7 @@ test: fast  ## the fast tests, and one real run of each kind
 	$(PYTEST) -q -m "usual and not verify"
 
 test-all: test  ## the other slow tests, too
-	$(SLOW) -m "(slow or gpu) and not verify and not usual" --durations=30
+	$(PYTEST) -q -m "(slow or gpu) and not verify and not usual" --durations=30
 
 verify: set-test  ## long evidence runs, the planted bugs of `make mutants` among them
 	$(PYTEST) -q -m verify --timeout 3600

@@ -40,10 +40,11 @@ def test_vllm_loads_the_nccl_library_of_the_gpu_build():
 
 
 @pytest.mark.slow
-def test_vllm_takes_the_settings_of_an_engine_on_a_gpu():
+def test_vllm_takes_the_settings_of_an_engine_on_a_gpu(tiny_path):
     arguments = load_part("EngineArgs")
     lora = LoraConfig(r=8, alpha=16, targets=["q_proj"])
-    config = engine_config("m", sleep="discard", lora=lora)
+    # a folder, since vLLM looks for a name at once where the hub is off
+    config = engine_config(tiny_path, sleep="discard", lora=lora)
     settings = engine_args(config, on_cpu=False, sees=True)
     assert settings["enable_sleep_mode"] and settings["enable_chunked_prefill"]
     assert arguments(**settings).enable_sleep_mode
