@@ -54,7 +54,7 @@ def test_what_would_write_nothing_is_refused(recipe, profile, said):
         plan_observers(load_recipe(RLConfig, recipe({"steps": 2, "profile": profile}), []))
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_vllm_and_two_ranks_are_traced(trained):
     changes = {"backend": "ray", "rollout.engine": "vllm", "trainer.ranks": 2, "rollout.kv_cache_gib": 0.1}
     folder = trained(changes | {"steps": 2, "profile": {"steps": [0]}})

@@ -22,6 +22,7 @@ from unit_tests.helpers.runs import ROOT, SEVENS, file_of, metrics_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.verify
 def test_one_process_reproduces_two_deepspeed_ranks_and_the_shadow_agrees(trained, tmp_path):
     changes = {
         "backend": "ray",

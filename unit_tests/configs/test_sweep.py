@@ -88,7 +88,7 @@ def test_the_table_has_the_reward_and_the_metric_that_the_recipe_asks_for(tmp_pa
     assert row.split()[:5] == ["0", "2", "0.6250", "0.8750", "1.5000"]
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_every_combination_is_a_run_of_its_own(recipe, tmp_path, sums):
     path = recipe({"steps": 1, "data.eval": str(sums / "sft.parquet")}, kind="sl")
     done = program(path, "trainer.betas=[0.9,0.95],[0.8,0.9]", "trainer.lr=1e-2", main="main_sl.py")

@@ -173,7 +173,7 @@ def test_a_run_on_ray_is_refused_beside_the_callers_ray_and_leaves_it_be(recipe,
     assert not (tmp_path / "runs").exists(), "refused before anything is made"
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_after_a_run_on_ray_the_process_is_as_before_and_may_use_ray(recipe, tmp_path):
     done = run_script(AFTER_A_RUN, recipe({"backend": "ray", "steps": 1}, kind="sl"), home=tmp_path / "home")
     assert done.returncode == 0, done.stdout + done.stderr

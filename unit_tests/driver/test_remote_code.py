@@ -210,7 +210,7 @@ def test_what_the_code_cannot_do_is_said_before_the_start(changes, sentence, for
     refused(TRUST | {"model.path": foreign[0]} | changes, sentence)
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_vllm_without_the_architecture_is_said_before_the_start(foreign, refused):
     changes = TRUST | {"model.path": foreign[0], "rollout.engine": "vllm"}
     refused(changes, "vLLM does not have its architecture Model: set rollout.engine=hf")

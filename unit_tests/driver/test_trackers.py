@@ -576,7 +576,7 @@ sys.exit(run_guarded(main_rl.main))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(200)
 def test_an_unreachable_server_of_weights_and_biases_costs_one_warning(recipe, tmp_path):
     """Online, and nothing listens at its address: the run goes on, and ends in time."""

@@ -223,7 +223,10 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["death", "hang", "garbage", "wrong schema", "slow"])
+@pytest.mark.parametrize(
+    "fault",
+    ["death", "hang", *(pytest.param(name, marks=pytest.mark.verify) for name in ("garbage", "wrong schema", "slow"))],
+)
 @pytest.mark.parametrize("moment", ["initialize", "tools/list", "tools/call"])
 def test_a_server_that_fails_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, fault, moment):
     monkeypatch.setattr("rollouts.tools.mcp_server.MCP_START_TIMEOUT_S", 2.0)

@@ -139,7 +139,7 @@ def test_an_option_reaches_vllm_and_a_wrong_value_is_told(tiny_path):
         VllmEngine(EngineConfig(model_path=tiny_path, **SETTINGS, options={"max_num_seqs": "many"}))
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_the_doctor_tells_the_price_of_an_approximation(recipe, capsys):
     path = recipe({"rollout.engine": "vllm", "rollout.kv_cache_gib": 0.1, "rollout.max_new_tokens": 16}, kind="rl")
     knobs = ["--knob", "kv_cache_dtype=fp8", "--knob", "max_num_seqs=2", "--knob", "max_num_seqs=many"]

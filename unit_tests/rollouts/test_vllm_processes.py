@@ -76,6 +76,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.verify
 def test_an_engine_outside_of_a_run_leaves_no_sockets(tmp_path: Path, tmp_path_factory) -> None:
     save("qwen2-tied", tmp_path, seed=0)
     (tmp_path / "outside.py").write_text(OUTSIDE.format(model=str(tmp_path)))

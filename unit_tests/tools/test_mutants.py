@@ -104,7 +104,7 @@ def outcomes_of(repository: Path, folder: Path, *mutants_: Mutant) -> list[bool]
     return [one.killed for one in mutants.run_all([*mutants_], repository, folder, jobs=1)]
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_a_slow_machine_notices_no_bug(repository, monkeypatch):
     """Tests that run out of time say something about a bug only if they end without it."""
     monkeypatch.setattr(mutants, "TIMEOUT_S", 4.0)  # the tests of one bug

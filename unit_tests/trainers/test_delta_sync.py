@@ -244,12 +244,12 @@ def test_deltas_are_refused_where_nothing_decodes_them(refused, tmp_path):
     refused({"weight_sync.delta": True, **engine}, "weight_sync.delta", "DeltaDecoder")
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("engine", "transport"),
     [
         ("vllm", "auto"),
-        *(pytest.param("hf", name, marks=pytest.mark.verify) for name in ("auto", "direct", "disk")),
+        *(("hf", name) for name in ("auto", "direct", "disk")),
     ],
 )
 def test_a_run_sends_few_bytes_after_its_first_sync(engine, transport, recipe, tmp_path):
