@@ -44,11 +44,11 @@ HEAD = """# Prices of the engine's knobs
 <!-- made by `python -m tools.benchmarks.knobs --page docs/reference/knobs.md` -->
 
 `feynrl doctor RECIPE --knob NAME=VALUE` on configs/tiny.yaml in bfloat16: 32 sequences of at most 64 tokens, on two
-cores of a CPU. Gaps of log-probabilities are in nats. Speeds are of one run on a machine with other work: differences
-below a factor of three are chance.
+cores of a CPU. Gaps of log-probabilities are in nats. The doctor prints tokens per second, too; they depend on the
+machine.
 
-| knob | mean gap | largest gap | KL | tokens/s | GiB |
-|---|---|---|---|---|---|
+| knob | mean gap | largest gap | KL | GiB |
+|---|---|---|---|---|
 """
 
 
@@ -108,9 +108,9 @@ def describe(price: dict[str, Any]) -> str:
     """Return a row of the table."""
     knob, gap = f"`{price['knob']}`", price["gap"]
     if gap is None:
-        return f"| {knob} | refused: {price['refused'].replace('|', ' ')} | | | | |"
+        return f"| {knob} | refused: {price['refused'].replace('|', ' ')} | | | |"
     numbers = f"{gap['mean']:.2g} | {gap['largest']:.2g} | {gap['kl']:.2g}"
-    return f"| {knob} | {numbers} | {price['tokens_per_s']:.0f} | {price['memory_gib']:.2f} |"
+    return f"| {knob} | {numbers} | {price['memory_gib']:.2f} |"
 
 
 if __name__ == "__main__":
