@@ -55,7 +55,8 @@ def count_training_flops(model: nn.Module) -> TrainingFlops:
 
 def _count_layers(decoder: nn.Module, text: Any) -> Iterator[float]:
     experts = {block.experts for block in list_blocks(decoder)}
-    chosen = next((getattr(text, name) for name in CHOSEN if getattr(text, name, None)), None)
+    first = next(iter(_list_layers(text)), text)
+    chosen = next((getattr(first, name) for name in CHOSEN if getattr(first, name, None)), None)
     share = chosen / max(experts) if chosen and max(experts, default=0) else 1.0
     for name, module in decoder.named_modules():
         is_expert = "experts" in name.split(".")
@@ -81,17 +82,28 @@ def _count_per_weight(*, trained: bool) -> int:
 
 def _count_attention(text: Any) -> tuple[float, float, int]:
     """Return per_pair, per_near_pair and window; 0 where the configuration names no heads."""
-    heads = getattr(text, "num_attention_heads", None)
-    if not heads:
-        return 0.0, 0.0, 0
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    # of keys and of values, in latent attention
-    keys = getattr(text, "qk_nope_head_dim", size) + getattr(text, "qk_rope_head_dim", 0)
-    values = getattr(text, "v_head_dim", None) or size
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    # two products, of which both inputs need gradients
-    each = float((FORWARD + BACKWARD) * heads * (keys + values))
-    window = (getattr(text, "sliding_window", None) or 0) if "sliding_attention" in kinds else 0
-    near = kinds.count("sliding_attention") if window else 0
-    whole = sum("attention" in kind and "linear" not in kind for kind in kinds) - near
-    return each * whole, each * near, window
+    whole, near, window = 0.0, 0.0, 0
+    layers = _list_layers(text)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
+    for layer, kind in zip(layers, kinds, strict=False):
+        heads = getattr(layer, "num_attention_heads", None)
+        if not heads or "attention" not in kind or "linear" in kind:
+            continue
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        # of keys and of values, in latent attention
+        keys = getattr(layer, "qk_nope_head_dim", size) + getattr(layer, "qk_rope_head_dim", 0)
+        values = getattr(layer, "v_head_dim", None) or size
+        # two products, of which both inputs need gradients
+        each = float((FORWARD + BACKWARD) * heads * (keys + values))
+        own = (getattr(layer, "sliding_window", None) or 0) if kind == "sliding_attention" else 0
+        if own:
+            near, window = near + each, own
+        else:
+            whole += each
+    return whole, near, window
+
+
+def _list_layers(text: Any) -> list[Any]:
+    """Return the configuration of each layer."""
+    layers = range(getattr(text, "num_hidden_layers", None) or 0)
+    return [text.per_layer_config[i] if getattr(text, "is_heterogeneous", False) else text for i in layers]
