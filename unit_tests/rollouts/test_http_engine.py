@@ -37,13 +37,17 @@ SETTINGS = {
         "dtype": "torch.float32",
         "max_model_len": 256,
     },
-    "parallel_config": {"tensor_parallel_size": 1, "worker_extension_cls": EXTENSION},
+    "parallel_config": {
+        **{"tensor_parallel_size": 1, "data_parallel_size": 1, "pipeline_parallel_size": 1},
+        "worker_extension_cls": EXTENSION,
+    },
     "weight_transfer_config": {"backend": TRANSFER},
 }
 WRONG = {
     ("model_config", "logprobs_mode", "raw_logprobs"): "has --logprobs-mode 'raw_logprobs' where 'processed_logprobs'",
     ("model_config", "dtype", "torch.bfloat16"): "has --dtype 'bfloat16' where 'float32' is needed",
     ("model_config", "max_model_len", 128): "has --max-model-len 128, and 256 is needed",
+    ("parallel_config", "data_parallel_size", 2): "has --data-parallel-size 2 where 1 is needed",
     ("parallel_config", "worker_extension_cls", ""): "has --worker-extension-cls ''",
     ("weight_transfer_config", "backend", "nccl"): "has --weight-transfer-config 'nccl'",
 }
