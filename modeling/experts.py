@@ -47,11 +47,11 @@ def is_router(model: nn.Module, name: str) -> bool:
 
 
 def list_expert_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights that hold all experts of a layer, of three dimensions, by name."""
+    """Return the weights that hold all experts of a layer, of three dimensions, by name, also below an adapter."""
     return {
         f"{name}.{own}": p
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "experts"
+        if name.replace(".base_layer", "").rpartition(".")[2] == "experts"
         for own, p in module.named_parameters(recurse=False)
         # with ZeRO-3 a parameter has no shape of its own
         if len(getattr(p, "ds_shape", p.shape)) == 3

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from modeling.experts import list_blocks
+from modeling.experts import list_blocks, list_expert_weights
 
 FORWARD, BACKWARD = 2, 4
 """Operations per weight of a matrix and token: a product, and the gradients of input and weight."""
@@ -59,25 +59,22 @@ def _count_layers(decoder: nn.Module, text: Any) -> Iterator[float]:
     chosen = next((getattr(first, name) for name in CHOSEN if getattr(first, name, None)), None)
     share = chosen / max(experts) if chosen and max(experts, default=0) else 1.0
     for name, module in decoder.named_modules():
-        is_expert = "experts" in name.split(".")
         if isinstance(module, nn.Linear | Conv1D):
-            yield _count_matrix(module) * (share if is_expert else 1.0)
-        elif is_expert:
-            for weight in module.parameters(recurse=False):
-                shape = getattr(weight, "ds_shape", weight.shape)  # with ZeRO-3 it has no shape of its own
-                if len(shape) == 3:
-                    yield shape.numel() * share * _count_per_weight(trained=weight.requires_grad)
+            yield _count_matrix(module) * (share if "experts" in name.split(".") else 1.0)
+    for weight in list_expert_weights(decoder).values():
+        shape = getattr(weight, "ds_shape", weight.shape)  # with ZeRO-3 it has no shape of its own
+        yield shape.numel() * share * _count_per_weight(weight)
 
 
 def _count_matrix(module: nn.Linear | Conv1D) -> float:
-    if isinstance(module, Conv1D):
-        return module.nx * module.nf * _count_per_weight(trained=module.weight.requires_grad)
-    trained = any(p.requires_grad for name, p in module.named_parameters(recurse=False) if name == "weight")
-    return module.in_features * module.out_features * _count_per_weight(trained=trained)
+    size = module.nx * module.nf if isinstance(module, Conv1D) else module.in_features * module.out_features
+    # a layer in four bits has none
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return size * _count_per_weight(weight)
 
 
-def _count_per_weight(*, trained: bool) -> int:
-    return FORWARD + (BACKWARD if trained else BACKWARD // 2)
+def _count_per_weight(weight: nn.Parameter | None) -> int:
+    return FORWARD + (BACKWARD if weight is not None and weight.requires_grad else BACKWARD // 2)
 
 
 def _count_attention(text: Any) -> tuple[float, float, int]:

@@ -80,7 +80,7 @@ class DeepSpeedTrainer(DistributedTrainer):
 
 
 class DeepSpeedLearner:
-    """Train one model in one DeepSpeed engine."""
+    """Learner of one model, in a DeepSpeed engine."""
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig, dtype: str, sum_over_ranks: Callable[[Tensor], Tensor]):
         import deepspeed

@@ -72,7 +72,7 @@ class BubblewrapBox:
             raise UserError(f"the working folder {quote(str(place))} of a box must be an absolute path without ..")
         if top and top[0] in SYSTEM:
             raise UserError(
-                f"the working folder {quote(spec.folder or image.folder)} is read-only in a box of bubblewrap: choose "
+                f"the working folder {quote(str(place))} is read-only in a box of bubblewrap: choose "
                 "/app or /workspace, or use podman"
             )
         home = Path(tempfile.mkdtemp(prefix="box-"))

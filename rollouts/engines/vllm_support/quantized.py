@@ -51,6 +51,4 @@ def quantization_args(config: EngineConfig) -> dict[str, Any]:
     """Return vLLM's EngineArgs that quantise."""
     if config.quantization is None:
         return {}
-    if config.quantization == "fp8":
-        return {"quantization": FP8}
-    return {"quantization": INT8}
+    return {"quantization": FP8 if config.quantization == "fp8" else INT8}
