@@ -118,7 +118,9 @@ class Bubblewrap:
             raise SandboxUnavailable(MISSING)
         # bwrap writes the id of the first process inside, and its exit code, into this pipe
         status, reports = os.pipe()
-        handed: list[int] = [reports]
+        # the program waits for the end of this pipe
+        gate, opener = os.pipe()
+        handed: list[int] = [reports, gate]
         try:
             handed.append(rules := _in_memory(make_filter()))
             contents = {name: _in_memory(content) for name, content in files.items()}
@@ -127,6 +129,7 @@ class Bubblewrap:
             handed.append(variables := _in_memory(write_variables(view.environment)))
             process = await asyncio.create_subprocess_exec(
                 *[program, *_walls(view), *_contents(contents, view), "--json-status-fd", str(reports)],
+                *["--block-fd", str(gate)],
                 *["--args", str(variables), "--seccomp", str(rules), "--", *inside],
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -138,6 +141,7 @@ class Bubblewrap:
                 # the longest line that Running.ask reads
                 limit=limits.output_bytes,
             )
+            _share_output(process.pid)
         except OSError as error:
             os.close(status)
             raise SandboxUnavailable(f"bwrap cannot be started: {error.strerror or error}") from error
@@ -145,7 +149,7 @@ class Bubblewrap:
             os.close(status)
             raise
         finally:
-            for handle in handed:
+            for handle in (*handed, opener):
                 os.close(handle)
         box = Running(process, status, limits, view.writable)
         await box.begin()
@@ -176,6 +180,13 @@ def mount_system() -> list[str]:
         elif folder.is_dir():
             system += ["--ro-bind", str(folder), str(folder)]
     return system
+
+
+def _share_output(pid: int) -> None:
+    """Let every user open the output of a process by its name, /dev/stdout or /dev/stderr: the program is not root."""
+    for number in (1, 2):
+        with suppress(OSError):  # it has ended
+            os.chmod(f"/proc/{pid}/fd/{number}", 0o666)
 
 
 def _make_default_view(limits: Limits) -> View:

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+MOST_CLOSED = 64
+"""Maximum depth of folders within each other that their owner cannot read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Folder of this user that was opened for a moment, since its own mode forbids to read it."""
+
+    handle: int
+    mode: int
+
+    def close_again(self) -> None:
+        try:
+            os.chmod(f"/proc/self/fd/{self.handle}", self.mode)
+        finally:
+            os.close(self.handle)
 
 
 def list_descendants(pid: int) -> list[int]:
@@ -48,20 +66,55 @@ def count_files(pids: list[int], disk: int) -> int:
 def measure_folders(folders: Iterable[Path]) -> tuple[int, int]:
     """Return the bytes on disk, and the number of files and folders. Links are not followed.
 
-    Raises OSError for a folder that cannot be read: it could hide any number of files.
+    Raises OSError for a folder that cannot be read: it could hide any number of files. One of this user
+    that is closed to it is opened for the moment.
     """
     size = files = 0
-    waiting: list[str | Path] = [*folders]
-    while waiting:
-        # it may be gone
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                files += 1
-                with suppress(OSError):
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
+    waiting: list[str | Path | Closed] = [*folders]
+    try:
+        while waiting:
+            path = waiting.pop()
+            if isinstance(path, Closed):
+                path.close_again()
+                continue
+            # it may be gone
+            with suppress(FileNotFoundError, NotADirectoryError):
+                if closed := _open_closed(path):
+                    # below its entries, so it is closed again once they are counted
+                    waiting.append(closed)
+                    if sum(isinstance(one, Closed) for one in waiting) > MOST_CLOSED:
+                        raise PermissionError(f"more than {MOST_CLOSED} closed folders within each other")
+                with os.scandir(path) as entries:
+                    for entry in entries:
+                        files += 1
+                        with suppress(OSError):
+                            size += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(entry.path)
+    finally:
+        for path in reversed(waiting):
+            if isinstance(path, Closed):
+                path.close_again()
     return size, files
+
+
+def _open_closed(path: str | Path) -> Closed | None:
+    """Open a folder whose mode forbids its owner, this user, to read it. None if it can be read, or by root."""
+    if os.getuid() == 0:
+        return None
+    handle = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    found = os.fstat(handle)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o500 == 0o500 or found.st_uid != os.getuid():
+        os.close(handle)
+        return None
+    closed = Closed(handle, mode)
+    try:
+        os.chmod(f"/proc/self/fd/{handle}", mode | 0o700)
+    except OSError:
+        os.close(handle)
+        raise
+    return closed
 
 
 def _resident(pid: int) -> int:

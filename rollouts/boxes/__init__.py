@@ -14,7 +14,7 @@ import asyncio
 
 from core.errors import UserError, quote
 from rewards.sandbox import SandboxUnavailable
-from rollouts.boxes.base import Box, BoxSpec
+from rollouts.boxes.base import Box, BoxSpec, check_variables, is_text
 from rollouts.boxes.bubblewrap import BubblewrapBox, check_bubblewrap
 from rollouts.boxes.containers import ContainerBox, check_program
 from rollouts.boxes.programs import PROGRAMS
@@ -27,8 +27,13 @@ BUBBLEWRAP = "bubblewrap"
 async def open_box(backend: str, spec: BoxSpec) -> Box:
     """Start a box. The caller must close it.
 
-    Raises UserError for an image that cannot be used, and SandboxUnavailable if the box cannot be started.
+    Raises UserError for an image or a variable that cannot be used, and SandboxUnavailable if the start fails.
     """
+    check_variables(spec.environment, "a box")
+    if not is_text(spec.folder + spec.image) or "\0" in spec.folder + spec.image:
+        raise UserError(
+            f"the image {quote(spec.image)} or the working folder {quote(spec.folder)} is no name of a file"
+        )
     if backend == BUBBLEWRAP:
         return await BubblewrapBox.open(spec)
     return await ContainerBox.open(PROGRAMS[_check_name(backend)], spec)

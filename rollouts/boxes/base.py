@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from core.errors import UserError, quote
 from rewards.sandbox.base import Limits, Ran
 
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+WRITABLE = ("app", "home", "logs", "root", "solution", "tests", "tmp", "workspace")
+"""Folders of the root to which the policy may write in every box."""
 LIMITS = Limits(memory_mib=2048, disk_mib=1024, file_mib=256, files=50_000, processes=128, open_files=1024)
 """Limits of a box; `seconds` is of each command."""
 
@@ -29,8 +34,52 @@ class BoxSpec:
     """Working folder. "": that of the image."""
 
 
+def check_variables(environment: Mapping[str, object], of: str) -> None:
+    """Raise UserError for a variable that no process can have.
+
+    >>> check_variables({"A": "b"}, "the image x")
+    """
+    for name, value in environment.items():
+        text = f"{name}{value}"
+        if not name or "=" in name or "\0" in text or not is_text(text):
+            raise UserError(
+                f"{of} sets the variable {quote(name)} to {quote(str(value))}: neither may have a NUL or broken "
+                "characters, and the name must be there, without ="
+            )
+
+
+def is_text(text: str) -> bool:
+    """Tell whether a text can be encoded.
+
+    >>> is_text("a\\n"), is_text("\\ud800")
+    (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def order_path(path: str, writable: Collection[str] = WRITABLE) -> str:
+    """Return a PATH in which folders that the policy may write to come last, and relative ones are left out.
+
+    >>> order_path("/app/bin:/opt/conda/bin::bin:/usr/bin:/root/x", ["app", "root"])
+    '/opt/conda/bin:/usr/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin:/bin:/app/bin:/root/x'
+    """
+    folders = [one for one in path.split(":") if one.startswith("/")]
+    is_late = {one: os.path.normpath(one).lstrip("/").split("/")[0] in {*writable, ""} for one in folders}
+    # no program of the system may come from a later folder
+    early = [one for one in folders if not is_late[one]] + PATH.split(":")
+    return ":".join(dict.fromkeys([*early, *(one for one in folders if is_late[one])]))
+
+
 class Box(Protocol):
     """Running box."""
+
+    path: str
+    """PATH of a verifier: that of image and task, but programs of folders that the policy may write to are found last.
+    "": the image's."""
 
     broken: str
     """Reason why it takes no more commands, which a command has caused; "" for none."""

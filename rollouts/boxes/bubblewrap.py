@@ -23,14 +23,14 @@ from rewards.sandbox.base import MIB, Limits, Ran, SandboxUnavailable, check_nam
 from rewards.sandbox.bubblewrap import FORBIDDEN, Bubblewrap, View, draw_user, mount_system
 from rewards.sandbox.running import find_excess
 from rewards.sandbox.usage import measure_folders
-from rollouts.boxes.base import BoxSpec
+from rollouts.boxes.base import PATH, WRITABLE, BoxSpec, order_path
 from rollouts.boxes.images import HOST, Image, prepare_image
 
-WRITABLE = ("app", "home", "logs", "root", "solution", "tests", "tmp", "workspace")
-"""Folders of the root that every box may write to."""
 SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr", "var")
 """Folders of the root that cannot be the working folder's."""
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+OF_NETWORK = ("resolv.conf", "hosts")
+"""Files of this machine's /etc in a box with the network."""
+CERTIFICATES = "/etc/ssl/certs"
 OVER = {
     "disk": "the box has more than {disk_mib} MiB of files besides the image's",
     "files": "the box has more than {files} files besides the image's",
@@ -57,9 +57,10 @@ class BubblewrapBox:
         limits = spec.limits
         # the image's own files do not count
         self._limits = replace(limits, disk_mib=limits.disk_mib + -(-size // MIB), files=limits.files + files)
-        self._mounts = (*mount_image(image.root, names), *self._bind(sorted(names)))
+        self._mounts = (*mount_image(image.root, names, network=spec.network), *self._bind(sorted(names)))
         self._environment = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"} | {**image.environment}
         self._environment |= spec.environment
+        self.path = order_path(self._environment["PATH"], names)
 
     @classmethod
     async def open(cls, spec: BoxSpec) -> BubblewrapBox:
@@ -92,7 +93,7 @@ class BubblewrapBox:
         command = ["env", *(f"{name}={value}" for name, value in late.items()), *command]
         view = View(
             mounts=self._mounts,
-            folder=self._folder,
+            folder=await asyncio.to_thread(self._find_folder),
             environment={name: value for name, value in given.items() if name not in late} | {"PATH": PATH},
             network=self._spec.network,
             user=self._user,
@@ -152,6 +153,18 @@ class BubblewrapBox:
             path.chmod(0o755)
         self._own(folder)
 
+    def _find_folder(self) -> str:
+        """Return the working folder, or the nearest above it: a command may have removed, replaced or closed it."""
+        at = self._home
+        for part in PurePosixPath(self._folder).parts[1:]:
+            try:
+                if not stat.S_ISDIR((at / part).lstat().st_mode) or not os.access(at / part, os.X_OK):
+                    break
+            except OSError:
+                break
+            at /= part
+        return f"/{at.relative_to(self._home)}" if at != self._home else "/"
+
     def _get(self, path: str, most: int) -> bytes | None:
         """Read a file. No process of the box runs meanwhile, and links are not followed: they lead out of it."""
         *folders, name = PurePosixPath(path).parts[1:]
@@ -173,19 +186,33 @@ class BubblewrapBox:
             os.close(file)
 
 
-def mount_image(root: Path | None, besides: set[str]) -> list[str]:
+def mount_image(root: Path | None, besides: set[str], *, network: bool) -> list[str]:
     """Return the options that show an image's files, read-only, but for the folders `besides`."""
+    # one by one: nothing can be shown in a folder that is itself shown read-only
+    of_network = [part for name in OF_NETWORK if network for part in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
+    empty = ["--perms", "0755", "--dir", "/etc"]
     # with processes of this box only
     mounts = ["--proc", "/proc"]
     if root is None:
         # Debian's alternatives (awk, vi) are links into /etc, which would else be closed to the user
         folder = "/etc/alternatives"
-        return [*mounts, *mount_system(), "--perms", "0755", "--dir", "/etc", "--ro-bind-try", folder, folder]
+        certificates = ["--ro-bind-try", CERTIFICATES, CERTIFICATES] if network else []
+        return [*mounts, *mount_system(), *empty, "--ro-bind-try", folder, folder, *of_network, *certificates]
     for path in sorted(root.iterdir()):
-        if path.name in ("dev", "proc", "sys") or path.name in besides:
+        if path.name in ("dev", "proc", "sys") or path.name in besides or (network and path.name == "etc"):
             continue
         options = ["--symlink", os.readlink(path)] if path.is_symlink() else ["--ro-bind", str(path)]
         mounts += [*options, f"/{path.name}"]
+    return [*mounts, *empty, *mount_etc(root / "etc"), *of_network] if network else mounts
+
+
+def mount_etc(folder: Path) -> list[str]:
+    """Return the options that show the files of an image's /etc, but for those that say where the network is."""
+    mounts: list[str] = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name not in OF_NETWORK:
+            options = ["--symlink", os.readlink(path)] if path.is_symlink() else ["--ro-bind", str(path)]
+            mounts += [*options, f"/etc/{path.name}"]
     return mounts
 
 
@@ -204,9 +231,12 @@ def make_folders(root: Path, folder: str) -> None:
     at = root
     for part in PurePosixPath(folder).parts[1:]:
         at /= part
-        if at.is_symlink():
-            raise UserError(f"the working folder {quote(folder)} of a box is below a link of its image")
-        at.mkdir(exist_ok=True)
+        try:
+            if at.is_symlink():
+                raise UserError(f"the working folder {quote(folder)} of a box is below a link of its image")
+            at.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"the working folder {quote(folder)} of a box cannot be made: {error.strerror}") from error
 
 
 def remove_tree(top: Path) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from core.errors import UserError, quote
 from core.timing.deadlines import BOX_TIMEOUT_S, SANDBOX_EXIT_GRACE_S
 from rewards.sandbox.base import KilledFor, Ran, SandboxUnavailable, check_names, last_line
-from rollouts.boxes.base import BoxSpec
+from rollouts.boxes.base import BoxSpec, order_path
 from rollouts.boxes.programs import Program
 
 MOST_STARTS = 4
@@ -34,6 +34,8 @@ class ContainerBox:
 
     def __init__(self, program: Program, spec: BoxSpec) -> None:
         self.broken = ""
+        path = spec.environment.get("PATH")
+        self.path = "" if path is None else order_path(path)
         self.name = f"feynrl-{secrets.token_hex(8)}"
         self._program, self._spec = program, spec
         self._started = False
@@ -226,9 +228,10 @@ def list_parents(name: str) -> list[str]:
 def read_archive(archive: bytes, *, most: int) -> bytes | None:
     """Return the first `most` bytes of the only file in a tar archive; None if it holds no regular file."""
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        # "r:": Apptainer's archives come from a program of the policy, and could unpack to any size
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
             member = tar.next()
             file = None if member is None or not member.isreg() else tar.extractfile(member)
             return None if file is None else file.read(most)
-    except tarfile.TarError:
+    except (tarfile.TarError, ValueError, ArithmeticError, RecursionError, OSError):
         return None

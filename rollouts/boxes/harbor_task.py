@@ -20,6 +20,7 @@ from typing import Any
 
 from core.errors import UserError, quote
 from core.text.text_files import read_text
+from rollouts.boxes.base import check_variables
 
 LARGEST_REWARD_FILE = 2**16
 ROUNDING = 0.01
@@ -81,11 +82,11 @@ def read_task(folder: Path) -> HarborTask:
     return HarborTask(
         folder=folder,
         instruction=read_text(folder / "instruction.md", f"the task {folder}: instruction.md"),
-        image=environment.get("docker_image") or "",
+        image=read.text(environment, "environment.docker_image"),
         cpus=math.ceil(read.number(environment, "environment.cpus", 1)),
         memory_mib=read.size(environment, "environment.memory", 2048),
         disk_mib=read.size(environment, "environment.storage", 10240),
-        work_folder=environment.get("workdir") or "",
+        work_folder=read.text(environment, "environment.workdir"),
         network=environment.get("allow_internet") is True,
         environment=read.variables(environment, "environment.env"),
         agent_s=read.number(agent, "agent.timeout_sec", None),
@@ -177,12 +178,21 @@ class _Reader:
             raise UserError(f"{self.folder}/task.toml: {key} is {older!r:.60}: write {key}_mb alone, a number")
         return max(1, int(float(match.group(1)) * UNITS[match.group(2).upper()]))
 
+    def text(self, table: dict[str, Any], key: str) -> str:
+        """Return a text, "" without the key."""
+        value = table.get(key.partition(".")[2]) or ""
+        if not isinstance(value, str) or "\0" in value:
+            raise UserError(f"{self.folder}/task.toml: {key} is {value!r:.60}, where a text without NUL is expected")
+        return value
+
     def variables(self, table: dict[str, Any], key: str) -> dict[str, str]:
         """Return variables, with those of this machine that they name."""
         found = table.get(key.partition(".")[2], {})
         if not isinstance(found, dict):
             raise UserError(f"{self.folder}/task.toml: {key} must be a table, found {json.dumps(found)[:60]}")
-        return {name: VARIABLE.sub(self._find, str(value)) for name, value in found.items()}
+        variables = {name: VARIABLE.sub(self._find, str(value)) for name, value in found.items()}
+        check_variables(variables, f"{self.folder}/task.toml: {key}")
+        return variables
 
     def _find(self, match: re.Match[str]) -> str:
         name = match.group(1)

@@ -22,6 +22,7 @@ from typing import Any
 
 from core.cache_folder import find_cache_folder
 from core.errors import PARTIAL, UserError, first_line, quote
+from rollouts.boxes.base import check_variables
 
 HOST = "host"
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -71,10 +72,15 @@ def prepare_image(name: str) -> Image:
     manifest = _find_manifest(folder, digest)
     described = _take(_take(manifest, "config", folder), "digest", folder)
     config = _read_blob(folder, described).get("config") or {}
+    if not isinstance(config, dict):
+        raise UserError(f"the image {quote(name)} is damaged: its config is no table")
     root = unpack(folder, digest, manifest)
-    pairs = [str(one).partition("=") for one in config.get("Env") or []]
-    variables = {name: value for name, _, value in pairs}
-    image = Image(root=root, folder=config.get("WorkingDir") or "/", environment=variables)
+    listed, work = config.get("Env") or [], config.get("WorkingDir") or "/"
+    if not isinstance(listed, list) or not isinstance(work, str):
+        raise UserError(f"the image {quote(name)} is damaged: its Env is no list, or its WorkingDir no text")
+    variables = {key: value for key, _, value in (str(one).partition("=") for one in listed)}
+    check_variables(variables, f"the image {quote(name)}")
+    image = Image(root=root, folder=work, environment=variables)
     return check_programs(image, name)
 
 
@@ -141,9 +147,12 @@ def _read_blob(folder: Path, digest: str) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} of an image cannot be read: {first_line(error)}; copy it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} of an image cannot be read: it is no table; copy it again")
+    return found
 
 
 def _take(found: Any, key: str, folder: Path) -> Any:

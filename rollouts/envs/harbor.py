@@ -20,7 +20,6 @@ from data_feeds.chat.tool_parsing import ParsedReply
 from rewards.sandbox.base import Ran, SandboxUnavailable
 from rollouts.boxes import Box, BoxSpec, check_boxes, open_box
 from rollouts.boxes.base import LIMITS
-from rollouts.boxes.bubblewrap import PATH
 from rollouts.boxes.harbor_task import (
     LARGEST_REWARD_FILE,
     HarborTask,
@@ -36,13 +35,13 @@ from rollouts.tools.functions import tool
 LOGS = {"verifier/": b"", "agent/": b"", "artifacts/": b""}
 """Folders below /logs."""
 VERIFIER = {
-    "PATH": PATH,
     "HOME": "/logs/home",
     "PYTHONNOUSERSITE": "1",
     "PYTHONSAFEPATH": "1",
     **dict.fromkeys(("BASH_ENV", "ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONSTARTUP"), ""),
 }
-"""Variables of a verifier: none may lead to a file that the policy has written. [verifier.env] goes over them."""
+"""Variables of a verifier besides PATH: none may lead to a file that the policy has written. [verifier.env] goes over
+them."""
 LONGEST_COMMAND = 120_000
 """Maximum size of a command, in bytes. The kernel takes 128 KiB."""
 KILLED = {
@@ -60,7 +59,7 @@ class Harbor(ToolEnv):
     backend: ClassVar[str] = "bubblewrap"
     """Boxes to use: bubblewrap, podman, docker or apptainer."""
     network: ClassVar[bool] = False
-    """Allow the network. Boxes of bubblewrap have only the image's resolv.conf and certificates."""
+    """Allow the network. Boxes of bubblewrap have this machine's resolv.conf, and the image's certificates."""
     command_s: ClassVar[float] = 60.0
     """Maximum time of a command, in seconds."""
     most_characters: ClassVar[int] = 4000
@@ -110,6 +109,9 @@ class Harbor(ToolEnv):
         box = await open_box(self.backend, spec)
         try:
             await box.put("/logs", LOGS)
+            # a box that ends by itself is no doing of the policy
+            if box.broken:
+                raise SandboxUnavailable(f"a box of {task.folder.name} cannot be used: {box.broken}")
         except BaseException:
             await box.close()
             raise
@@ -150,6 +152,8 @@ class Harbor(ToolEnv):
             raise NoReward(f"the episode ended early: {self.over}")
         # its tests cannot run, and that is the policy's doing
         if self.box.broken:
+            if not self._touched:
+                raise NoReward(f"the box failed before the first command: {self.box.broken}")
             return
         try:
             self.earned = await verify(self.box, self.task)
@@ -200,7 +204,9 @@ async def verify(box: Box, task: HarborTask) -> dict[str, float]:
     if box.broken:
         raise NoReward(f"the tests cannot be copied into the box: {box.broken}")
     command = ["bash", "/tests/test.sh"]
-    ran = await box.run(command, seconds=task.verifier_s, environment=VERIFIER | {**task.verifier_environment})
+    own_path = {"PATH": box.path} if box.path else {}
+    variables = VERIFIER | own_path | {**task.verifier_environment}
+    ran = await box.run(command, seconds=task.verifier_s, environment=variables)
     if ran.killed_for is not None:
         raise NoReward(f"the verifier of {task.folder.name} was killed for its {ran.killed_for}")
     found = [await box.get(f"/logs/verifier/reward.{kind}", most=LARGEST_REWARD_FILE) for kind in ("json", "txt")]
