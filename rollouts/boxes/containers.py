@@ -13,9 +13,11 @@ import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from core.errors import UserError, quote
 from core.timing.deadlines import BOX_TIMEOUT_S, SANDBOX_EXIT_GRACE_S
+from core.timing.progress import say
 from rewards.sandbox.base import KilledFor, Ran, SandboxUnavailable, check_names, last_line
 from rollouts.boxes.base import BoxSpec, order_path
 from rollouts.boxes.programs import Program
@@ -25,6 +27,10 @@ MOST_STARTS = 4
 LARGEST_ARCHIVE = 64 * 2**20
 """Maximum size of an archive that is read, in bytes."""
 STARTING = asyncio.Semaphore(MOST_STARTS)
+NO_LIMIT = (b"storage-opt", b"storage option", b"quota")
+"""Words of the programs for storage that cannot limit the disk of a container."""
+UNLIMITED: set[str] = {"apptainer"}
+"""Programs that cannot limit the disk here, as far as this process knows."""
 GONE = ("no such container", "no container with name", "is not running", "no instance", "instance not found")
 """Words of the programs for a container that has ended."""
 
@@ -50,7 +56,7 @@ class ContainerBox:
         box = cls(program, spec)
         try:
             async with STARTING:
-                await box._step(program.start(box.name, spec), seconds=BOX_TIMEOUT_S)
+                await box._start()
             box._started = True
         except BaseException:
             # a late start would leave it behind
@@ -59,8 +65,11 @@ class ContainerBox:
         return box
 
     async def run(self, command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Ran:
-        words = self._program.run(self.name, command, folder=self._spec.folder, environment=environment or {})
-        ran = await run_program(words, seconds=seconds, most=self._spec.limits.output_bytes)
+        # an instance of Apptainer forgets those of its start
+        given = {**self._spec.environment, **(environment or {})}
+        words = self._program.run(self.name, command, folder=self._spec.folder, environment=given)
+        variables = {**os.environ, **self._program.pass_on(given)}
+        ran = await run_program(words, seconds=seconds, most=self._spec.limits.output_bytes, variables=variables)
         if ran.killed_for is not None:
             # its processes would go on in the container, beside the verifier
             self.broken = f"a command was ended for its {ran.killed_for}"
@@ -85,12 +94,27 @@ class ContainerBox:
         return read_archive(ran.stdout, most=most)
 
     async def stop_processes(self) -> None:
-        words = self._program.restart(self.name)
-        if words and not self.broken:
-            await self._step(words, seconds=BOX_TIMEOUT_S)
+        if not self.broken:
+            await self._step(self._program.restart(self.name), seconds=BOX_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._end()
+
+    async def _start(self) -> None:
+        """Start the container, with a limit on its disk if the storage of this machine's program knows one."""
+        program, spec = self._program, self._spec
+        limit_disk = program.name not in UNLIMITED
+        words = program.start(self.name, spec, limit_disk=limit_disk)
+        variables = {**os.environ, **program.pass_on(spec.environment)}
+        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16, variables=variables)
+        if limit_disk and ran.exit_code != 0 and any(one in ran.stderr.lower() for one in NO_LIMIT):
+            UNLIMITED.add(program.name)
+            say(f"the disk of containers of {program.name} is not limited: {last_line(ran.stderr)}")
+            # of a refused container, the name may be left
+            await self._end()
+            await self._start()
+        elif ran.exit_code != 0:
+            raise_failure(words, ran)
 
     async def _check_alive(self) -> None:
         """Note that the container has ended. Raises SandboxUnavailable if the program cannot tell."""
@@ -108,14 +132,18 @@ class ContainerBox:
             with suppress(SandboxUnavailable):
                 await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16)
 
-    async def _step(self, words: list[str], *, seconds: float, stdin: bytes = b"") -> None:
+    async def _step(self, words: Sequence[str], *, seconds: float, stdin: bytes = b"") -> None:
         """Run a command line that must succeed, unless the container has ended."""
         ran = await run_program(words, seconds=seconds, most=2**16, stdin=stdin)
         if ran.exit_code != 0 and self._started:
             await self._check_alive()
         if ran.exit_code != 0 and not self.broken:
-            why = last_line(ran.stderr) or f"no end after {ran.seconds:.3g} s"
-            raise SandboxUnavailable(f"`{words[0]} {words[1]}` failed: {why}")
+            raise_failure(words, ran)
+
+
+def raise_failure(words: Sequence[str], ran: Ran) -> NoReturn:
+    why = last_line(ran.stderr) or f"no end after {ran.seconds:.3g} s"
+    raise SandboxUnavailable(f"`{words[0]} {words[1]}` failed: {why}")
 
 
 def check_program(program: Program) -> None:
@@ -129,13 +157,18 @@ def check_program(program: Program) -> None:
         raise SandboxUnavailable(f"`{' '.join(words)}` failed: {last_line(done.stderr)}")
 
 
-async def run_program(words: Sequence[str], *, seconds: float, most: int, stdin: bytes = b"") -> Ran:
-    """Run a program with bounded time and output. It is killed when either is exceeded, or on cancellation."""
+async def run_program(
+    words: Sequence[str], *, seconds: float, most: int, stdin: bytes = b"", variables: Mapping[str, str] | None = None
+) -> Ran:
+    """Run a program with bounded time and output. It is killed when either is exceeded, or on cancellation.
+
+    variables: None stands for those of this process.
+    """
     began = time.monotonic()
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
-            *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=variables
         )
     except OSError as error:
         raise SandboxUnavailable(f"{words[0]} cannot be started: {error.strerror or error}") from error

@@ -2,9 +2,11 @@
 
 Containers of podman and docker are named and labelled, and stop by themselves after LONGEST_LIFE_S. What a
 killed run leaves is removed by `podman rm`, `docker rm` or `apptainer instance stop`. Files travel as tar archives.
-Nothing here limits the disk and the number of files: give the storage of containers a quota. Commands of podman and
-docker run as the image's user, often root, who can replace any program of the container, those that verify its work
-included. They are started anew before the verifier, so no process of a policy is left; those of Apptainer are not.
+The disk is limited where the engine's storage can do that (btrfs, zfs, or xfs with quotas), and that of Apptainer by
+`sessiondir max size` of its configuration; the number of files is not. Commands of podman and docker run as the image's
+user, often root, who can replace any program of the container, those that verify its work included. No process of a
+policy is left beside the verifier. Values of variables are in no command line, which all users of the machine see, but
+for variables that the program itself would obey (OF_PROGRAM).
 
 Sources: docs.podman.io (podman-run, -exec, -cp, -kill, -rm), docs.docker.com/reference/cli (docker run, exec, cp, kill,
 rm), apptainer.org/docs/user/1.3 (instance, exec, networking).
@@ -12,6 +14,7 @@ rm), apptainer.org/docs/user/1.3 (instance, exec, networking).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +23,11 @@ from rollouts.boxes.base import BoxSpec
 from rollouts.boxes.images import DIGEST
 
 LABEL = "feynrl"
+OF_PROGRAM = re.compile(
+    r"PATH|HOME|USER|TMPDIR|\w+_PROXY|(LD|XDG|DOCKER|PODMAN|CONTAINERS?|BUILDAH|STORAGE|SSL|REGISTRY)(_\w+)?|GO\w+",
+    re.IGNORECASE,
+)
+"""Variables that podman and docker would obey themselves, so their values must be in the command line."""
 LONGEST_LIFE_S = 24 * 3600
 Words = list[str]
 
@@ -30,8 +38,12 @@ class Program(Protocol):
     @property
     def name(self) -> str: ...
 
-    def start(self, box: str, spec: BoxSpec) -> Words:
-        """Start a container called `box` that waits, and return."""
+    def start(self, box: str, spec: BoxSpec, *, limit_disk: bool) -> Words:
+        """Start a container called `box` that waits, and return. limit_disk: where the program can."""
+        ...
+
+    def pass_on(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that the program must have, so that a container gets these."""
         ...
 
     def run(self, box: str, command: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> Words:
@@ -51,7 +63,7 @@ class Program(Protocol):
         ...
 
     def restart(self, box: str) -> Words:
-        """End the processes of the container, and start it again with its files. []: it cannot be."""
+        """End the processes of commands. The files stay."""
         ...
 
     def end(self, box: str) -> list[Words]:
@@ -69,7 +81,7 @@ class Containers:
 
     name: str
 
-    def start(self, box: str, spec: BoxSpec) -> Words:
+    def start(self, box: str, spec: BoxSpec, *, limit_disk: bool) -> Words:
         limits = spec.limits
         memory = f"{limits.memory_mib}m"
         words = [self.name, "run", "--detach", "--init", "--name", box, "--label", f"{LABEL}={box}"]
@@ -78,14 +90,17 @@ class Containers:
         words += ["--memory", memory, "--memory-swap", memory, "--cpus", str(spec.cpus)]
         words += ["--pids-limit", str(limits.processes), "--ulimit", f"fsize={limits.file_mib * 2**20}"]
         words += ["--ulimit", f"nofile={limits.open_files}"]
-        words += [part for name, value in spec.environment.items() for part in ("--env", f"{name}={value}")]
+        words += ["--storage-opt", f"size={limits.disk_mib}m"] if limit_disk else []
+        words += name_variables(spec.environment)
         if spec.folder:
             words += ["--workdir", spec.folder]
         return [*words, "--entrypoint", "sleep", spec.image, str(LONGEST_LIFE_S)]
 
+    def pass_on(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in environment.items() if not OF_PROGRAM.fullmatch(name)}
+
     def run(self, box: str, command: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> Words:
-        words = [self.name, "exec"]
-        words += [part for name, value in environment.items() for part in ("--env", f"{name}={value}")]
+        words = [self.name, "exec", *name_variables(environment)]
         words += ["--workdir", folder] if folder else []
         return [*words, box, *command]
 
@@ -116,19 +131,21 @@ class Apptainer:
 
     name: str = "apptainer"
 
-    def start(self, box: str, spec: BoxSpec) -> Words:
+    def start(self, box: str, spec: BoxSpec, *, limit_disk: bool) -> Words:
         limits = spec.limits
         words = [self.name, "instance", "start", "--containall", "--no-home", "--writable-tmpfs", "--no-privs"]
         words += [] if spec.network else ["--net", "--network", "none"]
         words += ["--memory", f"{limits.memory_mib}M", "--memory-swap", "0", "--cpus", str(spec.cpus)]
         words += ["--pids-limit", str(limits.processes)]
-        words += [part for name, value in spec.environment.items() for part in ("--env", f"{name}={value}")]
         words += ["--pwd", spec.folder] if spec.folder else []
         return [*words, spec.image, box]
 
+    def pass_on(self, environment: Mapping[str, str]) -> dict[str, str]:
+        # these pass --cleanenv too
+        return {f"APPTAINERENV_{name}": value for name, value in environment.items()}
+
     def run(self, box: str, command: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> Words:
         words = [self.name, "exec", "--cleanenv"]
-        words += [part for name, value in environment.items() for part in ("--env", f"{name}={value}")]
         words += ["--pwd", folder] if folder else []
         return [*words, f"instance://{box}", *command]
 
@@ -142,8 +159,8 @@ class Apptainer:
         return [self.name, "exec", "--cleanenv", f"instance://{box}", "true"]
 
     def restart(self, box: str) -> Words:
-        # its files are in memory, and go with the instance
-        return []
+        # A new start would lose its files, which are in memory. All processes but the instance's first are killed.
+        return [self.name, "exec", "--cleanenv", f"instance://{box}", "sh", "-c", "kill -KILL -1 || :"]
 
     def end(self, box: str) -> list[Words]:
         return [[self.name, "instance", "stop", "--signal", "KILL", box]]
@@ -151,6 +168,16 @@ class Apptainer:
     def names_digest(self, image: str) -> bool:
         # a .sif file is one image
         return image.endswith(".sif") or bool(DIGEST.fullmatch(image.rpartition("@")[2]))
+
+
+def name_variables(environment: Mapping[str, str]) -> Words:
+    """Return the options for variables whose values the program takes from its own variables.
+
+    >>> name_variables({"API_KEY": "secret", "PATH": "/bin"})
+    ['--env', 'API_KEY', '--env', 'PATH=/bin']
+    """
+    named = [f"{name}={value}" if OF_PROGRAM.fullmatch(name) else name for name, value in environment.items()]
+    return [part for one in named for part in ("--env", one)]
 
 
 PROGRAMS: dict[str, Program] = {one.name: one for one in (Containers("podman"), Containers("docker"), Apptainer())}

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import pytest
 
 from core.errors import UserError
-from data_prep.boxed_tasks import ETC
+from core.types.samples import Prompt
+from data_prep.boxed_tasks import ETC, TASKS, write_harbor_task
 from data_prep.boxed_tasks import PROGRAMS as NEEDED
 from data_prep.oci_image import LINKS, collect_programs, write_image, write_layer
 from rewards.sandbox import Limits, SandboxUnavailable
@@ -23,6 +24,7 @@ from rollouts.boxes.base import Box
 from rollouts.boxes.containers import read_archive, run_program, write_archive
 from rollouts.boxes.images import prepare_image
 from rollouts.boxes.programs import PROGRAMS
+from rollouts.envs.harbor import Harbor
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.processes import leftovers
 
@@ -249,14 +251,14 @@ def test_an_image_that_is_not_what_its_digest_says_is_refused(tmp_path):
 SPEC = BoxSpec(image=f"debian@{HIDDEN}", environment={"A": "b"}, folder="/app", limits=SMALL)
 IN_CONTAINERS = (
     "--init --name box --label feynrl=box --network none --security-opt no-new-privileges --memory 256m --memory-swap "
-    "256m --cpus 1 --pids-limit 32 --ulimit fsize=6291456 --ulimit nofile=256 --env A=b --workdir /app --entrypoint "
-    f"sleep debian@{HIDDEN} 86400"
+    "256m --cpus 1 --pids-limit 32 --ulimit fsize=6291456 --ulimit nofile=256 --storage-opt size=8m --env A "
+    f"--workdir /app --entrypoint sleep debian@{HIDDEN} 86400"
 )
 LINES: dict[str, dict[str, str]] = {
     **{
         name: {
             "start": f"{name} run --detach {IN_CONTAINERS}",
-            "run": f"{name} exec --env C=d --workdir /x box ls -l",
+            "run": f"{name} exec --env C --workdir /x box ls -l",
             "put": f"{name} cp - box:/",
             "get": f"{name} cp box:/logs/a -",
             "look": f"{name} container inspect --format {{{{.State.Running}}}} box",
@@ -267,12 +269,12 @@ LINES: dict[str, dict[str, str]] = {
     },
     "apptainer": {
         "start": "apptainer instance start --containall --no-home --writable-tmpfs --no-privs --net --network none "
-        f"--memory 256M --memory-swap 0 --cpus 1 --pids-limit 32 --env A=b --pwd /app debian@{HIDDEN} box",
-        "run": "apptainer exec --cleanenv --env C=d --pwd /x instance://box ls -l",
+        f"--memory 256M --memory-swap 0 --cpus 1 --pids-limit 32 --pwd /app debian@{HIDDEN} box",
+        "run": "apptainer exec --cleanenv --pwd /x instance://box ls -l",
         "put": "apptainer exec --cleanenv instance://box tar -xf - -C /",
         "get": "apptainer exec --cleanenv instance://box tar -cf - -C / logs/a",
         "look": "apptainer exec --cleanenv instance://box true",
-        "restart": "",
+        "restart": "apptainer exec --cleanenv instance://box sh -c kill -KILL -1 || :",
         "end": "apptainer instance stop --signal KILL box",
     },
 }
@@ -282,7 +284,7 @@ LINES: dict[str, dict[str, str]] = {
 def test_the_command_lines_are_those_of_the_manuals(name):
     program = PROGRAMS[name]
     found = {
-        "start": program.start("box", SPEC),
+        "start": program.start("box", SPEC, limit_disk=True),
         "run": program.run("box", ["ls", "-l"], folder="/x", environment={"C": "d"}),
         "put": program.put("box"),
         "get": program.get("box", "/logs/a"),
@@ -294,8 +296,13 @@ def test_the_command_lines_are_those_of_the_manuals(name):
     assert program.names_digest(SPEC.image) and not program.names_digest("debian:13")
 
 
+class InPodman(Harbor):
+    backend = "podman"
+
+
 PODMAN = """#!/bin/sh
 echo "$*" >> "$STATE/calls"
+case "$*" in *storage-opt*) [ -z "$XFS" ] || { echo "Error: --storage-opt needs pquota" >&2; exit 125; } ;; esac
 case "$1" in
 run) mkdir "$STATE/box"; [ -z "$SLOW" ] || exec sleep 60 ;;
 container) [ -d "$STATE/box" ] || { echo "Error: no such container" >&2; exit 125; }
@@ -308,7 +315,9 @@ exec) [ -d "$STATE/box" ] || { echo "Error: no container with name or ID" >&2; e
       while [ "$1" != "$NAME" ] && [ "${1#feynrl-}" = "$1" ]; do shift; done; shift
       [ "$1" != rm ] || { rm -rf "$STATE/box$3"; exit 0; }
       cd "$STATE/box" && exec "$@" ;;
-cp) if [ "$2" = - ]; then tar -xf - -C "$STATE/box"; else tar -cf - -C "$STATE/box" "${2#*:/}"; fi ;;
+cp) [ -z "$GONE" ] || { rm -r "$STATE/box"; exit 1; }
+    [ -z "$FULL" ] || { echo "Error: no space left on device" >&2; exit 125; }
+    if [ "$2" = - ]; then tar -xf - -C "$STATE/box"; else tar -cf - -C "$STATE/box" "${2#*:/}"; fi ;;
 esac
 """
 
@@ -358,6 +367,44 @@ def test_a_container_that_ends_is_the_policys_doing_a_dead_daemon_is_not(stand_i
         within(SPEC, die, backend="podman")
 
 
+def test_a_container_that_cannot_take_the_tests_fails_the_sample(stand_in, monkeypatch, tmp_path):
+    async def put(box: Box) -> None:
+        monkeypatch.setenv("FULL", "1")
+        await box.put("/tests", {"a": b""})
+
+    with pytest.raises(SandboxUnavailable, match=r"`podman cp` failed: Error: no space left on device"):
+        within(SPEC, put, backend="podman")
+    # one that ends before the policy has run anything is no doing of the policy
+    monkeypatch.setenv("GONE", "1")
+    write_harbor_task(tmp_path / "task", TASKS["count-lines"])
+    env = InPodman(Prompt(id="row", messages=[], extra={"task": str(tmp_path / "task"), "image": SPEC.image}))
+    with pytest.raises(SandboxUnavailable, match="a box of task cannot be used: its container has ended"):
+        asyncio.run(env.open())
+    assert not (stand_in / "box").exists()
+
+
+def test_values_of_variables_are_in_no_command_line(stand_in):
+    async def use(box: Box) -> str:
+        ran = await box.run(["sh", "-c", "echo $A $B $http_proxy"], seconds=20, environment={"B": "hidden\nsecret"})
+        return ran.stdout.decode()
+
+    spec = BoxSpec(image=SPEC.image, environment={"A": "secret", "http_proxy": "shown"})
+    assert within(spec, use, backend="podman").startswith("secret hidden secret")
+    calls = (stand_in / "calls").read_text()
+    assert "secret" not in calls and calls.count("--env A --env http_proxy=shown") == 2
+
+
+def test_a_storage_without_limits_is_said_once(stand_in, monkeypatch, capfd):
+    monkeypatch.setattr("rollouts.boxes.containers.UNLIMITED", set[str]())
+    monkeypatch.setenv("XFS", "1")
+    for _ in range(2):
+        assert within(SPEC, lambda box: sh(box, "echo a"), backend="podman") == "a\n"
+    said = "the disk of containers of podman is not limited: Error: --storage-opt needs pquota"
+    assert capfd.readouterr().err.splitlines() == [said]
+    runs = [call for call in (stand_in / "calls").read_text().splitlines() if call.startswith("run ")]
+    assert ["size=8m" in run for run in runs] == [True, False, False]
+
+
 def test_a_child_that_keeps_the_output_of_a_killed_program_ends_with_it():
     ran = asyncio.run(run_program(["sh", "-c", "echo a; sleep 614; :"], seconds=1.0, most=9))
     assert ran.killed_for == "time" and ran.stdout == b"a\n" and leftovers("614") == []
@@ -385,4 +432,11 @@ def test_an_unknown_backend_and_an_image_without_a_digest_are_refused(monkeypatc
 def test_an_archive_holds_folders_before_their_files():
     with tarfile.open(fileobj=BytesIO(write_archive("logs", {"a/b/c": b"1", "d/": b""}))) as tar:
         assert tar.getnames() == ["logs", "logs/a", "logs/a/b", "logs/d", "logs/a/b/c"]
+    # archives of Apptainer are made by a program of the policy
+    bomb = make_tar(("y", b"1"))
+    header = tarfile.TarInfo("x")
+    header.type = tarfile.XHDTYPE  # each describes the next
+    chain = header.tobuf() * 3000
+    for hostile in (bomb, chain, b"\xff" * 5000):
+        assert read_archive(hostile, most=9) is None
     assert read_archive(write_archive("x", {"y": b"1"}), most=9) is None and read_archive(b"what?", most=9) is None
