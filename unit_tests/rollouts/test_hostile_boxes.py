@@ -79,6 +79,8 @@ def test_a_policy_that_spoils_its_folders_does_not_end_its_box(user):
     """Else it would discard a bad episode."""
     command = [sys.executable]
     if user == "another":
+        if not all(place.stat().st_mode & 0o005 == 0o005 for place in (ROOT, *ROOT.parents)):
+            pytest.skip("another user cannot read this checkout")
         command = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", SYSTEM_PYTHON]
     variables = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
