@@ -1,4 +1,4 @@
-"""Uses of private parts of other libraries, except vLLM's (rollouts/engines/vllm_support/patches.py).
+"""Uses of private parts of other libraries, except those in modeling/ and vllm_support/patches.py.
 
 A private part may be used for correctness or safety if the library has no public way, and never to save time. Other
 files call a function of this file; tools/private_names.py reports a file that names a private part itself. `PATCHES`

@@ -20,6 +20,7 @@ directions, so the vision tower keeps torch's kernel, and this kernel refuses a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ from modeling.segments import EqualSegments, Segments
 
 BY_SEQUENCE = "by_sequence"
 """Name of this attention in transformers. It must not contain "sdpa": models without torch's kernel would refuse it."""
+FIXED_ORDER = "fixed_order"
+"""Name of the attention of attention_fixed.py."""
+TAKE_SEGMENTS = (BY_SEQUENCE, FIXED_ORDER)
+"""Attention kernels that receive the input `segments`."""
 
 WITHOUT_EFFECT = frozenset(
     {"position_ids", "cache_position", "use_cache", "return_dict", "output_attentions", "output_hidden_states"}
@@ -40,7 +45,7 @@ WITHOUT_EFFECT = frozenset(
 """Arguments of transformers' attention interface that change no number of a pass without a cache. Borders of a packed
 row come as `segments`."""
 
-TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
+TAKE_BORDERS = ("flash_attention_2", *TAKE_SEGMENTS)
 """Attention kernels that receive the sequence boundaries of a packed row and need no mask."""
 
 
@@ -118,7 +123,10 @@ def attend_by_sequence(
     softcap and s_aux: cap and sinks of `Scores`. Raises ValueError for a layer that is not causal, and for an argument
     that is not known here: both would silently be computed as something else.
     """
-    _refuse_others(module, query, key, attention_mask, is_causal=is_causal, dropout=dropout, others=others)
+    has_mask = attention_mask is not None and attention_mask.numel() > 0  # forward.py sends an empty one
+    if has_mask or query.shape[2] != key.shape[2]:
+        raise ValueError(f"attention {BY_SEQUENCE} is for training: it takes neither a mask nor a cache")
+    refuse_others(BY_SEQUENCE, module, is_causal=is_causal, dropout=dropout, others=others)
     scores = Scores(scaling=scaling, window=sliding_window, cap=softcap, sinks=s_aux)
     if segments is None:
         # padding on the right is a part of the segment: no real token attends to it, because attention is causal
@@ -133,27 +141,17 @@ def attend_by_sequence(
     return together.to_positions(attended), None
 
 
-def _refuse_others(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    is_causal: bool | None,
-    dropout: float,
-    others: dict[str, Any],
+def refuse_others(
+    name: str, module: nn.Module, *, is_causal: bool | None, dropout: float, others: dict[str, Any]
 ) -> None:
-    """Raise ValueError for what this attention does not compute."""
+    """Raise ValueError for what an attention does not compute. others: its unknown arguments."""
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ValueError(f"attention {BY_SEQUENCE} is causal, and {type(module).__name__} is not")
-    has_mask = attention_mask is not None and attention_mask.numel() > 0  # forward.py sends an empty one
-    if has_mask or query.shape[2] != key.shape[2]:
-        raise ValueError(f"attention {BY_SEQUENCE} is for training: it takes neither a mask nor a cache")
-    unknown = sorted(name for name, given in others.items() if given is not None and name not in WITHOUT_EFFECT)
+        raise ValueError(f"attention {name} is causal, and {type(module).__name__} is not")
+    unknown = sorted(key for key, given in others.items() if given is not None and key not in WITHOUT_EFFECT)
     if dropout or unknown:
         raise ValueError(
-            f"attention {BY_SEQUENCE} does not compute {', '.join(unknown) or 'dropout'}, which "
-            f"{type(module).__name__} asks for"
+            f"attention {name} does not compute {', '.join(unknown) or 'dropout'}, which {type(module).__name__} asks "
+            "for"
         )
 
 
@@ -161,13 +159,30 @@ def attend_row(query: Tensor, key: Tensor, value: Tensor, segments: Segments, sc
     """Compute attention of a whole row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D]."""
     if scores.leading is None and fits_varlen(query, value):
         return attend_varlen(query, key, value, segments, scaling=scores.scaling, window=scores.window)
+
+    def attend_run(q: Tensor, k: Tensor, v: Tensor, run: EqualSegments) -> Tensor:
+        return attend(q, k, v, segments.find_mask(run, scores.window, q.device, leading=scores.leading), scores)
+
+    return attend_runs(query, key, value, segments, attend_run)
+
+
+def attend_runs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    attend_run: Callable[[Tensor, Tensor, Tensor, EqualSegments], Tensor],
+) -> Tensor:
+    """Compute attention of a whole row, run by run; as `attend_row`.
+
+    attend_run: computes [count, H, own, D] queries and [count, Hkv, above + own, D] keys and values of a run.
+    """
     # split, not slices: the gradient of each slice would be as large as the whole row
     queries = query.split([run.own * run.count for run in segments.runs], dim=2)
     keys, values = (_keys_of_runs(x, segments) for x in (key, value))
     parts: list[Tensor] = []
     for run, q, k, v in zip(segments.runs, queries, keys, values, strict=True):
-        mask = segments.find_mask(run, scores.window, query.device, leading=scores.leading)
-        done = attend(_as_batch(q, run), _as_batch(k, run), _as_batch(v, run), mask, scores)
+        done = attend_run(_as_batch(q, run), _as_batch(k, run), _as_batch(v, run), run)
         # the layout that the attention interface returns: positions before heads
         parts.append(done.transpose(1, 2).flatten(0, 1))  # [count * own, H, D]
     return torch.cat(parts)[None]

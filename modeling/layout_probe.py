@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from core.errors import UserError, first_line
 from core.patches import read_attention
 from core.types.samples import Batch
-from modeling.attention import BY_SEQUENCE, TAKE_BORDERS, set_attention
+from modeling.attention import BY_SEQUENCE, TAKE_BORDERS, TAKE_SEGMENTS, set_attention
 from modeling.forward import forward
 from modeling.model_inputs import Layout, lay_out_part
 from modeling.paths import PathLayers, find_mixers
@@ -79,7 +79,7 @@ def layout_for(setting: Setting, model: nn.Module) -> Layout:
 
 def can_share_prefixes(model: nn.Module) -> bool:
     """Tell whether packed rows of this model may share prefixes."""
-    return read_attention(_config(model)) == BY_SEQUENCE and find_probe(model).level == "shared"
+    return read_attention(_config(model)) in TAKE_SEGMENTS and find_probe(model).level == "shared"
 
 
 def find_probe(model: nn.Module) -> LayoutProbe:
@@ -154,7 +154,7 @@ def _list_attempts(attention: str, layout: Setting) -> list[_Attempt]:
     """Return the attempts, best first. Only our own attention may be replaced; another one was chosen by the user."""
     packed: list[_Attempt] = []
     if layout != "padded":
-        if attention == BY_SEQUENCE:
+        if attention in TAKE_SEGMENTS:
             packed.append(_Attempt(level="shared", attention=attention))
         if attention in TAKE_BORDERS or layout == "packed":
             packed.append(_Attempt(level="packed", attention=attention, poisons=attention in TAKE_BORDERS))

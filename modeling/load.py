@@ -10,7 +10,9 @@ from torch import nn
 
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError, first_line
-from modeling.attention import attend_by_sequence_if_able
+from core.patches import read_attention
+from modeling.attention import BY_SEQUENCE, FIXED_ORDER, attend_by_sequence_if_able
+from modeling.attention_fixed import use_fixed_order
 from modeling.head import use_scoring_head
 from modeling.hf_config import choose_class, needs_images, read_config, vision_family
 from modeling.pretrained import Place, load_placed, load_pretrained, refuse_own_code
@@ -170,7 +172,7 @@ def _load_pretrained(
     new_head: bool = False,
     **settings: Any,
 ) -> nn.Module:
-    if attention != "auto":
+    if attention not in ("auto", FIXED_ORDER):
         config = read_config(path, key=key, trust_remote_code=settings["trust_remote_code"])
         # flash attention takes the borders of a packed row, which are not those of the images' patches
         split = getattr(config, "vision_config", None) is not None and attention == "flash_attention_2"
@@ -183,8 +185,10 @@ def _load_pretrained(
     parts = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
     if any(getattr(c, name, 0.0) for c in parts for name in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
         raise UserError(f"{key}={path} has dropout in its config.json: set it to 0")
-    if attention == "auto":
+    if attention in ("auto", FIXED_ORDER):
         attend_by_sequence_if_able(model)
+    if attention == FIXED_ORDER and read_attention(model.config.get_text_config()) == BY_SEQUENCE:
+        use_fixed_order(model)
     if checkpointing:
         # non-reentrant: the other kind gives no gradient if no input needs one, as with LoRA's frozen embeddings
         model.gradient_checkpointing_enable({"use_reentrant": False})

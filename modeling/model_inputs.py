@@ -16,7 +16,7 @@ from core.patches import read_attention
 from core.types.kept_sets import KeptTokens
 from core.types.routes import PADDING
 from core.types.samples import Batch
-from modeling.attention import BY_SEQUENCE, TAKE_BORDERS
+from modeling.attention import TAKE_BORDERS, TAKE_SEGMENTS
 from modeling.segments import Segments
 from modeling.sequence_parallel import SequenceGroup
 
@@ -45,7 +45,7 @@ def lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group:
     """Lay out the rows of a batch; with a sequence group, this rank's slice of the row."""
     (row, column), inputs = _lay_out(model, batch, layout)
     if sequence_group is None:
-        if read_attention(model.config.get_text_config()) == BY_SEQUENCE:
+        if read_attention(model.config.get_text_config()) in TAKE_SEGMENTS:
             # Without a mask transformers looks for one in all positions, and the host waits for the answer. One of four
             # axes goes to the kernel as it is, and the kernel ignores an empty one.
             inputs["attention_mask"] = batch.input_ids.new_empty((0, 0, 0, 0), dtype=torch.bool)
@@ -117,11 +117,11 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     config = model.config.get_text_config()
     kernel = read_attention(config)
     segments = Segments.of_batch(batch)
-    if segments.are_shared and kernel != BY_SEQUENCE:
+    if segments.are_shared and kernel not in TAKE_SEGMENTS:
         raise ValueError(
             f"a {config.model_type} model with {kernel} attention cannot share prefixes: set trainer.share_prefixes=off"
         )
-    if kernel == BY_SEQUENCE:
+    if kernel in TAKE_SEGMENTS:
         return {"segments": segments}
     if kernel in TAKE_BORDERS:
         # int32 is the kernel's type

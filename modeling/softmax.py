@@ -44,6 +44,11 @@ class KeptStates:
         return finish_logits(self.model, linear(self.hidden[rows], self.weight, self.bias))
 
 
+def normalize(logits: Tensor) -> Tensor:
+    """Return the log-probabilities of restricted logits, [m, A]; the bits are those of `Softmax.compute`."""
+    return logits - logits.logsumexp(-1, keepdim=True)
+
+
 NO_COLUMNS = Tokens(weight=torch.zeros(0)).column
 """Reader of columns where there are none: it raises MissingColumn."""
 

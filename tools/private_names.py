@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tools.layers import LAYERS, ROOT, parse_file, tracked
 
-PATCH_FILES = ("core/patches.py", "rollouts/engines/vllm_support/patches.py")
+PATCH_FILES = ("core/patches.py", "modeling/patches.py", "rollouts/engines/vllm_support/patches.py")
 SKIPPED = frozenset({*PATCH_FILES, "tools/private_names.py"})
 """Files that name private parts: this one to say what they are."""
 OURS = frozenset({*(layer.split("/")[0] for layer in LAYERS), "data_prep", "tools"})

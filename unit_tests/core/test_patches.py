@@ -23,9 +23,10 @@ HEAVY = ("torch", "ray", "transformers", "deepspeed", "vllm", "datasets", "huggi
 
 
 def all_patches() -> list[Patch]:
+    from modeling import patches as of_models
     from rollouts.engines.vllm_support import patches
 
-    return [*PATCHES, *patches.PATCHES]
+    return [*PATCHES, *of_models.PATCHES, *patches.PATCHES]
 
 
 def is_there(target: str) -> bool:
