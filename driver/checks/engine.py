@@ -11,6 +11,7 @@ from core.errors import UserError, quote
 from core.types.allowed_tokens import AllowedTokens
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.episodes import Sampling
+from driver.checks.invariance import check_batch_invariant
 from driver.start.devices import uses_gpus
 from modeling.hf_config import is_text_use, meta_model, needs_images, read_config
 from rollouts.allowed_tokens import resolve_allowed_tokens
@@ -31,6 +32,8 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
     if cfg.rollout.quantization is not None:
         engine.check_quantization(cfg.rollout, dtype=cfg.model.dtype, on_gpu=uses_gpus(cfg))
     where = {"on_gpu": uses_gpus(cfg), "aborts": isinstance(cfg, RLConfig) and cfg.weight_sync.pause_mode == "abort"}
+    if cfg.rollout.batch_invariant:
+        check_batch_invariant(cfg, name, can)
     if cfg.rollout.is_truncated:
         engine.check_truncation(cfg.rollout, **where)
     if cfg.rollout.router_replay != "off" and isinstance(cfg, RLConfig):

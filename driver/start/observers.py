@@ -17,6 +17,7 @@ from trainers.meter import SourceLosses
 from trainers.observers import ObserverFactory
 
 OF_A_RUN: dict[str, tuple[Callable[[RLConfig], bool], str]] = {
+    "batch_invariant": (lambda cfg: cfg.rollout.batch_invariant, "driver.rl.invariance"),
     "compare_losses": (lambda cfg: bool(cfg.compare_losses), "analysis.compared_losses.observer"),
     "capture": (lambda cfg: cfg.capture.is_on, "analysis.capture.observer"),
     "profile": (lambda cfg: bool(cfg.profile.steps), "analysis.profile.observer"),

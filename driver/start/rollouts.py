@@ -150,6 +150,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
         quantization=cfg.rollout.quantization,
+        batch_invariant=cfg.rollout.batch_invariant,
         options=cfg.rollout.vllm,
     )
     second = cfg.eval_reward if isinstance(cfg, RLConfig) else None

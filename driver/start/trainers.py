@@ -41,6 +41,7 @@ class TrainerPlan:
     allowed_tokens: AllowedTokens = EVERY_TOKEN
     has_ref_logp: bool = False
     router_replay: RouterReplay = "off"
+    batch_invariant: bool = False
     shares_device: bool = False
     """Colocation: the trainer is offloaded while an engine uses the device."""
     timeout_s: float = 1800.0
@@ -76,9 +77,11 @@ def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
     }
     if info is None:
         # Imported where it is used, so that DeepSpeed loads only in runs with it.
+        from trainers.invariant import InvariantTrainer
         from trainers.local import LocalTrainer
 
-        return LocalTrainer(plan.model, plan.trainer, plan.alg, **settings)
+        made = InvariantTrainer if plan.batch_invariant else LocalTrainer
+        return made(plan.model, plan.trainer, plan.alg, **settings)
     os.environ |= {
         "MASTER_ADDR": info.address,
         "MASTER_PORT": str(info.port),
@@ -115,6 +118,7 @@ def plan_trainer(
         allowed_tokens=allowed_tokens,
         has_ref_logp=isinstance(cfg, SLConfig) and cfg.precompute_ref_logp,
         router_replay=cfg.rollout.router_replay if isinstance(cfg, RLConfig) else "off",
+        batch_invariant=isinstance(cfg, RLConfig) and cfg.rollout.batch_invariant,
         shares_device=shares_devices(cfg),
         timeout_s=cfg.timeout_s,
     )

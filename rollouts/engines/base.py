@@ -127,6 +127,8 @@ class EngineConfig:
     """Receive weights through CUDA IPC handles, from another process on the same GPU."""
     quantization: Quantization | None = None
     """Rounding of the linear layers: `rollout.quantization`."""
+    batch_invariant: bool = False
+    """Whether log-probabilities are the trainer's to the bit: `rollout.batch_invariant`."""
     server: str | None = None
     """Address of this engine's server, of `rollout.servers`. None: the engine starts itself."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -156,6 +158,8 @@ class Capabilities:
     """True if `EngineConfig.truncation` is applied, and the kept sets are reported (`Completion.kept`)."""
     routes: bool = False
     """True if `EngineConfig.routes` is respected."""
+    batch_invariant: bool = False
+    """True if `EngineConfig.batch_invariant` is respected."""
     stop_strings: bool = False
     """True if `EngineConfig.stop_strings` ends completions."""
     sleep: bool = False

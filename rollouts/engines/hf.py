@@ -31,8 +31,11 @@ from core.types.allowed_tokens import LOWEST
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
 from modeling.export import saved_buffers
+from modeling.fixed_order import fixed_order
 from modeling.hf_config import needs_images
+from modeling.softmax import normalize
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
+from rollouts.engines.hf_support.invariance import check_batch_invariance
 from rollouts.engines.hf_support.quantized import RoundedLinears, refuse_experts
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, keep_routes, keep_sets, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
@@ -66,6 +69,7 @@ class HfEngine(Engine):
         allowed_tokens=True,
         kept_sets=True,
         routes=True,
+        batch_invariant=True,
         stop_strings=True,
         sleep=True,
     )
@@ -81,7 +85,13 @@ class HfEngine(Engine):
         )
         # eval(): dropout would change the policy at every token
         self.model = model.eval().to(self.device)
-        set_exact_attention(self.model, device=self.device)  # ours takes no cache
+        self.order, self.make_cache = nullcontext[None], partial(DynamicCache, config=self.model.config)
+        if config.batch_invariant:
+            # a cache by the config would drop keys outside of a window, and with them the places of the others
+            self.order, self.make_cache = fixed_order, DynamicCache
+            check_batch_invariance(self.model)
+        else:
+            set_exact_attention(self.model, device=self.device)  # ours takes no cache
         self.routers: RouterHook | None = None
         if config.routes:
             from modeling.routes import RouterHook
@@ -158,7 +168,8 @@ class HfEngine(Engine):
             # After an update the cache has keys and values of the old weights, so it is rebuilt from all tokens.
             n_updates, rows = self.n_updates, self._make_rows([(r.so_far, r.images) for r in live])
             while live and n_updates == self.n_updates:
-                live = self._sample_tokens(rows, live)
+                with self.order():
+                    live = self._sample_tokens(rows, live)
                 await asyncio.sleep(0)
             if self.request_mode == "abort":
                 return
@@ -186,7 +197,7 @@ class HfEngine(Engine):
 
     def _make_rows(self, live: Sequence[tuple[list[int], Sequence[PlacedImage]]]) -> Rows:
         """Return inputs with all tokens and images of the requests, and an empty cache."""
-        return make_rows(live, DynamicCache(config=self.model.config), self.processor, self.device)
+        return make_rows(live, self.make_cache(), self.processor, self.device)
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
     def _sample_tokens(self, rows: Rows, live: list[EngineRequest]) -> list[EngineRequest]:
@@ -210,7 +221,7 @@ class HfEngine(Engine):
             kept = self.truncation.find_kept(logits)
             logits = logits.masked_fill(~kept, LOWEST)
             keep_sets(live, kept, self.allowed_tokens)
-        logp = logits.log_softmax(-1)
+        logp = normalize(logits)
         columns = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
         chosen, chosen_logp = self.allowed_tokens.to_ids(columns), logp.gather(-1, columns[:, None])[:, 0].tolist()
         stay = []

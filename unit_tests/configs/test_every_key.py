@@ -78,6 +78,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.enforce_eager": (True, {}),
     "rollout.gpu_memory_utilization": (0.5, {}),
     "rollout.quantization": ("int8", {}),
+    "rollout.batch_invariant": (True, {}),
     "rollout.vllm": ({"max_num_seqs": 3}, {"rollout.engine": "vllm"}),
     "weight_sync.every": (2, {"max_staleness": 4}),
     "weight_sync.max_kl": (0.1, {"weight_sync.every": 2, "max_staleness": 4}),
