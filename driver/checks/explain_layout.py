@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.schema import RunConfig
+from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from modeling.hf_config import ModelUnreadable, check_model_folder, is_text_use, read_config
 from modeling.layout_forecast import forecast_layout
@@ -16,6 +16,9 @@ def describe_rows(cfg: RunConfig) -> list[tuple[str, str]]:
         rows = [("rows", f"{measure_rows(cfg)}; measured again on the model itself when it is loaded")]
         if is_text_use(config := read_config(path, trust_remote_code=trusts), cfg.model.images):
             rows.append(("images", f"none: a {config.model_type} model is used for text, with all other parts frozen"))
+        if isinstance(cfg, RLConfig) and cfg.rollout.batch_invariant:
+            compared = "in each first pass" if cfg.updates_per_step == 1 else "in the pass for prox_logp"
+            rows.append(("batch_invariant", f"engine and trainer add in one order, in one thread; compared {compared}"))
         return rows
     except ModelUnreadable as error:  # a recipe may name a model that is made later
         return [("rows", f"unknown: {error}")]
