@@ -48,12 +48,13 @@ def test_a_drawn_token_has_the_trainers_bits_in_any_batch_and_packing(tiny_path,
     together = asyncio.run(several(engine, prompts, range(6), 8))
     torch.set_num_threads(THREADS)
     try:
-        alone = [asyncio.run(several(engine, [p], [i], 8))[0] for i, p in enumerate(prompts)]
+        alone = [asyncio.run(several(engine, [prompts[i]], [i], 8))[0] for i in (0, 4)]
         backwards = asyncio.run(several(engine, prompts[::-1], range(5, -1, -1), 8))[::-1]
         assert torch.get_num_threads() == THREADS, "the caller's number is as it was"
     finally:
         torch.set_num_threads(1)
-    assert [c.logp for c in together] == [c.logp for c in alone] == [c.logp for c in backwards]
+    assert [c.logp for c in together] == [c.logp for c in backwards]
+    assert [together[i].logp for i in (0, 4)] == [c.logp for c in alone]
     model, settings = ModelConfig(path=tiny_path, dtype=dtype), TrainerConfig()
     trainer = InvariantTrainer(model, settings, SFT(), temperature=0.7, total_updates=1)
     samples = [sample_of(p, c) for p, c in zip(prompts, together, strict=True)]
