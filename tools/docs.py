@@ -2,8 +2,7 @@
 
 docs/reference/ comes from the schema, the algorithms' docstrings and fields, core/metrics.py and
 core/timing/deadlines.py. configs/README.md and algs/LIBRARY.md are short tables that link there. One table of
-docs/concepts/one_step.md is made, and one of docs/coming_from/index.md, from configs/other_names.py. configs/editor/
-has the schemas for editors.
+docs/concepts/one_step.md is made, too. configs/editor/ has the schemas for editors.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ def pages() -> dict[Path, str]:
     """Return every generated page with its text."""
     reference = ROOT / "docs" / "reference"
     one_step = ROOT / "docs" / "concepts" / "one_step.md"
-    coming_from = ROOT / "docs" / "coming_from" / "index.md"
     return {
         ROOT / "configs" / "README.md": recipes(),
         ROOT / "algs" / "LIBRARY.md": algorithm_index(),
@@ -54,10 +52,10 @@ def pages() -> dict[Path, str]:
         reference / "metrics.md": metrics(),
         reference / "deadlines.md": deadlines(),
         reference / "forms.md": forms(),
+        reference / "other_names.md": other_names(),
         reference / "papers.md": papers(),
         reference / "models.md": make_page(read_lines(reference / "models.jsonl")),
         one_step: count_lines(one_step.read_text()),
-        coming_from: coming_from.read_text().partition(MADE)[0] + other_names(),
     } | editor_schemas()
 
 
@@ -259,7 +257,13 @@ def deadlines() -> str:
 
 def other_names() -> str:
     """List our keys with their names in other frameworks."""
-    rows = [MADE, "", "| FeynRL | TRL | verl | OpenRLHF |", "|---|---|---|---|"]
+    rows = begin_page(
+        "Names in other frameworks",
+        "A recipe with one of these names is refused, and the error says ours. The sections above a name may be left "
+        "out. Where meaning or default differs: [TRL](../coming_from/trl.md), [verl](../coming_from/verl.md), "
+        "[OpenRLHF](../coming_from/openrlhf.md).",
+    )
+    rows += ["", "| FeynRL | TRL | verl | OpenRLHF |", "|---|---|---|---|"]
     for row in OTHER_NAMES:
         theirs = [", ".join(f"`{name}`" for name in names) for names in (row.trl, row.verl, row.openrlhf)]
         ours = re.sub(r"[a-z_]+(?:\.[a-z_]+)*(?:: \w+)?", r"`\g<0>`", row.ours).replace("`and`", "and")

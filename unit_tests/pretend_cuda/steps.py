@@ -1,6 +1,6 @@
 """Steps of training, each on the CPU and on the pretend CUDA device: every algorithm, every kind of step.
 
-python -m unit_tests.pretend_cuda.steps        prints the tables of docs/results.md: waits, copies and seconds
+python -m unit_tests.pretend_cuda.steps        prints docs/reference/pretend_cuda.md: waits, copies and seconds
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def list_cases() -> dict[str, Case]:
 
 
 def main() -> None:
-    """Print the tables of docs/results.md. Exit code 1 where a step differs from the CPU's."""
+    """Print the tables of docs/reference/pretend_cuda.md. Exit code 1 where a step differs from the CPU's."""
     torch.set_num_threads(1)
     found: dict[str, Result] = {}
     others: list[str] = []
