@@ -127,11 +127,13 @@ def _run(benchmark: Benchmark, who: str, task: dict[str, Any], trl_python: Path,
     return Measured(**run_for_json([sys.executable, "-m", benchmark.module, "--ours", str(file)]))
 
 
-def run_trl(kind: str, task: dict[str, Any], trl_python: Path, scratch: Path) -> dict[str, Any]:
+def run_trl(
+    kind: str, task: dict[str, Any], trl_python: Path, scratch: Path, *, program: str = "trl_side.py"
+) -> dict[str, Any]:
     """Run trl_side.py with the Python of another environment, and return what it prints."""
     file = scratch / "task.json"
     file.write_text(json.dumps(task))
-    script = ROOT / "tools" / "benchmarks" / "trl_side.py"
+    script = ROOT / "tools" / "benchmarks" / program
     # in the scratch folder: nothing of ours is to be imported there
     return run_for_json([str(trl_python.absolute()), str(script), kind, str(file)], cwd=scratch)
 

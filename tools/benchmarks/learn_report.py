@@ -11,15 +11,18 @@ from itertools import accumulate
 from pathlib import Path
 
 from tools.benchmarks.learn_work import MEASURES, WORKS
-from tools.benchmarks.learning_curves import BLUE, COLOURS, Look, Panel, axes, curve, legend
+from tools.benchmarks.learning_curves import BLUE, COLOURS, Look, Panel, axes, curve, text
 
 WINDOW = 10
 """Last steps that are averaged."""
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Two-sided 95 % quantiles of Student's t with 1, 2, ... degrees of freedom."""
 SIDES = {"ours": "FeynRL", "trl": "TRL 1.16"}
-LOOKS = {"ours": Look(BLUE), "trl": Look(COLOURS[0])}
-WIDTH, HEIGHT, PANEL_WIDTH = 1010, 480, 250
+WHOLE_GROUPS = "trl_groups"
+"""Side of TRL without the shuffle of a step's samples over its updates, in GRPO."""
+LOOKS = {"ours": Look(BLUE), "trl": Look(COLOURS[0], "7 5", 2)}
+"""TRL's line is dashed and above ours, so that equal curves show both."""
+WIDTH, HEIGHT, PANEL_WIDTH, PANEL_HEIGHT = 1000, 284, 250, 170
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +55,31 @@ Runs = dict[int, dict[str, Learnt]]
 
 
 def read_results(folder: Path) -> dict[tuple[str, str], Runs]:
-    """Read the seeds of which both sides are there. Raises SystemExit for sides that did other work."""
+    """Read the seeds of which both sides are there. Raises SystemExit for sides that did other work.
+
+    Ours beside TRL with whole groups is a comparison of its own.
+    """
     found: dict[tuple[str, str], Runs] = {}
     for file in sorted(folder.glob("*.json")):
         one = Learnt(**json.loads(file.read_text()))
         if one.settings != WORKS[one.task, one.method].hash_settings():
             raise SystemExit(f"error: {file} was measured with other settings than learn_work.py has: measure it again")
-        found.setdefault((one.task, one.method), {}).setdefault(one.seed, {})[one.side] = one
+        for method, side in list_places(one):
+            found.setdefault((one.task, method), {}).setdefault(one.seed, {})[side] = one
     pairs = {key: {seed: both for seed, both in runs.items() if len(both) == 2} for key, runs in found.items()}
     for key, runs in pairs.items():
         for seed, both in runs.items():
             if both["ours"].order != both["trl"].order:
                 raise SystemExit(f"error: the sides of {key} with seed {seed} saw other rows: measure both again")
     return {key: runs for key, runs in sorted(pairs.items()) if runs}
+
+
+def list_places(one: Learnt) -> list[tuple[str, str]]:
+    """Return the comparisons in which a result is, each with its side there."""
+    of_groups = f"{one.method}, whole groups"
+    if one.side == WHOLE_GROUPS:
+        return [(of_groups, "trl")]
+    return [(one.method, one.side), *([(of_groups, "ours")] if one.side == "ours" else [])]
 
 
 def find_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -147,15 +162,25 @@ def draw(results: dict[tuple[str, str], Runs], task: str) -> str:
     for n, (method, runs) in enumerate(shown):
         band = {side: interval_of_steps(runs, side) for side in SIDES}
         means = {SIDES[side]: [mean for mean, _ in steps] for side, steps in band.items()}
-        note = f"{len(runs)} seeds; band: 95 % interval of the mean"
+        note = f"{len(runs)} seeds, 95 % band; same weights and rows"
         left = 62 + n * (PANEL_WIDTH + 80)
         title, label = method.upper(), MEASURES[method]
-        panel = Panel(left=left, runs=means, title=title, note=note, width=PANEL_WIDTH, label=label)
+        size = {"top": 60, "width": PANEL_WIDTH, "height": PANEL_HEIGHT}
+        panel = Panel(left=left, runs=means, title=title, note=note, label=label, **size)
         parts += axes(panel)
         parts += [fill_band(panel, steps, LOOKS[side]) for side, steps in band.items() if len(runs) > 1]
         parts += [curve(panel, means[name], LOOKS[side]) for side, name in SIDES.items()]
-        parts += legend(panel, {name: LOOKS[side] for side, name in SIDES.items()})
+        parts += list_sides(panel)
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def list_sides(panel: Panel) -> list[str]:
+    """Name the lines inside the plot, at the right below, where no curve is."""
+    parts: list[str] = []
+    for n, (side, name) in enumerate(SIDES.items()):
+        x, y = panel.left + panel.width - 110, panel.y(0.3) + 20 * n
+        parts += [f'<path d="M{x:g},{y - 4:g} h28" {LOOKS[side].stroke()}/>', text(x + 36, y, name, size=12)]
+    return parts
 
 
 def interval_of_steps(runs: Runs, side: str) -> list[tuple[float, float]]:

@@ -1,7 +1,7 @@
 """Learning curves beside TRL 1.16, at equal steps and at equal seconds: python -m tools.benchmarks.learn_vs_trl
 
     python -m tools.benchmarks.learn_vs_trl run --task tiny --method grpo --seed 0    both sides with one seed
-    python -m tools.benchmarks.learn_vs_trl show [--image FILE]                       table of all seeds that are there
+    python -m tools.benchmarks.learn_vs_trl show [--image docs/learn_vs_trl.svg]      table of all seeds that are there
 
 Both sides start from the same weights and train on the same rows in the same order, with the same reward, sampling,
 loss, optimizer, and learning rate of every update (learn_work.py). `tiny` is the quickstart's model and its sums, in
@@ -10,8 +10,9 @@ DeepSpeed and vLLM; TRL generates with transformers, because its vLLM backend ne
 about GPUs.
 
 These differ in GRPO: the sampled tokens; TRL 1.16 shuffles the samples of a step over its updates, and we deal whole
-groups to them; TRL divides the loss of an update by the mean number of tokens of the step's updates, and we by the
-update's own. alg.correction is on in `tiny` alone, where both policies are transformers' in float32.
+groups to them (--sides trl_groups runs TRL without the shuffle); TRL divides the loss of an update by the mean number
+of tokens of the step's updates, and we by the update's own. alg.correction is on in `tiny` alone, where both policies
+are transformers' in float32.
 
 The order of the rows is equal by construction: one function draws them for TRL as our run does. For grpo it is compared
 with the prompts that our run recorded; sft and dpo record none.
@@ -21,8 +22,9 @@ of pairs with a positive margin (dpo). Rows of sft and dpo are drawn once, but t
 has 24 copies of each, and the model of dpo was warmed up on sums of the same kind. The held-out reward after training
 is sampled by main_eval.py from the model that each side saves.
 
-A result is a file, with seed, commit, load, and digests of settings and rows; a side whose file is there is not run
-again, so that a stopped comparison goes on. Ours runs first with an even seed, and TRL with an odd seed.
+A result is a file of docs/learn_vs_trl/, with seed, commit, load, and digests of settings and rows; a side whose file
+is there is not run again, so that a stopped comparison goes on. Ours runs first with an even seed, and TRL with an odd
+seed.
 """
 
 from __future__ import annotations
@@ -39,9 +41,16 @@ from pathlib import Path
 
 from driver.records.git_state import read_git_state
 from tools.benchmarks.beside_trl import say, trl_environment
-from tools.benchmarks.learn_report import SIDES, Learnt, draw, list_circumstances, make_table, read_results
+from tools.benchmarks.learn_report import (
+    SIDES,
+    WHOLE_GROUPS,
+    Learnt,
+    draw,
+    list_circumstances,
+    make_table,
+    read_results,
+)
 from tools.benchmarks.learn_work import (
-    HOME,
     WORKS,
     Work,
     measure_held_out,
@@ -52,6 +61,8 @@ from tools.benchmarks.learn_work import (
 )
 from tools.benchmarks.processes import ROOT
 
+RESULTS = ROOT / "docs" / "learn_vs_trl"
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.learn_vs_trl", description=__doc__.split("\n")[0])
@@ -59,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task", choices=sorted({task for task, _ in WORKS}), default="tiny")
     parser.add_argument("--method", choices=sorted({method for _, method in WORKS}), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
-    parser.add_argument("--results", type=read_path, default=ROOT / HOME / "results", help="folder of the files")
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES, WHOLE_GROUPS], default=list(SIDES))
+    parser.add_argument("--results", type=read_path, default=RESULTS, help="folder of the files")
     parser.add_argument("--image", type=read_path, help="draw the curves of --task into this SVG")
     parser.add_argument("--trl-python", type=read_path, help="a Python with trl; made under build/ if not given")
     args = parser.parse_args(argv)
@@ -106,10 +117,11 @@ def learn(args: argparse.Namespace, work: Work, side: str) -> Learnt:
         if side == "ours":
             done = run_ours(args.method, work, recipe, scratch)
         else:
-            done = run_theirs(args.method, work, recipe, args.trl_python or trl_environment(), scratch)
+            python = args.trl_python or trl_environment()
+            done = run_theirs(args.method, work, recipe, python, scratch, whole_groups=side == WHOLE_GROUPS)
         load = os.getloadavg()[0]
         with contextlib.redirect_stdout(io.StringIO()):
-            held_out = measure_held_out(work, scratch / side, scratch)
+            held_out = measure_held_out(work, scratch / ("ours" if side == "ours" else "trl"), scratch)
     return Learnt(
         task=args.task,
         method=args.method,

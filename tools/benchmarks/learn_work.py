@@ -127,9 +127,9 @@ step, which is computed before its update, is of rows that the run sees for the 
 trained on."""
 
 MEASURES = {
-    "grpo": "mean reward of a step",
-    "sft": "probability of a token (geometric mean)",
-    "dpo": "accuracy on the pairs of a step",
+    "grpo": "reward of a step",
+    "sft": "probability of a token",
+    "dpo": "pairs with a margin above 0",
 }
 
 
@@ -198,10 +198,12 @@ def check_prompts(run: Path, drawn: list[list[Row]], group_size: int) -> None:
         raise SystemExit(f"error: {run} trained on other prompts than those that TRL would be given")
 
 
-def run_theirs(method: str, work: Work, recipe: Path, trl_python: Path, scratch: Path) -> Curve:
+def run_theirs(
+    method: str, work: Work, recipe: Path, trl_python: Path, scratch: Path, *, whole_groups: bool = False
+) -> Curve:
     """Run TRL's trainer on the rows of our run, in their order, with our learning rate of every update.
 
-    The model is saved in `scratch`/trl.
+    The model is saved in `scratch`/trl. whole_groups: without TRL's shuffle of the samples over a step's updates.
     """
     import torch
 
@@ -229,7 +231,8 @@ def run_theirs(method: str, work: Work, recipe: Path, trl_python: Path, scratch:
     if isinstance(cfg, RLConfig):
         task |= {"steps": drawn, "group_size": cfg.group_size, "updates_per_step": cfg.updates_per_step}
         task |= {"new_tokens": cfg.rollout.max_new_tokens, "reward": work.reward}
-        done = run_trl(method, task, trl_python, scratch)
+        program = "trl_side_groups.py" if whole_groups else "trl_side.py"
+        done = run_trl(method, task, trl_python, scratch, program=program)
         values = done["rewards"]
     else:
         done = run_trl(method, task | {"updates": drawn}, trl_python, scratch)

@@ -70,6 +70,14 @@ def test_the_table_pairs_the_seeds_and_marks_what_is_beyond_chance(tmp_path):
     assert image.count("<polygon") == 2 and image.count("<polyline") == 2 and "nan" not in image
 
 
+def test_trl_with_whole_groups_is_a_comparison_of_its_own(tmp_path):
+    whole = replace(SLOW, side="trl_groups", values=[0.5, 0.5, 0.5])
+    results = read_results(write(tmp_path, ONE, SLOW, whole))
+    assert results["tiny", "grpo"][0] == {"ours": ONE, "trl": SLOW}
+    assert results["tiny", "grpo, whole groups"][0] == {"ours": ONE, "trl": whole}
+    assert draw(results, "tiny").count("<polyline") == 2, "it is in the table alone"
+
+
 @pytest.mark.parametrize(
     ("changed", "said"), [({"order": "others"}, "saw other rows"), ({"settings": "old"}, "with other settings")]
 )
