@@ -19,7 +19,7 @@ from analysis.capture.token_maps import list_disagreements
 from analysis.capture.tokens import snapshot_folder
 from analysis.report.replay_page import SAMPLES, choose_samples, count_disagreements, write_replay_page
 from core.errors import UserError
-from unit_tests.helpers.browser import MISSING, Browser, find_browser
+from tools.browser import MISSING, Browser, find_browser
 from unit_tests.helpers.captured_step import NO_MASK, WRONG_SIGN, Step, rewarded
 from unit_tests.helpers.examples import a_changed, some_groups
 from unit_tests.helpers.pages import HOSTILE, Elements, unpack

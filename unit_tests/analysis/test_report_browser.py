@@ -11,7 +11,7 @@ import yaml
 import main_rl
 from analysis.capture import tokens
 from analysis.report.page import write_page
-from unit_tests.helpers.browser import MISSING, Browser, find_browser
+from tools.browser import MISSING, Browser, find_browser
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.long_run import make_run
 from unit_tests.helpers.pages import HOSTILE, rewrite_sample

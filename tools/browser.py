@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of the run page, spoken to over two pipes; no driver package is needed.
+"""A headless Chromium for tests and recordings of the run page, spoken to over two pipes; no driver package is needed.
 
 The protocol is Chromium's own (DevTools): JSON messages that end in a zero byte, on file descriptors 3 and 4.
 """
