@@ -162,15 +162,17 @@ def draw(results: dict[tuple[str, str], Runs], task: str) -> str:
     for n, (method, runs) in enumerate(shown):
         band = {side: interval_of_steps(runs, side) for side in SIDES}
         means = {SIDES[side]: [mean for mean, _ in steps] for side, steps in band.items()}
-        note = f"{len(runs)} seeds, 95 % band; same weights and rows"
+        # with two seeds the interval is 13 times their standard error, and would hide the curves
+        has_band = len(runs) > 2
+        note = f"{len(runs)} seeds{', 95 % band' * has_band}; same weights and rows"
         left = 62 + n * (PANEL_WIDTH + 80)
         title, label = method.upper(), MEASURES[method]
         size = {"top": 60, "width": PANEL_WIDTH, "height": PANEL_HEIGHT}
         panel = Panel(left=left, runs=means, title=title, note=note, label=label, **size)
         parts += axes(panel)
-        parts += [fill_band(panel, steps, LOOKS[side]) for side, steps in band.items() if len(runs) > 1]
+        parts += [fill_band(panel, steps, LOOKS[side]) for side, steps in band.items() if has_band]
         parts += [curve(panel, means[name], LOOKS[side]) for side, name in SIDES.items()]
-        parts += list_sides(panel)
+        parts += list_sides(panel) if n == 0 else []
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
