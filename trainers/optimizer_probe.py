@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from configs.trainer_schema import TrainerConfig
+from core.device import find_device
 from core.errors import UserError
 from trainers.deepspeed_masters import refuse_offload
 from trainers.optimizer import make_optimizer
+from trainers.parameter_groups import set_lr
 
-_SHAPE = (6, 4)
+_SHAPE = (64, 256)
+"""Shape of the matrix: more numbers than an optimizer may keep in float32, though its states are of eight bits."""
 _UPDATES = 3
+_LR = 0.1
+"""Learning rate: with that of a run, the updates of different rules might differ by less than rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +34,18 @@ class ProbedOptimizer:
     """Bytes of states per parameter."""
 
 
-def probe_optimizer(cfg: TrainerConfig) -> ProbedOptimizer:
-    """Run a few updates on a matrix, and on its rows as vectors. Raises UserError for an optimizer that fails."""
+def probe_optimizer(cfg: TrainerConfig, *, is_sharded: bool) -> ProbedOptimizer:
+    """Run a few updates on a matrix, and on its rows as vectors. Raises UserError for an optimizer that fails.
+
+    is_sharded: as in `check_optimizer`.
+    """
+    # ranks on Ray have devices that this process may lack
+    device = "cpu" if is_sharded else find_device()
+    cfg = cfg.model_copy(update={"lr": _LR})
     generator = torch.Generator().manual_seed(0)
-    scales = 10.0 ** torch.arange(-2, _SHAPE[0] - 2)[:, None]  # rows that differ, as factored states would show
-    weight = torch.randn(_SHAPE, generator=generator)
-    gradients = [torch.randn(_SHAPE, generator=generator) * scales for _ in range(_UPDATES)]
+    scales = 10.0 ** torch.linspace(-2, 3, _SHAPE[0])[:, None]  # rows that differ, as factored states would show
+    weight = torch.randn(_SHAPE, generator=generator).to(device)
+    gradients = [(torch.randn(_SHAPE, generator=generator) * scales).to(device) for _ in range(_UPDATES)]
     try:
         whole, states = _run_updates(cfg, [weight], [[g] for g in gradients])
     except UserError:
@@ -43,7 +54,7 @@ def probe_optimizer(cfg: TrainerConfig) -> ProbedOptimizer:
         raise UserError(f"trainer.optimizer={cfg.optimizer} fails on a matrix of float32: {error}") from error
     try:
         rows, _ = _run_updates(cfg, [*weight], [[*g] for g in gradients])
-        is_elementwise = torch.allclose(torch.stack(rows), whole[0], rtol=1e-4, atol=0)
+        is_elementwise = torch.allclose(torch.stack(rows), whole[0], rtol=1e-4, atol=1e-6)
     except Exception:  # one that takes matrices only, such as Muon, cannot update a part
         is_elementwise = False
     tensors = [value for value in states if isinstance(value, Tensor)]
@@ -72,7 +83,7 @@ def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool =
         make_optimizer(cfg, [{"params": [torch.zeros(2, 2)], "lr_scale": 1.0, "is_matrix": True}])
     if not cfg.is_optimizer_named:
         return
-    found = probe_optimizer(cfg)
+    found = probe_optimizer(cfg, is_sharded=is_sharded)
     if is_sharded and not (found.is_elementwise and found.keeps_by_shape):
         why = "computes a number's update from other numbers of its tensor"
         if found.is_elementwise:
@@ -92,5 +103,6 @@ def _run_updates(
     for of_update in gradients:
         for weight, gradient in zip(weights, of_update, strict=True):
             weight.grad = gradient.clone()
+        set_lr(optimizer, cfg.lr)
         optimizer.step()
     return weights, [value for state in optimizer.state.values() for value in state.values()]

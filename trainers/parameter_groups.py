@@ -36,4 +36,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next update."""
     for group in optimizer.param_groups:
         # a checkpoint from before there were scales has none
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        scaled = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):  # of an optimizer that is compiled
+            group["lr"].fill_(scaled)
+        else:
+            group["lr"] = scaled

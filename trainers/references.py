@@ -63,7 +63,11 @@ class Reference:
 
 def clear_moments(optimizer: torch.optim.Optimizer) -> None:
     """Set an optimizer's state to that of a new one: moments and number of updates are 0."""
-    for state in optimizer.state.values():
+    for parameter, state in [*optimizer.state.items()]:
+        if any(isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape for value in state.values()):
+            # Not all are moments: eight-bit ones have a table of values. The next update makes new ones.
+            del optimizer.state[parameter]
+            continue
         for name, value in state.items():
             if isinstance(value, Tensor):
                 value.zero_()

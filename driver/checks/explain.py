@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -268,10 +267,10 @@ def count_held(cfg: RunConfig) -> int:
     return 2 if cfg.model.dtype == "bfloat16" else 4
 
 
-def count_states(cfg: RunConfig) -> int:
+def count_states(cfg: RunConfig) -> float:
     """Return the bytes of optimizer states per parameter."""
     if cfg.trainer.is_optimizer_named:
-        return math.ceil(probe_optimizer(cfg.trainer).state_bytes)
+        return probe_optimizer(cfg.trainer, is_sharded=cfg.backend == "ray").state_bytes
     # AdamW keeps two float32 numbers: the running means of gradient and squared gradient. Muon keeps one for a matrix,
     # and two for the other parameters, which may be most of a small model.
     return 0 if cfg.trainer.optimizer == "sgd" else 8

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,8 @@ from unit_tests.helpers.models import random_model
 
 
 def named(name: str, **settings) -> TrainerConfig:
-    return TrainerConfig(optimizer=f"torch.optim.{name}", optimizer_settings=settings, lr=0.1)
+    """With the small learning rate of the default, which must not hide what an update depends on."""
+    return TrainerConfig(optimizer=f"torch.optim.{name}", optimizer_settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +33,14 @@ def named(name: str, **settings) -> TrainerConfig:
     [("Adam", 8), ("NAdam", 8), ("RAdam", 8), ("Adamax", 8), ("Adagrad", 4), ("RMSprop", 4), ("Rprop", 8), ("SGD", 0)],
 )
 def test_an_optimizer_of_single_numbers_may_have_parts_of_tensors(name, states):
-    found = probe_optimizer(named(name))
+    found = probe_optimizer(named(name), is_sharded=False)
     assert found.is_elementwise and found.keeps_by_shape and found.state_bytes == states
     check_optimizer(named(name), is_sharded=True)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_an_optimizer_of_whole_matrices_runs_in_one_process_only(name):
-    assert not probe_optimizer(named(name)).is_elementwise
+    assert not probe_optimizer(named(name), is_sharded=False).is_elementwise
     check_optimizer(named(name), is_sharded=False)
     with pytest.raises(UserError, match=f"{name} computes a number's update from other numbers .*backend: local"):
         check_optimizer(named(name), is_sharded=True)
@@ -154,6 +156,73 @@ def test_a_local_run_with_muon_is_resumed(tmp_path):
             learner.update(lr=0.01, apply=True)
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_eight_bit_adam_learns_as_adam_and_is_resumed_to_the_bit(tmp_path):
+    """Tensors below 4096 numbers have moments in float32, and this layer has more."""
+    cfg = TrainerConfig(optimizer="bitsandbytes.optim.AdamW8bit", optimizer_settings={"weight_decay": 0.0}, lr=0.1)
+    assert 2 < probe_optimizer(cfg, is_sharded=False).state_bytes < 2.2, "in place of 8"
+    check_optimizer(cfg, is_sharded=False)
+    with pytest.raises(UserError, match=r"AdamW8bit computes a number's update from other numbers .*backend: local"):
+        check_optimizer(cfg, is_sharded=True)
+    adam = TrainerConfig(lr=0.1)
+    learners = [TorchLearner(make_layer(), one) for one in (cfg, cfg, adam)]
+    first, second, usual = learners
+    for update in range(3):
+        if update == 2:
+            first.save_state(tmp_path / "state")
+            second.load_state(tmp_path / "state")
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(update))
+        for learner in learners if update == 2 else (first, usual):
+            learner.backward(learner.model(x).square().mean())
+            learner.update(lr=0.01, apply=True)
+    ours, resumed, want = (learner.model.weight.detach() for learner in learners)
+    assert torch.equal(ours, resumed)
+    assert 0 < (ours - want).norm() < 0.2 * (want - make_layer().weight.detach()).norm()
+
+
+def make_layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(64, 80, bias=False)
+
+
+class InEightBits(torch.optim.Optimizer):
+    """Momentum in 8 bits with a table of values, in blocks of a tensor; its learning rate is a tensor."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": torch.tensor(lr)})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["moment"] = torch.full(p.shape, 128, dtype=torch.uint8)
+                    state["table"] = torch.linspace(-1, 1, 257)
+                    state["largest"] = torch.zeros(1)
+                moment = state["table"][state["moment"].long()] * state["largest"] + p.grad
+                state["largest"] = moment.abs().max().reshape(1)
+                state["moment"] = ((moment / state["largest"] + 1) * 127.5).round().to(torch.uint8)
+                p -= moment * group["lr"].to(p.dtype)
+
+
+def test_moments_in_eight_bits_run_in_one_process_and_are_cleared():
+    cfg = TrainerConfig(optimizer=f"{__name__}.InEightBits", max_grad_norm=0.0)
+    found = probe_optimizer(cfg, is_sharded=False)
+    assert not found.is_elementwise and not found.keeps_by_shape and 1 <= found.state_bytes < 1.1
+    with pytest.raises(UserError, match="computes a number's update from other numbers"):
+        check_optimizer(cfg, is_sharded=True)
+    learner = TorchLearner(torch.nn.Linear(3, 2), cfg)
+    moved = []
+    for _ in range(2):
+        before = learner.model.weight.detach().clone()
+        learner.backward(learner.model(torch.ones(1, 3)).sum())
+        learner.update(lr=0.5, apply=True)
+        moved.append(before - learner.model.weight.detach())
+        learner.clear_moments()
+    torch.testing.assert_close(moved, [torch.full((2, 3), 0.5)] * 2, msg="the rate of the update, and no momentum")
 
 
 @pytest.mark.parametrize(
