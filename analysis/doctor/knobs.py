@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -27,6 +28,7 @@ from configs.schema import RLConfig
 from configs.strict_yaml import parse_yaml
 from core.cluster.scratch import Scratch
 from core.errors import UserError
+from core.types.samples import Sample
 from driver.checks.engine import check_rounded
 from driver.rl.setup import Prepared
 from driver.start.devices import uses_gpus
@@ -42,6 +44,8 @@ class Price:
 
     knob: str
     gap: Gap | None = None
+    changed: float | None = None
+    """Fraction of the sequences whose tokens or log-probabilities are other than without the knob, to the bit."""
     tokens_per_s: float | None = None
     memory_gib: float | None = None
     """Memory of engine and cache: on a GPU of the device, else of the processes."""
@@ -52,15 +56,15 @@ class Price:
         if self.gap is None:
             return f"{self.knob:<40} refused: {self.refused}"
         return (
-            f"{self.knob:<40} {self.gap.mean:>9.2g} {self.gap.largest:>9.2g} {self.gap.kl:>9.2g} "
-            f"{self.tokens_per_s:>10.0f} {self.memory_gib:>9.2f}"
+            f"{self.knob:<40} {self.gap.mean:>9.3g} {self.gap.largest:>9.2g} {self.gap.kl:>9.2g} "
+            f"{self.changed:>8.0%} {self.tokens_per_s:>10.0f} {self.memory_gib:>9.2f}"
         )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-HEADER = f"{'knob':<40} {'mean':>9} {'largest':>9} {'KL':>9} {'tokens/s':>10} {'GiB':>9}"
+HEADER = f"{'knob':<40} {'mean':>9} {'largest':>9} {'KL':>9} {'changed':>8} {'tokens/s':>10} {'GiB':>9}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +109,17 @@ def price_knobs(target: Target, prepared: Prepared, sampling: Sampling, knobs: S
 
 async def _price_all(bench: Bench, knobs: Sequence[Knob], say: Say) -> list[Price]:
     say(f"\n{len(bench.requests)} sequences of at most {bench.max_new_tokens} new tokens; gaps in nats\n{HEADER}")
-    await _price(bench, Knob(name=WITHOUT))  # not told: its import of vLLM would count as memory
+    usual: list[Sample] = []
+    await _price(bench, Knob(name=WITHOUT), usual)  # not told: its import of vLLM would count as memory
     prices: list[Price] = []
     for knob in (Knob(name=WITHOUT), *knobs):
-        prices.append(await _price(bench, knob))
+        prices.append(await _price(bench, knob, usual))
         say(prices[-1].describe())
     return prices
 
 
-async def _price(bench: Bench, knob: Knob) -> Price:
+async def _price(bench: Bench, knob: Knob, usual: list[Sample]) -> Price:
+    """Measure a knob. usual: samples without a knob, which the first call leaves there."""
     before = measure_memory()
     try:
         bench.open_engine(options={**bench.plan.engine.options, **knob.options}, **knob.changes)
@@ -131,8 +137,26 @@ async def _price(bench: Bench, knob: Knob) -> Price:
         used = measure_memory() - before
     finally:
         await bench.engine.close()
-    gap = measure_gap(bench.score(samples))
-    return Price(knob=knob.name, gap=gap, tokens_per_s=gap.tokens / seconds, memory_gib=used / 2**30)
+    scored = bench.score(samples)
+    gap = measure_gap(scored)
+    usual.extend([] if usual else scored)
+    return Price(
+        knob=knob.name,
+        gap=gap,
+        changed=measure_changed(scored, usual),
+        tokens_per_s=gap.tokens / seconds,
+        memory_gib=used / 2**30,
+    )
+
+
+def measure_changed(samples: Sequence[Sample], usual: Sequence[Sample]) -> float:
+    """Return the fraction of samples whose tokens or log-probabilities by the engine differ from the usual ones."""
+    pairs = zip(samples, usual, strict=True)
+    same = [
+        np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.rollout_logp, other.rollout_logp)
+        for one, other in pairs
+    ]
+    return 1 - sum(same) / len(same)
 
 
 def measure_memory() -> int:

@@ -20,6 +20,10 @@ KNOBS = (
     "quantization=int8",
     "kv_cache_dtype=fp8",
     "kv_cache_dtype=fp8_e5m2",
+    "compilation_config={custom_ops: [none]}",
+    "compilation_config={custom_ops: [all, -silu_and_mul]}",
+    "compilation_config={custom_ops: [all, -rotary_embedding]}",
+    "block_size=16",
     f"speculative_config={NGRAM}",
     "block_size=64",
     "block_size=128",
@@ -36,6 +40,9 @@ KNOBS = (
     "speculative_config={method: suffix}",
     "speculative_config={method: eagle, model: drafts}",
     "seed=1",
+    "dtype=float32",
+    "model_impl=transformers",
+    "hf_overrides={rope_theta: 500000}",
     "logprobs_mode=raw_logprobs",
     "override_generation_config={temperature: 0.5}",
 )
@@ -44,11 +51,12 @@ HEAD = """# Prices of the engine's knobs
 <!-- made by `python -m tools.benchmarks.knobs --page docs/reference/knobs.md` -->
 
 `feynrl doctor RECIPE --knob NAME=VALUE` on configs/tiny.yaml in bfloat16: 32 sequences of at most 64 tokens, on two
-cores of a CPU. Gaps of log-probabilities are in nats. The doctor prints tokens per second, too; they depend on the
-machine.
+cores of a CPU. Gaps of log-probabilities are in nats, and between engine and trainer. Changed are the sequences with
+other tokens or log-probabilities than without the knob, to the bit. The doctor prints tokens per second, too; they
+depend on the machine.
 
-| knob | mean gap | largest gap | KL | GiB |
-|---|---|---|---|---|
+| knob | mean gap | largest gap | KL | changed | GiB |
+|---|---|---|---|---|---|
 """
 
 
@@ -108,8 +116,8 @@ def describe(price: dict[str, Any]) -> str:
     """Return a row of the table."""
     knob, gap = f"`{price['knob']}`", price["gap"]
     if gap is None:
-        return f"| {knob} | refused: {price['refused'].replace('|', ' ')} | | | |"
-    numbers = f"{gap['mean']:.2g} | {gap['largest']:.2g} | {gap['kl']:.2g}"
+        return f"| {knob} | refused: {price['refused'].replace('|', ' ')} | | | | |"
+    numbers = f"{gap['mean']:.3g} | {gap['largest']:.2g} | {gap['kl']:.2g} | {price['changed']:.0%}"
     return f"| {knob} | {numbers} | {price['memory_gib']:.2f} |"
 
 

@@ -147,5 +147,6 @@ def test_the_doctor_tells_the_price_of_an_approximation(recipe, capsys):
     without, fp8, few, refused = json.loads(capsys.readouterr().out)["knobs"]
     assert without["gap"]["mean"] < 1e-4 and few["gap"]["mean"] < 1e-4
     assert fp8["gap"]["mean"] > 10 * without["gap"]["mean"]
+    assert without["changed"] == 0 < fp8["changed"]
     assert all(p["tokens_per_s"] > 0 for p in (without, fp8, few))
     assert refused["gap"] is None and "many" in refused["refused"]
