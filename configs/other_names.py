@@ -192,6 +192,7 @@ OTHER_NAMES = (
     _row("trainer.ranks", verl="trainer.n_gpus_per_node", openrlhf="actor.num_gpus_per_node actor_num_gpus_per_node"),
     _row("trainer.sequence_parallel", verl="actor.ulysses_sequence_parallel_size", openrlhf="ring_attn_size"),
     _row("trainer.gradient_checkpointing", "gradient_checkpointing", "model.enable_gradient_checkpointing"),
+    _row("trainer.compile", "torch_compile", "actor.use_torch_compile"),
     _row("trainer.layout", "packing padding_free", "model.use_remove_padding", "ds.packing_samples packing_samples"),
     _row("checkpoint.every", "save_steps save_strategy", "trainer.save_freq", "ckpt.save_steps"),
     _row("checkpoint.keep", "save_total_limit", "trainer.max_actor_ckpt_to_keep", "ckpt.max_num max_ckpt_num"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from core.compile_metrics import COMPILE_METRICS
 from core.draft_metrics import DRAFT_METRICS
 from core.judge_metrics import JUDGE_METRICS
 from core.metric import Metric as Metric
@@ -297,8 +298,7 @@ _declare(
     "eval/pass@<k>", "fraction", "prompts of data.eval that k samples solve, unbiased; with eval_samples above 1", RL
 )
 
-METRICS.extend(SYNC_METRICS)
-METRICS.extend(SPEED_METRICS)
+METRICS.extend([*SYNC_METRICS, *SPEED_METRICS, *COMPILE_METRICS])
 
 GROUP_SECONDS_MEAN = _declare("time/groups/mean_s", "seconds", "from a group's start to its last reward, mean", RL)
 GROUP_SECONDS_STD = _declare("time/groups/std_s", "seconds", "standard deviation of the seconds of a group", RL)

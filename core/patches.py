@@ -50,16 +50,8 @@ PATCHES = (
         tested=RAY,
         upstream="https://github.com/ray-project/ray/issues/18730",
     ),
-    Patch(
-        target="ray._raylet.AuthenticationTokenLoader",
-        reason="Ray caches the token, and a private cluster has its own",
-        tested=RAY,
-    ),
-    Patch(
-        target="ray._raylet.Config",
-        reason="Ray caches whether it requires a token at all",
-        tested=RAY,
-    ),
+    Patch(target="ray._raylet.AuthenticationTokenLoader", reason="Ray caches the token of a cluster", tested=RAY),
+    Patch(target="ray._raylet.Config", reason="Ray caches whether it requires a token at all", tested=RAY),
     Patch(
         target="ray._raylet.GcsClient",
         reason="ray.init retries for minutes on an address that is no Ray cluster, and takes no deadline",
@@ -94,6 +86,11 @@ PATCHES = (
     Patch(
         target="torch._C._set_grad_enabled",
         reason="algs.check must distinguish torch.no_grad() from the inside of an autograd.Function",
+        tested=TORCH,
+    ),
+    Patch(
+        target="torch._dynamo.callback.callback_handler",
+        reason="a model that is compiled again for each length is slower than without; only this counts it",
         tested=TORCH,
     ),
     Patch(
@@ -143,11 +140,7 @@ PATCHES = (
         reason="after a failed connection every library must use its cache; the variable is read at import only",
         tested=HUB,
     ),
-    Patch(
-        target="datasets.config.HF_DATASETS_OFFLINE",
-        reason="the same",
-        tested=DATASETS,
-    ),
+    Patch(target="datasets.config.HF_DATASETS_OFFLINE", reason="the same", tested=DATASETS),
     Patch(
         target="multiprocessing.shared_memory.SharedMemory",
         reason="vLLM names no segments, and only by name can a killed run's shared memory be found and removed",
@@ -242,6 +235,13 @@ def make_shard_of(parameter: DTensor, held: Tensor) -> DTensor:
 def is_grad_switch(function: Any) -> bool:
     """Return True for the function behind torch.no_grad() and its like, as a TorchFunctionMode receives it."""
     return getattr(function, "__name__", "") == "_set_grad_enabled"
+
+
+def watch_compilation(on_start: Callable[[Any], None], on_end: Callable[[Any], None]) -> None:
+    """Call functions before and after each compilation of torch.compile."""
+    dynamo: Any = importlib.import_module("torch._dynamo.callback")
+    dynamo.callback_handler.register_start_callback(on_start)
+    dynamo.callback_handler.register_end_callback(on_end)
 
 
 # ---- transformers

@@ -37,7 +37,7 @@ NOT_FOR_TRAINING = (
 """Keys that may change without any effect on the numbers. A name that ends in a dot is a whole section."""
 BITWISE_ONLY = (
     *("trainer.micro_batch_tokens", "trainer.logits_mib", "trainer.gradient_checkpointing", "trainer.share_prefixes"),
-    *("trainer.sequence_parallel", "trainer.offload"),
+    *("trainer.sequence_parallel", "trainer.offload", "trainer.compile"),
     *("rollout.num_engines", "rollout.num_engines.", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
     *("judge.num_engines", "judge.tensor_parallel_size"),

@@ -70,7 +70,8 @@ def set_attention(model: nn.Module, name: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
+    if BY_SEQUENCE not in AttentionInterface().valid_keys():  # trainers/compiled.py registers another
+        AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
     AttentionMaskInterface.register(BY_SEQUENCE, flash_attention_mask)  # no mask, unless a caller brings one
     hf: Any = model
     text = hf.config.get_text_config()

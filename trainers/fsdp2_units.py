@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from core.errors import UserError
-from core.patches import list_block_classes
+from modeling.blocks import find_blocks
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool) -> None:
@@ -85,33 +84,10 @@ def list_adapter(model: nn.Module) -> list[nn.Parameter]:
 def find_units(model: nn.Module) -> list[nn.Module]:
     """Return the submodules that become FSDP2 units."""
     hf: Any = model
-    blocks = find_blocks(model)
+    blocks = find_blocks(model, use="trainer.strategy=fsdp2 shards", fix="set trainer.strategy=deepspeed")
     ends = [hf.get_input_embeddings(), hf.get_output_embeddings()]
     apart = [m for m in ends if m is not None]
     # two units cannot share a parameter: tied weights belong to the unit of the model
     if len(apart) == 2 and apart[0].weight is apart[1].weight:
         apart = []
     return [*blocks, *apart]
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the transformer blocks: outermost members of module lists that contain an unsplittable module.
-
-    transformers names the classes of such modules (`_no_split_modules`). Raises UserError if there are none.
-    """
-    kept = {name for m in model.modules() for name in list_block_classes(m)}
-    blocks: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for stack in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
-        if stack in inside:
-            continue
-        for block in stack:
-            if any(type(m).__name__ in kept for m in block.modules()):
-                blocks.append(block)
-                inside.update(block.modules())
-    if not blocks:
-        raise UserError(
-            f"trainer.strategy=fsdp2 shards a model block by block, and {type(model).__name__} does not say what its "
-            "blocks are (_no_split_modules): set trainer.strategy=deepspeed"
-        )
-    return blocks

@@ -17,7 +17,9 @@ from trainers.learner import Learner
 
 
 def measure_layouts(
-    learners: Mapping[str, Learner],
+    path: str,
+    policy: Learner,
+    critic: Learner | None,
     frozen: Mapping[str, nn.Module],
     cfg: TrainerConfig,
     *,
@@ -26,9 +28,12 @@ def measure_layouts(
 ) -> None:
     """Measure the best row layout of every model, and set the attention. All ranks call it together.
 
-    learners: by the name of the model in errors. frozen: by the name of the teacher. agree: as in `probe_layout`.
+    path: model.path, for errors. frozen: by the name of the teacher. agree: as in `probe_layout`.
     """
     given: dict[str, Any] = {"device": device, "layout": cfg.layout, "agree": agree}
+    learners = {f"model.path={path}": policy}
+    if critic is not None:
+        learners[f"model.path={path}, as a value model"] = critic
     for name, learner in learners.items():
         probe_layout(learner.module, learner.model, key=name, **given)
     # several teachers may have the same model

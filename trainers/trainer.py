@@ -46,6 +46,7 @@ from modeling.sequence_parallel import SequenceGroup
 from modeling.text_use import leave_out, list_unused
 from trainers.checkpoint.state import RankState, estimate_bytes, load_state, save_state
 from trainers.columns import score_columns
+from trainers.compiled import compile_blocks
 from trainers.distributions import keep_states
 from trainers.layouts import combine_layouts, measure_layouts
 from trainers.learner import Learner
@@ -107,10 +108,9 @@ class Trainer:
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, images=model.images, **kind)
-        learners = {f"model.path={model.path}": self.policy}
-        if self.critic is not None:
-            learners[f"model.path={model.path}, as a value model"] = self.critic
-        measure_layouts(learners, self.frozen, cfg, device=device, agree=self.find_largest)
+        measure_layouts(model.path, self.policy, self.critic, self.frozen, cfg, agree=self.find_largest, device=device)
+        if cfg.compile:
+            compile_blocks(self.list_models())
         self.layout = layout_for(cfg.layout, self.model)
         self.routes: RouteReplay | None = None
         if router_replay != "off":

@@ -25,6 +25,7 @@ from modeling.nf4 import check_quantization
 from modeling.pretrained import runs_own_code
 from modeling.routes import RouterHook, check_mixture
 from rollouts.registry import load_engine_class, resolve_engine
+from trainers.compiled import check_compile
 from trainers.optimizer_probe import check_optimizer
 
 
@@ -51,8 +52,12 @@ def check_trainer(cfg: RunConfig, alg: Algorithm) -> None:
         check_quantization(cfg.model)
     check_freeze(cfg, alg)
     check_sequence_parallel(cfg, alg)
+    replays_routes = False
     if isinstance(cfg, RLConfig) and cfg.rollout.router_replay != "off":
         check_router_replay(cfg)
+        replays_routes = True
+    if cfg.trainer.compile:
+        check_compile(cfg.trainer, cfg.model, is_sharded=cfg.backend == "ray", replays_routes=replays_routes)
     check_optimizer(cfg.trainer, is_sharded=cfg.backend == "ray", has_adapter=cfg.model.lora is not None)
 
 

@@ -106,6 +106,11 @@ def plan_trainer(
     allowed_tokens: AllowedTokens = EVERY_TOKEN,
 ) -> TrainerPlan:
     """Return the plan of a run's trainer ranks. observers: factories by the recipe key that enables them."""
+    compiled: dict[str, ObserverFactory] = {}
+    if cfg.trainer.compile:
+        from trainers.compiled import CompileMetrics
+
+        compiled["compile"] = CompileMetrics
     return TrainerPlan(
         model=cfg.model,
         trainer=cfg.trainer,
@@ -114,7 +119,7 @@ def plan_trainer(
         temperature=cfg.rollout.temperature if isinstance(cfg, RLConfig) else 1.0,
         total_updates=cfg.total_updates,
         seed=cfg.seed,
-        observers=dict(observers),
+        observers={**observers, **compiled},
         allowed_tokens=allowed_tokens,
         has_ref_logp=isinstance(cfg, SLConfig) and cfg.precompute_ref_logp,
         router_replay=cfg.rollout.router_replay if isinstance(cfg, RLConfig) else "off",

@@ -169,6 +169,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "modeling/test_text_use.py": ("model.images",),
     "modeling/test_freeze.py": ("trainer.freeze",),
     "trainers/test_optimizers.py": ("trainer.lr_scales",),
+    "trainers/test_compiled.py": ("trainer.compile",),
     "trainers/test_references.py": ("trainer.ema",),
     "data_feeds/test_template_args.py": ("data.template_args",),
     "driver/test_run_inputs.py": ("data.template_date",),

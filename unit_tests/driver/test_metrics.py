@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from driver.records.rollout_metrics import check_failures, measure_drawn, measur
 from rollouts.scheduling.buffer import FinishedGroup
 from rollouts.scheduling.judge_spend import JudgeSpend
 from tools.benchmarks import rl_ceiling, rl_vs_trl, rl_work
+from trainers.compiled import CompileMetrics
 from trainers.weight_sync.base import Delivery, Probe, Sent
 from trainers.weight_sync.delta import Changes
 from trainers.weight_sync.publisher import prove
@@ -162,6 +164,8 @@ def test_runs_log_what_is_declared_and_nothing_else(
     sent = Sent(checksums={}, nbytes=1, changes=Changes(values=2, changed=1, tensors=1))
     delivery = Delivery(version=1, engines=[0], sent=sent, loaded=[[{}]], expected_logp=[-1.0])
     everything |= {*prove(delivery, [[-1.0]], Probe(token_ids=[1, 2], bound=1.0))}
+    alone = SimpleNamespace(device="cpu", find_largest=lambda value: value)
+    everything |= {f"train/{name}" for name in CompileMetrics(alone).finish()}
     second = [replace(judged, reward=r, counts={"second/failed": 0.0, "second/mean": r}) for r in (0.0, 1.0)]
     everything |= {f"eval/{name}" for name in measure_second([second])}
     assert {metric.name for metric in METRICS if not any(map(metric.matches, everything))} == set()

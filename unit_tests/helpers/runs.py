@@ -11,7 +11,7 @@ import psutil
 
 from core.metrics import is_evaluation
 
-TIMED = ("time/", "tokens_per_s", "mfu")
+TIMED = ("time/", "tokens_per_s", "mfu", "compile/")
 """In the names of metrics that depend on the machine."""
 OF_TEST = "FEYNRL_TEST_RUN"
 """Variable by which the processes of a run are told from those of other runs."""

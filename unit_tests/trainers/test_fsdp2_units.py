@@ -14,9 +14,10 @@ from core.errors import UserError
 from driver.checks.explain import describe_memory, describe_placement, estimate_memory
 from driver.load_recipe import load_recipe
 from driver.resume import bitwise_only_changes, check_settings
+from modeling.blocks import find_blocks
 from modeling.load import load_model
 from trainers.fsdp2 import FsdpLearner, gather
-from trainers.fsdp2_units import find_blocks, find_units, settle_shards, shard_model
+from trainers.fsdp2_units import find_units, settle_shards, shard_model
 from trainers.row_shards import local_part
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.seeing import make_model
@@ -27,7 +28,7 @@ FSDP = {"backend": "ray", "trainer.strategy": "fsdp2", "trainer.ranks": 4}
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_every_layer_of_both_parts_is_a_block(family):
     model = make_model(family)
-    blocks = find_blocks(model)
+    blocks = find_blocks(model, use="it needs", fix="")
     held = [p for block in blocks for p in block.parameters()]
     assert len(held) == len({*held}), "nothing is in two blocks"
     outside = [name for name, p in model.named_parameters() if all(p is not other for other in held)]
@@ -48,7 +49,7 @@ def test_a_model_without_blocks_is_refused():
             self.layers = nn.ModuleList([nn.Linear(2, 2)])
 
     with pytest.raises(UserError, match="fsdp2 shards a model block by block, and Own does not say"):
-        find_blocks(Own())
+        find_units(Own())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

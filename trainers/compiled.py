@@ -1,0 +1,117 @@
+"""Blocks of a model compiled by torch.compile, and the metrics of what is compiled.
+
+A block's `forward` is replaced, and not the block: parameters keep their names, and hooks stay outside. Lengths are
+symbols from the first pass on, so that no length is compiled again. Attention over packed rows is an opaque call,
+because its code depends on the lengths of the sequences. A block is therefore compiled in pieces: norms, projections
+and rotary embedding before the call, and the rest after it. Layers of the same class share what is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.compile_metrics import COMPILE_COUNT, COMPILE_SECONDS
+from core.errors import UserError
+from core.patches import watch_compilation
+from modeling.attention import BY_SEQUENCE, attend_by_sequence
+from modeling.blocks import find_blocks
+from modeling.layout_probe import find_probe
+from trainers.observers import Observer
+
+KEY, WITHOUT = "trainer.compile=true", "leave it out"
+
+
+def check_compile(cfg: TrainerConfig, model: ModelConfig, *, is_sharded: bool, replays_routes: bool) -> None:
+    """Raise UserError if the recipe's blocks cannot be compiled on this machine. is_sharded: the trainer is on Ray."""
+    untried = {
+        "backend: ray": is_sharded,
+        "model.lora": model.lora is not None,
+        "trainer.gradient_checkpointing": cfg.gradient_checkpointing,
+        "trainer.layout: padded": cfg.layout == "padded",
+    }
+    if model.quantization is not None:
+        raise UserError(
+            f"{KEY}, and the layers of model.quantization={model.quantization} dequantise weights by calls that cannot "
+            f"be compiled: {WITHOUT}"
+        )
+    if replays_routes:
+        raise UserError(f"{KEY}, and rollout.router_replay reads choices inside of the blocks: leave one of them out")
+    if found := [key for key, is_set in untried.items() if is_set]:
+        raise UserError(f"{KEY} has not been tried with {found[0]}: leave one of them out")
+    check_compiler()
+
+
+def check_compiler() -> None:
+    """Raise UserError if this machine lacks what torch.compile builds kernels with."""
+    wanted = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(wanted) is None:
+        raise UserError(
+            f"{KEY} requires a C++ compiler, and there is no {wanted}: install it, name another in the environment "
+            f"variable CXX, or {WITHOUT}"
+        )
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        raise UserError(
+            f"{KEY} requires Python's headers, and {headers} has no Python.h: install them (python3-dev), or {WITHOUT}"
+        )
+
+
+def compile_blocks(models: Iterable[nn.Module]) -> None:
+    """Compile the blocks of the models' language parts in place, at their first call.
+
+    Raises UserError for a model with layers that run by path, and for one whose blocks are not known.
+    """
+    from transformers import AttentionInterface
+
+    check_compiler()
+    AttentionInterface.register(BY_SEQUENCE, torch.compiler.disable(attend_by_sequence))
+    for model in models:
+        hf: Any = model
+        probe = find_probe(model)
+        if probe.by_path or probe.level == "padded":
+            found = f"{probe.by_path} of it run by path" if probe.by_path else "its rows are padded"
+            raise UserError(f"{KEY} has not been tried with a {hf.config.model_type} model, as {found}: {WITHOUT}")
+        base: Any = hf.get_base_model() if hasattr(model, "peft_config") else model
+        for block in find_blocks(base.get_decoder(), use=f"{KEY} compiles", fix=WITHOUT):
+            block.forward = torch.compile(block.forward, dynamic=True)
+
+
+class Rank(Protocol):
+    """Trainer rank whose compilations are counted."""
+
+    device: str
+
+    def find_largest(self, value: Tensor) -> Tensor: ...
+
+
+class CompileMetrics(Observer):
+    """Counter of compilations since the last step, of the rank with the most of them."""
+
+    def __init__(self, rank: Rank):
+        self.rank = rank
+        self.count, self.seconds, self.began = 0, 0.0, 0.0
+        watch_compilation(self._begin, self._end)
+
+    def _begin(self, _: Any) -> None:
+        self.began = time.perf_counter()
+
+    def _end(self, _: Any) -> None:
+        self.count += 1
+        self.seconds += time.perf_counter() - self.began
+
+    def finish(self) -> dict[str, float]:
+        own = torch.tensor([float(self.count), self.seconds], dtype=torch.float64, device=self.rank.device)
+        count, seconds = self.rank.find_largest(own).tolist()
+        self.count, self.seconds = 0, 0.0
+        return {COMPILE_COUNT: count, COMPILE_SECONDS: seconds}
