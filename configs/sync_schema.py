@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from core.strict_model import Seconds, StrictModel
 
@@ -28,9 +28,13 @@ class WeightSyncConfig(StrictModel):
     continue from the tokens already sampled. Every token records the version that sampled it."""
     transport: Literal["auto", "nccl", "gloo", "direct", "disk"] = "auto"
     """Transport of the weights. nccl, gloo: broadcast from trainer rank 0, between GPUs or over TCP. direct: buckets
-    through Ray's object store. disk: files in the run folder, which all machines must share. auto: nccl for vLLM on
-    GPUs (with placement: colocate, memory handles on the same GPU), otherwise gloo. In synchronous runs, a failed
-    transport is replaced by direct, then by disk, for the rest of the run."""
+    through Ray's object store. disk: files in the run folder, which all machines must share, or in `folder`. auto: nccl
+    for vLLM on GPUs (with placement: colocate, memory handles on the same GPU), otherwise gloo. In synchronous runs, a
+    failed transport is replaced by direct, then by disk, for the rest of the run."""
+    folder: str | None = None
+    """With transport: disk, folder for the weights in place of the run folder: a path, or an address in a store that
+    trainers and engines can reach (s3://, gs:// and others of fsspec). A sync writes its buckets, then their list, and
+    removes them when every engine has read them."""
     bucket_mib: int = Field(64, ge=1)
     """Size of a bucket in MiB. Weights are gathered and sent in buckets; a larger tensor is a bucket by itself."""
     timeout_s: Seconds = 300.0
@@ -46,6 +50,15 @@ class WeightSyncConfig(StrictModel):
     probe_tolerance: float | None = Field(None, gt=0)
     """Maximum mean absolute difference between trainer's and engine's log-probabilities of a probe prompt after a sync.
     Unset: 0.002 in float32, 0.1 in bfloat16, 0.3 with rollout.quantization."""
+
+    @model_validator(mode="after")
+    def _check_folder(self) -> WeightSyncConfig:
+        if self.folder is not None and self.transport != "disk":
+            raise ValueError(
+                f"folder is set, and transport is {self.transport}: set weight_sync.transport to disk, or leave the "
+                "folder out"
+            )
+        return self
 
     def bound_probe(self, dtype: str, *, quantized: bool = False) -> float:
         """Return probe_tolerance, or the default of a model's dtype, in nats. quantized: with rollout.quantization."""

@@ -30,7 +30,7 @@ NOT_FOR_TRAINING = (
     *("reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
     *("reward.max_concurrency", "reward.judge_budget."),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
-    *("weight_sync.transport", "weight_sync.delta", "weight_sync.whole_every"),
+    *("weight_sync.transport", "weight_sync.folder", "weight_sync.delta", "weight_sync.whole_every"),
     *("capture.", "compare_losses", "placement", "rollout.sleep_mode"),
     *("alg.file", "data.sampler.file"),  # their contents are compared, wherever they lie
 )

@@ -20,21 +20,14 @@ from typing import Any
 from configs.data_schema import SourceConfig
 from core.cache_folder import find_cache_folder
 from core.errors import MIB, UserError, first_line, name_error
-from core.hub import prepare_hub
+from core.stores import find_cause, is_remote, open_store
 from core.timing.progress import Progress, say
 
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-"""Package that reads a protocol, where fsspec and the hub's client do not."""
 VERSION_KEYS = (
     *("ETag", "etag", "Content-MD5", "md5Hash", "crc32c", "content_settings", "blob_id", "lfs", "Last-Modified"),
     *("LastModified", "last_modified", "mtime", "updated", "created", "generation", "version_id", "VersionId"),
 )
 """Keys of a store's description of a file that change with the content."""
-
-
-def is_remote(path: str) -> bool:
-    """Tell whether a path has a protocol, such as s3://."""
-    return "://" in path
 
 
 def fetch_source(source: SourceConfig, key: str) -> SourceConfig:
@@ -46,14 +39,11 @@ def fetch_source(source: SourceConfig, key: str) -> SourceConfig:
 
 def fetch(url: str, key: str) -> Path:
     """Return the path of a local copy of a remote file, or of a folder of save_to_disk."""
-    store, path = _open_store(url, key)
+    store, path = open_store(url, key)
     try:
         found = _describe(store, path)
     except Exception as error:  # a border: each store raises errors of its own
-        # fsspec says of a server that is silent, too, that it has no such file
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
+        cause = find_cause(error)
         if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
             raise UserError(f"{key}: there is no such file in the store") from error
         raise UserError(f"{key} cannot be reached: {name_error(cause)}") from error
@@ -85,27 +75,6 @@ def fetch(url: str, key: str) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return copy
-
-
-def _open_store(url: str, key: str) -> tuple[Any, str]:
-    """Return the store of a URL, and the path in it."""
-    import fsspec
-    import fsspec.core
-
-    protocol = url.split("://")[0]
-    if protocol == "hf":
-        prepare_hub(key)
-    try:
-        return fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        package = PACKAGES.get(protocol)
-        fix = f"pip install {package}" if package else first_line(error)
-        raise UserError(f"{key}: {protocol}:// needs a package that is not installed: {fix}") from error
-    except ValueError as error:
-        known = ", ".join(f"{name}://" for name in ("s3", "gs", "hf", "https", "memory"))
-        raise UserError(f"{key}: fsspec knows no protocol {protocol}://: use one that it knows, as {known}") from error
-    except Exception as error:  # a border: a store may look for credentials here
-        raise UserError(f"{key} cannot be reached: {name_error(error)}") from error
 
 
 def _describe(store: Any, path: str) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
+from core.stores import is_remote
 from core.text.plain_text import escape_controls, shorten_middle
 from core.types.images import PlacedImage
 from core.types.messages import find_images
@@ -19,7 +20,6 @@ from data_feeds.feed import Feed, load_examples
 from data_feeds.rows.eval_sets import load_sets
 from data_feeds.rows.forms import RowKind
 from data_feeds.rows.read_files import HUB
-from data_feeds.rows.remote_files import is_remote
 
 SHOWN = 3
 """Rows that are shown."""

@@ -15,6 +15,7 @@ from algs.teachers import list_paths
 from configs.schema import RunConfig
 from core.errors import RunStopped, UserError, writing
 from core.text.atomic_write import PARTIAL
+from driver.checks.weight_store import check_weight_store
 from modeling.saved_model import SavedModelWrong
 
 MARKER = "feynrl.json"
@@ -22,7 +23,11 @@ MARKER = "feynrl.json"
 
 
 def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
-    """Raise UserError if the final model could not be saved to `save_to`, or would overwrite something else."""
+    """Raise UserError if the final model could not be saved to `save_to`, or would overwrite something else.
+
+    So does a folder for weights that cannot be used.
+    """
+    check_weight_store(cfg)
     if cfg.save_to is None:
         return
     reads = [cfg.model.path, *list_paths(alg.teachers)]

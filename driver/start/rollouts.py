@@ -319,11 +319,12 @@ def share_for_engine(cfg: RLConfig | EvalConfig) -> Resources:
 
 def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:
     """Return the cluster resources of the engines. Engines may read weights or a model from the run folder."""
+    by_files = plan.transports[:1] == ("disk",) and isinstance(cfg, RLConfig) and cfg.weight_sync.folder is None
     return Role(
         name=ENGINE_GROUP,
         n=cfg.rollout.least_engines,
         resources=share_for_engine(cfg),
-        needs_run_folder=plan.transports[:1] == ("disk",) or Path(plan.engine.model_path).is_relative_to(run_folder),
+        needs_run_folder=by_files or Path(plan.engine.model_path).is_relative_to(run_folder),
     )
 
 

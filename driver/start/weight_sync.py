@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RLConfig
+from configs.sync_schema import WeightSyncConfig
 from core.cluster.ray_workers import Remote
 from core.cluster.workers import Local, Workers
 from core.errors import UserError
@@ -17,6 +18,7 @@ from core.types.messages import find_images
 from core.types.samples import Prompt
 from core.types.weights import ExportScope
 from data_feeds.chat.tokenizer import ChatTokenizer
+from driver.checks.weight_store import locate_folder
 from driver.start.rollouts import RolloutPlan
 from modeling.model_files import explain_gap
 from rollouts.registry import load_engine_class
@@ -30,6 +32,7 @@ from trainers.weight_sync.transports import (
     BroadcastTransport,
     ChunkedTransport,
     HandleTransport,
+    StoreTransport,
     SyncEndpoints,
     Transport,
 )
@@ -75,7 +78,7 @@ def make_weight_sync(
     """Return the weight sync of a run.
 
     say: prints a warning when the transport changes. facts: receives the name of the last transport. folder: the run
-    folder, with the files of the disk transport during a sync.
+    folder.
     """
     max_bytes = cfg.weight_sync.bucket_mib * 2**20
     scope = choose_scope(cfg, rollouts)
@@ -102,7 +105,10 @@ def make_weight_sync(
         ends=ends,
         engines=engines,
         probe=probe,
-        transports=[make_transport(name, folder) for name in list_usable(rollouts.transports, workers, say)],
+        transports=[
+            make_transport(name, choose_store(cfg.weight_sync, folder))
+            for name in list_usable(rollouts.transports, workers, say, store=cfg.weight_sync.folder)
+        ],
         may_fall_back=cfg.max_staleness == 0,
         say=say,
         facts=facts,
@@ -118,19 +124,30 @@ def choose_scope(cfg: RLConfig, rollouts: RolloutPlan) -> ExportScope:
 
 
 def list_usable(
-    names: Sequence[TransportName], workers: Remote[RolloutWorker], say: Callable[[str], None]
+    names: Sequence[TransportName], workers: Remote[RolloutWorker], say: Callable[[str], None], *, store: str | None
 ) -> list[TransportName]:
-    """Return the transports without `disk` if an engine's machine does not see the run folder; print a warning."""
-    if "disk" not in names or not workers.without_run_folder:
+    """Return the transports without `disk` if an engine's machine does not see the run folder; print a warning.
+
+    store: weight_sync.folder, which takes the place of the run folder.
+    """
+    if store is not None or "disk" not in names or not workers.without_run_folder:
         return [*names]
     blind = ", ".join(workers.slots.name_worker(rank) for rank in sorted(workers.without_run_folder))
     say(f"{blind}: no weights can go there by files (disk), because the machine does not see the run folder")
     return [name for name in names if name != "disk"]
 
 
-def make_transport(name: TransportName, folder: Path) -> Transport:
+def choose_store(sync: WeightSyncConfig, run_folder: Path) -> str:
+    """Return the address of the run's own folder for weights."""
+    if sync.folder is None:
+        return str(run_folder / "weights")
+    return f"{locate_folder(sync.folder)}/{run_folder.name}"
+
+
+def make_transport(name: TransportName, store: str) -> Transport:
+    """store: address of the run's own folder for weights."""
     if name in ("nccl", "gloo"):
         return BroadcastTransport(name)
     if name == "ipc":
-        return HandleTransport(name, None)
-    return ChunkedTransport(name, folder / "weights" if name == "disk" else None)
+        return HandleTransport(name)
+    return StoreTransport(store) if name == "disk" else ChunkedTransport(name)

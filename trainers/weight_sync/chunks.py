@@ -1,20 +1,19 @@
-"""Weights in chunks through the driver: as bytes in Ray's object store, or as files that all machines can read.
+"""Weights in chunks: as bytes in Ray's object store, or as objects in a folder or a store (store.py).
 
-This is slower than a broadcast, but needs no process group. Every trainer rank runs a
-`ChunkWriter`, which makes one chunk at a time; engines read each with `read_chunk`. The driver
-(trainers/weight_sync/transports.py) passes chunks on without looking into them.
+This is slower than a broadcast, but needs no process group. Every trainer rank runs a `ChunkWriter`, which makes one
+chunk at a time; engines read each with `read_chunk`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from pathlib import Path
 
 from safetensors.torch import load, save
 
 from core.types.weights import Bucket
 from trainers.weight_sync.base import Chunk, Sent, transfer_errors
 from trainers.weight_sync.fingerprint import fingerprint
+from trainers.weight_sync.store import read_chunk_bytes, write_chunk, write_manifest
 
 
 class ChunkWriter:
@@ -31,15 +30,18 @@ class ChunkWriter:
         folder: str | None,
         encode: Callable[[Bucket], Bucket] = lambda bucket: bucket,
     ):
-        """folder: write files there; None keeps bytes. encode: the form in which a bucket is sent; see delta.py."""
+        """folder: address to write objects below; None keeps bytes. encode: how a bucket is sent; see delta.py."""
         self._stream, self._writes, self._folder, self._encode = stream, writes, folder, encode
         self._checksums: dict[str, int] = {}
-        self._nbytes = self._count = 0
+        self._nbytes = 0
+        self._stored: list[str] = []
 
     def write_chunk(self) -> bool:
-        """Write the next chunk and drop the previous chunk; return False at the end of the stream."""
+        """Write the next chunk; return False at the end of the stream, when all are listed."""
         bucket = next(self._stream, None)
         if bucket is None:
+            if self._writes and self._folder is not None:
+                write_manifest(self._folder, self._stored)
             return False
         if self._writes:
             self._checksums |= fingerprint(bucket)
@@ -47,7 +49,6 @@ class ChunkWriter:
             self._nbytes += sum(tensor.nbytes for _, tensor in coded)
             with transfer_errors("disk" if self._folder else "direct"):
                 self._store(coded)
-        self._count += 1
         return True
 
     def close(self) -> None:
@@ -63,17 +64,11 @@ class ChunkWriter:
         if self._folder is None:
             self.chunk = packed
             return
-        file = Path(self._folder) / f"{self._count}.safetensors"
-        file.write_bytes(packed)
-        if self._count:
-            Path(self.chunk).unlink()  # every engine has read it
-        self.chunk = str(file)
+        self.chunk = write_chunk(self._folder, f"{len(self._stored)}.safetensors", packed)
+        self._stored.append(self.chunk)
 
 
 def read_chunk(chunk: Chunk) -> Bucket:
     """Read the named tensors of a chunk. Raises TransportFailed."""
-    if isinstance(chunk, str):
-        with transfer_errors("disk"):
-            return list(load(Path(chunk).read_bytes()).items())  # no mmap: the file is deleted before the tensors
-    with transfer_errors("direct"):
-        return list(load(chunk).items())
+    with transfer_errors("disk" if isinstance(chunk, str) else "direct"):
+        return list(load(read_chunk_bytes(chunk) if isinstance(chunk, str) else chunk).items())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Coroutine, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 from core.cluster.ray_workers import Remote
 from core.cluster.root_cause import attribute_failure
-from core.errors import RunStopped
+from core.errors import RunStopped, TransportFailed
 from core.tasks import gather_fail_fast
 from core.timing.clock import ActivityTimer
 from core.timing.deadlines import SYNC_TIMEOUT_GRACE_S
@@ -19,6 +20,7 @@ from trainers.weight_sync.base import ExportsWeights, ReceivesWeights, Sent, Tra
 from trainers.weight_sync.delta import Coding
 from trainers.weight_sync.ipc import join_chunks
 from trainers.weight_sync.source import WeightSource
+from trainers.weight_sync.store import remove_folder
 
 Calls = list[Coroutine[Any, Any, Any]]
 
@@ -120,38 +122,21 @@ class BroadcastTransport:
 
 @dataclass(slots=True)
 class ChunkedTransport:
-    """Transfer chunk by chunk: trainer rank 0 writes a chunk, and each engine loads it."""
+    """Transfer chunk by chunk through Ray's object store: trainer rank 0 writes a chunk, and each engine loads it."""
 
     name: TransportName
-    folder: Path | None
-    """Folder on a file system that all machines share; None keeps the bytes in Ray's object store."""
 
     async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
-        folder = None if self.folder is None else self.folder / str(version)
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True)
-            return await self._transfer(version, ends, folder)
-        finally:
-            if self.folder is not None:
-                shutil.rmtree(self.folder, ignore_errors=True)
-
-    async def _transfer(self, version: int, ends: SyncEndpoints, folder: Path | None) -> Sent:
         sources, engines, gather = ends.sources, ends.engines, ends.gather_collective
-        await gather([*engines.start_all(ReceivesWeights.begin_chunks), *self._begin(sources, ends, folder)])
-        try:
-            # all ranks reach the end of the stream together, so the first answer is everyone's
-            while (await gather([*sources.start_all(WeightSource.write_chunk)]))[0]:
+        await gather([*engines.start_all(ReceivesWeights.begin_chunks), *self._begin(sources, ends)])
+        async with _aborting_chunks(sources):
+            while await _write_chunk(ends):
                 await gather(await self._load_chunk(sources, ends))
-        except RunStopped:  # an engine died, or no transport; where a trainer rank died, this says so
-            await sources.call_all(WeightSource.abort_chunks)
-            raise
         await gather([*engines.start_all(ReceivesWeights.receive_weights, version)])
         return await sources.call_one(0, WeightSource.summarize_chunks)
 
-    def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints, folder: Path | None) -> Calls:
-        where = None if folder is None else str(folder)
-        return sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, where, ends.coding)
+    def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
+        return sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, None, ends.coding)
 
     async def _load_chunk(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
         """Return the calls that load the last written chunk into the engines."""
@@ -161,7 +146,7 @@ class ChunkedTransport:
 class HandleTransport(ChunkedTransport):
     """Transfer of IPC handles, chunk by chunk, between trainers and engines on the same GPUs. Never run yet."""
 
-    def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints, folder: Path | None) -> Calls:
+    def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
         return sources.start_all(WeightSource.begin_handles, ends.max_bytes, ends.scope)
 
     async def _load_chunk(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
@@ -172,3 +157,52 @@ class HandleTransport(ChunkedTransport):
             )
             for engine in ends.engines.ranks
         ]
+
+
+@dataclass(slots=True)
+class StoreTransport:
+    """Transfer by objects in a folder or store: trainer rank 0 writes them all, then the engines read them."""
+
+    folder: str
+    """Address of this run's own part of the store; everything below it is removed after each sync."""
+    name: TransportName = "disk"
+
+    async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
+        await asyncio.to_thread(remove_folder, self.folder)  # an earlier run may have been killed
+        try:
+            sent = await self._transfer(version, ends)
+        except RunStopped:
+            with suppress(TransportFailed):  # the first error says more
+                await asyncio.to_thread(remove_folder, self.folder)
+            raise
+        await asyncio.to_thread(remove_folder, self.folder)
+        return sent
+
+    async def _transfer(self, version: int, ends: SyncEndpoints) -> Sent:
+        sources, engines, gather = ends.sources, ends.engines, ends.gather_collective
+        # never the name of an earlier sync, whose objects a cache on the way might still hold
+        folder = f"{self.folder}/{version}-{uuid4().hex[:8]}"
+        begins = sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, folder, ends.coding)
+        await gather([*engines.start_all(ReceivesWeights.begin_chunks), *begins])
+        async with _aborting_chunks(sources):
+            while await _write_chunk(ends):
+                pass
+        await gather([*engines.start_all(ReceivesWeights.load_stored, folder)])
+        await gather([*engines.start_all(ReceivesWeights.receive_weights, version)])
+        return await sources.call_one(0, WeightSource.summarize_chunks)
+
+
+async def _write_chunk(ends: SyncEndpoints) -> bool:
+    """Let every rank take its part in the next chunk; return False at the end of the stream."""
+    # all ranks reach the end together, so the first answer is everyone's
+    return (await ends.gather_collective([*ends.sources.start_all(WeightSource.write_chunk)]))[0]
+
+
+@asynccontextmanager
+async def _aborting_chunks(sources: Remote[WeightSource]) -> AsyncGenerator[None]:
+    """End the sync on every trainer rank if the body fails."""
+    try:
+        yield
+    except RunStopped:  # an engine died, or no transport; where a trainer rank died, this says so
+        await sources.call_all(WeightSource.abort_chunks)
+        raise

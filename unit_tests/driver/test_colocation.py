@@ -396,7 +396,7 @@ def test_every_engine_gets_the_handles_of_the_ranks_on_its_gpus():
         **dict.fromkeys(("trainers", "sources", "engines", "engine_timers"), all_ranks),
         **{"ranks_per_engine": 2, "max_bytes": 1, "scope": "whole", "timeout_s": 1.0},
     )
-    assert asyncio.run(HandleTransport("ipc", None).transfer(1, ends)) == "summary"
+    assert asyncio.run(HandleTransport("ipc").transfer(1, ends)) == "summary"
     assert loaded == 2 * [(0, ["of rank 0", "of rank 1"]), (1, ["of rank 2", "of rank 3"])]
 
 

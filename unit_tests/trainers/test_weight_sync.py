@@ -23,6 +23,7 @@ from trainers.weight_sync.base import Sent
 from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
 from trainers.weight_sync.chunks import ChunkWriter, read_chunk
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
+from trainers.weight_sync.store import read_manifest
 from trainers.weight_sync.transports import SyncEndpoints, Transport
 from unit_tests.helpers.syncs import sync_of
 
@@ -71,7 +72,7 @@ def test_every_receiver_gets_every_tensor_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_chunks_bring_every_tensor_and_leave_one_file_at_most(tmp_path: Path, on_disk: bool) -> None:
+def test_chunks_bring_every_tensor_and_their_list_is_written_last(tmp_path: Path, on_disk: bool) -> None:
     def stream(buckets: list[Bucket]) -> Generator[Bucket]:
         yield from buckets
 
@@ -81,13 +82,16 @@ def test_chunks_bring_every_tensor_and_leave_one_file_at_most(tmp_path: Path, on
     got: dict[str, Tensor] = {}
     while writer.write_chunk():
         got |= dict(read_chunk(writer.chunk))
-        assert len(list(tmp_path.iterdir())) == on_disk
+        assert not (tmp_path / "manifest.json").exists()
     assert got.keys() == WEIGHTS.keys() and all(torch.equal(got[name], WEIGHTS[name]) for name in got)
+    if on_disk:
+        again = [pair for chunk in read_manifest(str(tmp_path)) for pair in read_chunk(chunk)]
+        assert fingerprint(again) == fingerprint(WEIGHTS.items())
     sent = writer.summarize()
     assert sent.checksums == fingerprint(WEIGHTS.items())
     assert sent.nbytes == sum(map(nbytes, WEIGHTS.items()))
     with pytest.raises(TransportFailed):
-        read_chunk(str(tmp_path / "nowhere") if on_disk else b"no tensors")
+        read_chunk(b"no tensors")
     idle = ChunkWriter(stream(buckets), writes=False, folder=None)
     assert [idle.write_chunk() for _ in range(len(buckets) + 1)] == [True] * len(buckets) + [False]
     assert idle.summarize() == Sent(checksums={}, nbytes=0)

@@ -1,0 +1,206 @@
+"""Weights in folders and object stores: only what was written whole is read, and nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from algs.sft import SFT
+from core.errors import TransportFailed
+from core.timing.clock import ActivityTimer
+from core.timing.phases import TRAINER_ACTIVITIES
+from data_feeds.packing.batches import micro_batches
+from trainers.weight_sync import store
+from trainers.weight_sync.chunks import ChunkWriter
+from trainers.weight_sync.fingerprint import fingerprint
+from trainers.weight_sync.source import WeightSource
+from trainers.weight_sync.store import read_chunk_bytes, read_manifest, remove_folder, write_chunk, write_manifest
+from unit_tests.helpers.engines import engine_of
+from unit_tests.helpers.examples import some_groups
+from unit_tests.helpers.local_trainers import trainer_of
+from unit_tests.helpers.other_packages import ROOT, install_beside
+from unit_tests.helpers.processes import find_free_port
+from unit_tests.helpers.runs import LUCK, file_of, folder_of, metrics_of, program
+
+
+class Failing(MemoryFileSystem):
+    """A store in memory whose calls fail as they are told, in turn."""
+
+    protocol = "failing"
+    store: ClassVar[dict[str, Any]] = {}
+    failures: ClassVar[list[Exception]] = []
+    calls = 0
+
+    def _fail(self) -> None:
+        type(self).calls += 1
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        self._fail()
+        super().pipe_file(path, value, mode, **kwargs)
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        self._fail()
+        return super().cat_file(path, start, end, **kwargs)
+
+
+fsspec.register_implementation("failing", Failing)
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch):
+    monkeypatch.setattr(store, "WAITS_S", (0.0, 0.0))
+    Failing.failures, Failing.calls = [], 0
+
+
+@pytest.mark.parametrize("kind", ["path", "memory://", "failing://"])
+def test_an_engine_follows_a_trainer_by_objects(kind, tiny_path, tmp_path):
+    """Whole weights, then changes; the checksums of what the engine loaded are those of the trainer's weights."""
+    base = str(tmp_path / "weights") if kind == "path" else f"{kind}bucket{tmp_path}"
+    trainer = trainer_of(tiny_path, SFT(), dtype="bfloat16", lr=1e-4)
+    engine = engine_of(tiny_path, dtype="bfloat16")
+    source = WeightSource(trainer, ActivityTimer(*TRAINER_ACTIVITIES), is_sender=True)
+
+    async def sync(version: int, coding: Any) -> None:
+        folder = f"{base}/{version}"
+        await engine.pause()
+        await engine.begin_chunks()
+        source.begin_chunks(100_000, "whole", folder, coding)
+        Failing.failures = [ConnectionResetError("reset"), TimeoutError("slow")]  # which pass
+        while source.write_chunk():
+            with pytest.raises(TransportFailed, match=r"cannot read .*/manifest.json"):
+                read_manifest(folder)
+        await engine.load_stored(folder)
+        await engine.receive_weights(version)
+        [loaded] = await engine.read_fingerprint()
+        assert loaded == source.summarize_chunks().checksums == fingerprint(trainer.model.named_parameters())
+
+    asyncio.run(sync(1, "whole"))
+    trainer.step([micro_batches(some_groups(2, 2), "token", 10_000)[0]])
+    asyncio.run(sync(2, "changes"))
+    whole, changes = (sum(len(read_chunk_bytes(chunk)) for chunk in read_manifest(f"{base}/{n}")) for n in (1, 2))
+    assert changes < 0.5 * whole
+    remove_folder(base)
+    remove_folder(base)  # nothing is there
+    with pytest.raises(TransportFailed):
+        read_manifest(f"{base}/2")
+
+
+def test_an_object_that_is_not_what_was_written_is_not_read(tmp_path):
+    folder = str(tmp_path)
+    chunk = write_chunk(folder, "0.safetensors", b"weights")
+    write_manifest(folder, [chunk])
+    assert [read_chunk_bytes(one) for one in read_manifest(folder)] == [b"weights"]
+    for found, why in ((b"weight", "6 of 7 bytes"), (b"weighty", "its hash is another")):
+        Path(folder, "0.safetensors").write_bytes(found)
+        with pytest.raises(TransportFailed, match=rf"over disk: cannot read .*0.safetensors: .*{why}"):
+            read_chunk_bytes(chunk)
+    Path(folder, "manifest.json").write_text('{"chunks": ["0.saf')
+    with pytest.raises(TransportFailed, match=r"cannot read .*/manifest.json"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("failure", "why", "calls"),
+    [
+        (ConnectionResetError("reset by peer"), "ConnectionResetError: reset by peer", 3),
+        (PermissionError("Access Denied"), r"access is denied \(Access Denied\)", 1),
+        (OSError(errno.ENOSPC, "No space left on device"), "there is no room left", 1),
+        (FileNotFoundError("The specified bucket does not exist"), "there is no such bucket", 1),
+        (NotImplementedError(), "this kind of store takes no objects", 1),
+    ],
+)
+def test_failures_that_may_pass_are_tried_again_and_others_told_at_once(failure, why, calls):
+    Failing.failures = [failure] * 3
+    with pytest.raises(TransportFailed, match=rf"cannot write 0 to failing://b: {why}"):
+        write_chunk("failing://b", "0", b"weights")
+    assert Failing.calls == calls
+
+
+def test_a_stream_that_breaks_off_has_no_list(tmp_path):
+    def stream():
+        yield [("w", torch.ones(3))]
+        raise RuntimeError("broken")
+
+    writer = ChunkWriter(stream(), writes=True, folder=str(tmp_path))
+    assert writer.write_chunk()
+    with pytest.raises(RuntimeError, match="broken"):
+        writer.write_chunk()
+    assert [file.name for file in tmp_path.iterdir()] == ["0.safetensors"]
+
+
+def test_a_folder_that_cannot_hold_weights_is_refused_before_the_start(refused, tmp_path, monkeypatch):
+    by_disk = {"backend": "ray", "weight_sync.transport": "disk"}
+    (tmp_path / "file").write_text("")
+    wrong = [
+        ("s3://bucket/run", "s3:// needs a package that is not installed: pip install s3fs"),
+        ("memory://run", "is in the memory of one process"),
+        ("nope://run", "fsspec knows no protocol nope://"),
+        ("http://127.0.0.1:9/run", "weight_sync.folder=http://127.0.0.1:9/run: cannot write object"),
+        (str(tmp_path / "file" / "below"), "name a folder that may be written to, read and cleared"),
+    ]
+    for folder, why in wrong:
+        refused(by_disk | {"weight_sync.folder": folder}, "weight_sync.folder", why)
+    refused({"backend": "ray", "weight_sync.folder": str(tmp_path)}, "weight_sync", "set weight_sync.transport to disk")
+
+
+@pytest.fixture
+def s3(tmp_path, monkeypatch) -> Iterator[Callable[..., str]]:
+    """Run a program of Python against an S3 server of this machine, with a bucket `weights`."""
+    moto, s3fs = install_beside("moto[server]"), install_beside("s3fs")
+    port = find_free_port()
+    keys = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "mine", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in (keys | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}).items():
+        monkeypatch.setenv(name, value)
+    log = (tmp_path / "moto.txt").open("w")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(moto)}, stdout=log, stderr=log)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{s3fs}")
+
+    def run(code: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    try:
+        until = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert process.poll() is None and time.monotonic() < until, (tmp_path / "moto.txt").read_text()
+            time.sleep(0.2)
+        run("import s3fs; s3fs.S3FileSystem().mkdir('weights')")
+        yield run
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(600)
+def test_weights_travel_through_an_s3_server_and_none_stay_there(s3, recipe, tmp_path):
+    changes = {
+        **{"backend": "ray", "steps": 3, "model.dtype": "bfloat16", "trainer.lr": 1e-5, "rollout.num_engines": 2},
+        **{"weight_sync.transport": "disk", "weight_sync.folder": "s3://weights/runs", "weight_sync.delta": True},
+        "reward.function": file_of(tmp_path / "luck.py", LUCK),
+    }
+    refused = program(recipe(changes | {"weight_sync.folder": "s3://nowhere/runs"}))
+    assert refused.returncode == 2 and "there is no such bucket" in refused.stderr, refused.stderr
+    s3("import s3fs; s3fs.S3FileSystem().pipe('weights/runs/mine', b'kept')")
+    done = program(recipe(changes))
+    assert done.returncode == 0, done.stderr
+    found = metrics_of(folder_of(tmp_path))
+    assert len(found) == 3 and all(row["sync/probe_gap"] < 0.1 and 0 < row["sync/changed"] < 0.3 for row in found)
+    assert s3("import s3fs; print(s3fs.S3FileSystem().find('weights'))") == "['weights/runs/mine']\n"
