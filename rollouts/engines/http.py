@@ -1,13 +1,15 @@
 """Engine that somebody else started: `vllm serve` at an address, with the trainer's weights.
 
 The server runs our worker extension. So weights reach its processes as they reach those of the engine vllm: from the
-trainers' broadcast, with the same checksums. Requests are token ids (`/inference/v1/generate`).
+trainers' broadcast, in requests or from a store, with the same checksums. Prompts are token ids
+(`/inference/v1/generate`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -18,6 +20,7 @@ from core.types.images import PlacedImage
 from core.types.weights import Bucket
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig, make_completion
 from rollouts.engines.vllm_support.requests import UNPUBLISHED, raise_first
+from trainers.weight_sync.base import Chunk
 
 TRANSFER, EXTENSION = "feynrl_gloo", "rollouts.engines.vllm_support.worker.WorkerMethods"
 COMMAND = (
@@ -31,7 +34,7 @@ STOPS = {"stop": "eos", "length": "length"}
 class HttpEngine(Engine):
     """Client of a server. Its processes are the server's, and outlive the run."""
 
-    capabilities = Capabilities(tensor_parallel=True, broadcast=True, file_names=True)
+    capabilities = Capabilities(tensor_parallel=True, broadcast=True, chunks=True, deltas=True, file_names=True)
 
     def __init__(self, config: EngineConfig) -> None:
         """Check the server. Raises UserError if its settings differ from the recipe's."""
@@ -41,7 +44,7 @@ class HttpEngine(Engine):
             raise UserError("rollout.engine is http, and rollout.servers has no address: add one for each engine")
         if config.pause_mode == "abort":
             raise UserError("weight_sync.pause_mode is abort, and rollout.engine is http: set it to keep or wait")
-        self.config, self.address = config, config.server.rstrip("/")
+        self.config, self.address, self._takes_chunks = config, config.server.rstrip("/"), False
         try:
             answer = httpx.get(f"{self.address}/server_info?config_format=json", timeout=config.timeout_s)
         except httpx.HTTPError as error:
@@ -119,6 +122,7 @@ class HttpEngine(Engine):
         return await self._post("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
+        self._takes_chunks = False
         where = {"address": address, "port": port, "first_rank": first_rank, "members": members}
         raise_first(await self._rpc("feynrl_join", init_info={**where, "timeout_s": self.config.timeout_s}))
 
@@ -128,10 +132,23 @@ class HttpEngine(Engine):
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
         raise UserError("rollout.engine is http, and backend is local, where no trainer sends weights: set it to ray")
 
-    async def receive_weights(self, version: int) -> None:
-        """Let the server's processes receive a broadcast, then sample from it."""
+    async def begin_chunks(self) -> None:
+        self._takes_chunks = True
         await self._rpc("feynrl_begin", adapter=False)
-        raise_first(await self._rpc("feynrl_load_part", adapter=False, update_info={}))
+
+    async def load_chunk(self, chunk: Chunk) -> None:
+        # the server reads an object itself; JSON has no bytes
+        await self._load_part({"chunk": chunk} if isinstance(chunk, str) else {"encoded": b64encode(chunk).decode()})
+
+    async def _load_part(self, update_info: Mapping[str, Any]) -> None:
+        """Load a part of an update, a vllm_support.worker.WeightUpdate."""
+        raise_first(await self._rpc("feynrl_load_part", adapter=False, update_info=update_info))
+
+    async def receive_weights(self, version: int) -> None:
+        """Let the server's processes receive a broadcast, if no chunks have come, then sample from the weights."""
+        if not self._takes_chunks:
+            await self._rpc("feynrl_begin", adapter=False)
+            await self._load_part({})
         await self._post("/finish_weight_update", {"weight_version": str(version)})
         for rank, untouched in enumerate(await self._rpc("feynrl_untouched")):
             if untouched:

@@ -10,22 +10,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from configs.schema import RLConfig
 from core.errors import UserError
+from driver.evaluation.suites.generations import WHOLE
 from driver.load_recipe import load_recipe
 from rollouts.engines.http import EXTENSION, TRANSFER, HttpEngine
 from trainers.weight_sync.broadcast import WeightSender
 from trainers.weight_sync.fingerprint import fingerprint
 from unit_tests.helpers.engines import PROMPTS, engine_config, several
 from unit_tests.helpers.processes import find_free_port
+from unit_tests.helpers.runs import LUCK, file_of, folder_of, metrics_of, program
 from unit_tests.helpers.vllm_lab import TIMEOUT_S, buckets_of, gap, in_thread, logp
 
 ROOT = Path(__file__).parent.parent.parent
@@ -87,34 +92,45 @@ def test_servers_that_do_not_answer_or_do_not_fit_are_one_sentence(recipe):
         load_recipe(RLConfig, recipe({"rollout.engine": "http"}), [])
 
 
-@pytest.fixture
-def server(tiny_path, tmp_path) -> Iterator[str]:
-    """Address of `vllm serve`, started as its documentation says."""
+@contextmanager
+def serve(model: str, log: Path, *own: str) -> Iterator[str]:
+    """Start `vllm serve` as its documentation says, and yield the address before it answers."""
     port = find_free_port()
     words = ["--enable-scale-out", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     words += ["--worker-extension-cls", EXTENSION, "--weight-transfer-config", f'{{"backend": "{TRANSFER}"}}']
-    own = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--no-enable-chunked-prefill"]
-    own += ["--block-size", "32", "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy"]
+    words += ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--no-enable-chunked-prefill"]
+    words += ["--block-size", "32", "--host", "127.0.0.1", "--port", str(port), *own]
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
-    log = (tmp_path / "server.txt").open("w")
     # as `vllm serve`, whose script looks for a package of that name, and the build for CPUs has another
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_path, *words, *own]
-    process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=tmp_path)
-    try:
-        until = time.monotonic() + 180
-        while not is_up(port):
-            assert process.poll() is None and time.monotonic() < until, (tmp_path / "server.txt").read_text()[-3000:]
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *words]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=file, cwd=log.parent)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=30)
 
 
-def is_up(port: int) -> bool:
+def wait_for(address: str, log: Path) -> None:
+    until = time.monotonic() + 180
+    while not is_up(address):
+        assert time.monotonic() < until, log.read_text()[-3000:]
+        time.sleep(0.5)
+
+
+@pytest.fixture
+def server(tiny_path, tmp_path) -> Iterator[str]:
+    log = tmp_path / "server.txt"
+    with serve(tiny_path, log, "--load-format", "dummy") as address:
+        wait_for(address, log)
+        yield address
+
+
+def is_up(address: str) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return httpx.get(f"{address}/health").status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -157,3 +173,48 @@ def test_a_server_samples_from_the_weights_that_it_was_sent(server, tiny_path):
         await engine.close()
 
     asyncio.run(body())
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(600)
+def test_two_servers_evaluate_a_model_and_follow_a_trainer_on_ray(recipe, sums, tiny_path, tmp_path):
+    logs = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    with serve(tiny_path, logs[0]) as first, serve(tiny_path, logs[1]) as second:
+        for address, log in zip((first, second), logs, strict=True):
+            wait_for(address, log)
+        servers = {"engine": "http", "servers": [first, second], "num_engines": 2}
+        luck = file_of(tmp_path / "luck.py", LUCK)
+
+        def evaluate(name: str, **changes: object) -> list[tuple[int, str]]:
+            raw = {
+                **{"name": name, "samples": 1, "run_dir": str(tmp_path / "runs")},
+                "model": {"path": tiny_path, "dtype": "float32"},
+                "data": {"sets": [{"path": str(sums / "eval.parquet"), "name": "sums"}], "max_prompt_tokens": 32},
+                "reward": {"function": luck, "workers": 1},
+                "rollout": {"temperature": 0.0, "max_new_tokens": 8} | changes,
+                "backend": "ray" if "servers" in changes else "local",
+            }
+            (tmp_path / "eval.yaml").write_text(yaml.safe_dump(raw))
+            done = program(str(tmp_path / "eval.yaml"), main="main_eval.py")
+            assert done.returncode == 0, done.stderr
+            rows = pq.read_table(folder_of(tmp_path, name) / WHOLE).to_pylist()
+            return sorted((row["index"], row["completion"]) for row in rows)
+
+        assert evaluate("served", **servers) == evaluate("ours", engine="hf")
+        to_servers = {f"rollout.{key}": value for key, value in servers.items()}
+        for transport in ("gloo", "direct", "disk"):
+            by = {"name": transport, "weight_sync.transport": transport, "weight_sync.delta": transport == "disk"}
+            by |= {"weight_sync.folder": str(tmp_path / "store")} if transport == "disk" else {}
+            common = {"backend": "ray", "steps": 3, "trainer.lr": 1e-2, "reward.function": luck}
+            done = program(recipe(common | to_servers | by))
+            assert done.returncode == 0, done.stderr
+            found = metrics_of(folder_of(tmp_path, transport))
+            assert len(found) == 3 and all(row["sync/probe_gap"] < 1e-3 for row in found)
+            assert [row.get("sync/changed", 0) > 0 for row in found] == [transport == "disk"] * 3
+        assert [*(tmp_path / "store").iterdir()] == []
+        # their weights are those of a run now
+        raw = yaml.safe_load((tmp_path / "eval.yaml").read_text())
+        raw |= {"backend": "ray", "rollout": raw["rollout"] | servers}
+        (tmp_path / "eval.yaml").write_text(yaml.safe_dump(raw))
+        done = program(str(tmp_path / "eval.yaml"), main="main_eval.py")
+        assert done.returncode != 0 and "has weights of a run in place of model.path" in done.stderr, done.stderr

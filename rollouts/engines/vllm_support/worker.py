@@ -9,6 +9,7 @@ An adapter is loaded by vLLM's LoRA manager, from memory, under a fixed id.
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,6 +158,8 @@ class WeightUpdate(WeightTransferUpdateInfo):
     """Weights of an update: a chunk, or the buckets of a trainer in this process. Neither: they are streamed."""
 
     chunk: Chunk | None = None
+    encoded: str | None = None
+    """A chunk of bytes in base64, as it came by HTTP."""
     buckets: Iterable[Bucket] | None = None
 
 
@@ -173,7 +176,8 @@ class StreamedTransfer(VerifiedTransfer):
     def buckets(self, update_info: WeightUpdate) -> Iterable[Bucket]:
         if update_info.buckets is not None:
             return update_info.buckets
-        received = self.stream() if update_info.chunk is None else [read_chunk(update_info.chunk)]
+        chunk = update_info.chunk if update_info.encoded is None else b64decode(update_info.encoded)
+        received = self.stream() if chunk is None else [read_chunk(chunk)]
         return map(self.decoder.decode, received)
 
     def stream(self) -> Iterable[Bucket]:
