@@ -174,6 +174,10 @@ class RolloutConfig(StrictModel):
     env: str = "single_turn"
     """Environment: a module of rollouts/envs/, or the path of a Python file with a subclass of rollouts.envs.base.Env.
     """
+    opponent: str | None = None
+    """Model folder of the frozen opponent in a game of several sides, such as an earlier version of the policy. The
+    policy plays one side, another from group to group; the model plays the others by the engine hf in the process of
+    each engine, and is not trained on. Unset: the policy plays all sides."""
     agent: AgentConfig | None = None
     """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
     address."""
@@ -299,6 +303,14 @@ class RolloutConfig(StrictModel):
             raise ValueError(
                 f"servers has {len(self.servers)} addresses, and engine={self.engine} with num_engines="
                 f"{self.num_engines} needs {needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def an_opponent_plays_a_game(self) -> RolloutConfig:
+        if self.opponent is not None and (self.agent is not None or self.env == "single_turn"):
+            raise ValueError(
+                "opponent is the other side of a game: set rollout.env to a game, or leave rollout.opponent out"
             )
         return self
 

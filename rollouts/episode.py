@@ -70,16 +70,35 @@ class Played:
         return Played(sample=sample, messages=self.messages)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opponent:
+    """Engine with frozen weights that plays all sides of a game but one."""
+
+    engine: Engine
+    game: int
+    """Number of the game's group, from which the policy's side follows."""
+
+    def leaves_to_policy(self, env: Env) -> int:
+        """Return the side of the policy. It is the same for all episodes of a group, which are compared."""
+        return self.game % env.sides
+
+
 async def run_episode(
-    engine: Engine, make_env: Callable[[Prompt], Env], prompt: Prompt, tokenizer: Tokenizer, rules: EpisodeRules
+    engine: Engine,
+    make_env: Callable[[Prompt], Env],
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    rules: EpisodeRules,
+    opponent: Opponent | None = None,
 ) -> list[Played]:
     """Run one episode of `prompt`. Return one sample per player, with the environment's scores as reward parts.
 
+    With an opponent only the policy's side has a sample, which fails if the game ended before its first reply.
     An environment that raises yields failed samples. Raises RunStopped if the environment blocks the process too long,
     and for an invalid completion. Raises UserError for a prompt that is too long, and if the template changes earlier
     turns.
     """
-    episode = _Episode(engine, tokenizer, rules, prompt)
+    episode = _Episode(engine, tokenizer, rules, prompt, opponent)
     failure = ""
     try:
         try:
@@ -105,6 +124,7 @@ class _Episode:
     tokenizer: Tokenizer
     rules: EpisodeRules
     prompt: Prompt
+    opponent: Opponent | None = None
     env: Env | None = None
     slots: dict[int, Transcript] = field(default_factory=dict[int, Transcript])
     """Transcript of each player with at least one turn."""
@@ -130,7 +150,7 @@ class _Episode:
                 raise _EnvironmentFailed(str(error)) from error
             if script is None:
                 return
-            reply = await self._ask_policy(script, turn)
+            reply = await self._ask_policy(script, turn, self._choose_engine(env))
             # cut off by the budget: the environment sees complete replies only
             if script.stop == "length":
                 return
@@ -181,15 +201,21 @@ class _Episode:
         script.append_given(self.tokenizer, ids, shown.messages)
         return script
 
-    async def _ask_policy(self, script: Transcript, turn: int) -> ParsedReply:
+    def _choose_engine(self, env: Env) -> Engine:
+        """Return the engine that plays the side whose turn it is."""
+        if self.opponent is None or env.player == self.opponent.leaves_to_policy(env):
+            return self.engine
+        return self.opponent.engine
+
+    async def _ask_policy(self, script: Transcript, turn: int, engine: Engine) -> ParsedReply:
         seed = self.rules.seed_of_turn(turn)
         seen = as_argument(script.images)
-        done = await self.engine.generate(script.ids, max_new_tokens=script.tokens_left, seed=seed, **seen)
+        done = await engine.generate(script.ids, max_new_tokens=script.tokens_left, seed=seed, **seen)
         check_completion(
             done,
             max_new_tokens=script.tokens_left,
             is_truncated=self.rules.is_truncated,
-            routed=len(script.ids) if self.rules.is_routed else None,
+            routed=len(script.ids) if self.rules.is_routed and engine is self.engine else None,
         )
         if self.rules.stops is not None:
             self.rules.stops.check_completion(done.token_ids, done.stop)
@@ -220,16 +246,23 @@ class _Episode:
 
     def finish(self, failure: str) -> list[Played]:
         """Return every player's sample. The first sample has the counts of the episode."""
-        # the trainer expects a sample for every episode, so this one has only the prompt
-        if not self.slots:  # the environment failed before the first reply
-            self._begin_seat(_NoEnv(self.prompt), [])
         env = self.env or _NoEnv(self.prompt)
+        side = None if self.opponent is None else self.opponent.leaves_to_policy(env)
+        if side is not None and side not in self.slots:
+            failure = failure or f"the game ended before the policy's side ({side}) had a turn: rollout.opponent is set"
+        # the trainer expects a sample for every episode, so this one has only the prompt
+        if not self.slots if side is None else side not in self.slots:
+            empty = _NoEnv(self.prompt)
+            empty.player = side or 0
+            self._begin_seat(empty, [])
         counts, broken = call_user_code(env.counts, "Env.counts()")
         # a constant 1 would be noise in the log
         if self.rules.max_turns > 1:
             counts = {"turns": float(sum(len(slot.turns) for slot in self.slots.values()))} | counts
         played: list[Played] = []
         for player, script in sorted(self.slots.items()):
+            if side not in (None, player):
+                continue  # the opponent's
             parts, unscored = call_user_code(partial(env.scores_of, player), "Env.scores()")
             of_turns, uneven = check_turn_scores(partial(env.turn_scores, player), len(script.turns))
             wrong = failure or broken or unscored or uneven

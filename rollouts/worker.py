@@ -26,7 +26,7 @@ from rewards.weights import find_weights, list_missing, weigh_parts, weigh_turns
 from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
-from rollouts.episode import EpisodeRules, Played, make_seed, run_episode
+from rollouts.episode import EpisodeRules, Opponent, Played, make_seed, run_episode
 from rollouts.second_reward import SecondReward
 from rollouts.stops import Stops
 from rollouts.token_parts import add_token_rewards, join_turns
@@ -71,16 +71,17 @@ class RolloutWorker:
         agents: AgentProcesses | RemoteAgents | None = None,
         judge: JudgeEndpoint | None = None,
         second: SecondReward | None = None,
+        opponent: Engine | None = None,
         rank: int = 0,
     ):
         """agents: processes of `rollout.agent`, in place of an environment. They need `stops` and
         `max_prompt_tokens`. judge: endpoint of this engine for rewards, if the policy judges. second:
-        reward of `eval_reward`. rank: number of the engine."""
+        reward of `eval_reward`. opponent: engine of `rollout.opponent`. rank: number of the engine."""
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
         self.timer, self.judge = ActivityTimer(*ENGINE_ACTIVITIES), judge
-        self.second, self.rank = second, rank
+        self.second, self.opponent, self.rank = second, opponent, rank
         self.agents = None if agents is None else self._make_runner(agents)
         most = rollout.episodes_per_engine
         self._places = nullcontext() if most is None else asyncio.Semaphore(most)
@@ -151,10 +152,11 @@ class RolloutWorker:
             is_routed=self.rollout.router_replay != "off",
             in_environment=self._waiting_for_environment,
         )
+        opponent = None if self.opponent is None else Opponent(engine=self.opponent, game=ticket)
         # except while the policy waits for the environment
         async with self._places:
             with self.timer.measure(Activity.GENERATE):
-                played = await run_episode(self.engine, self.make_env, prompt, tokenizer, rules)
+                played = await run_episode(self.engine, self.make_env, prompt, tokenizer, rules, opponent)
         with self.timer.measure(Activity.REWARD):
             return await self._reward_players(played)
 
@@ -303,4 +305,6 @@ class RolloutWorker:
             self.second.rewards.close()
         if self.judge is not None:
             await self.judge.close()
+        if self.opponent is not None:
+            await self.opponent.close()
         await self.engine.close()

@@ -29,8 +29,13 @@ from trainers.compiled import check_compile
 from trainers.optimizer_probe import check_optimizer
 
 
-def check_policy(model: ModelConfig, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError if model files do not match the config, or token ids lack an embedding."""
+def check_policy(model: ModelConfig, tokenizer: ChatTokenizer, opponent: str | None = None) -> None:
+    """Raise UserError if model files do not match the config, or token ids lack an embedding.
+
+    opponent: folder of a frozen model that samples from the same tokens.
+    """
+    if opponent is not None:
+        check_frozen(opponent, tokenizer, model, key="rollout.opponent")
     check_weights(model.path, trust_remote_code=model.trust_remote_code)
     _check_vocabulary(model.path, tokenizer, key="model.path", trusts=model.trust_remote_code)
 
@@ -104,17 +109,22 @@ def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelC
     plan_measures(alg)
     check_teachers(alg.teachers, list_read(alg))
     for frozen in list_paths(alg.teachers):
-        trusts = model.trust_remote_code
-        check_model_folder(frozen, key="alg", trust_remote_code=trusts)
-        # plain: its chat template is never used, and may be missing.
-        own = ChatTokenizer(frozen, "plain", key="alg", trust_remote_code=trusts)
-        if tokenizer.hf.get_vocab() != own.hf.get_vocab():
-            raise UserError(
-                f"alg names the model {frozen}, whose vocabulary is not that of model.path={model.path}, so it cannot "
-                "compute log-probabilities of the same tokens: take one with the same tokenizer"
-            )
-        check_weights(frozen, key="alg", trust_remote_code=trusts)
-        _check_vocabulary(frozen, tokenizer, key="alg", trusts=trusts)
+        check_frozen(frozen, tokenizer, model, key="alg")
+
+
+def check_frozen(path: str, tokenizer: ChatTokenizer, model: ModelConfig, *, key: str) -> None:
+    """Raise UserError for a frozen model that cannot be loaded, or whose vocabulary differs from the policy's."""
+    trusts = model.trust_remote_code
+    check_model_folder(path, key=key, trust_remote_code=trusts)
+    # plain: its chat template is never used, and may be missing.
+    own = ChatTokenizer(path, "plain", key=key, trust_remote_code=trusts)
+    if tokenizer.hf.get_vocab() != own.hf.get_vocab():
+        raise UserError(
+            f"{key} names the model {path}, whose vocabulary is not that of model.path={model.path}, so it cannot "
+            "compute log-probabilities of the same tokens: take one with the same tokenizer"
+        )
+    check_weights(path, key=key, trust_remote_code=trusts)
+    _check_vocabulary(path, tokenizer, key=key, trusts=trusts)
 
 
 def check_user_code(cfg: RunConfig) -> None:

@@ -90,6 +90,11 @@ def plan_colocation(
 
 def check_colocation(cfg: RLConfig, estimate: MemoryEstimate) -> None:
     """Raise UserError, with numbers, if a phase of a colocated run does not fit."""
+    if cfg.rollout.opponent is not None:
+        raise UserError(
+            "placement is colocate, and rollout.opponent would keep the device while the trainer trains: leave it out, "
+            "or set placement to separate"
+        )
     refuse_tight(plan_colocation(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib()))
 
 

@@ -125,7 +125,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     loaded = pin_template_date(loaded, tokenizer)
     cfg = loaded.cfg
     rollouts = replace(rollouts, data=cfg.data)
-    check_policy(cfg.model, tokenizer)
+    check_policy(cfg.model, tokenizer, cfg.rollout.opponent)
     allowed_tokens = check_sampling(cfg, tokenizer)
     check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)

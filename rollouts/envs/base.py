@@ -24,6 +24,8 @@ class Env(ABC):
     """Minimum of rollout.max_turns: 2 or more if the policy must see a turn after the first reply."""
     player: int = 0
     """Player of the next reply. Only games with several sides change it."""
+    sides: int = 2
+    """Number of sides of a game. With rollout.opponent the policy plays one of them."""
 
     def __init__(self, prompt: Prompt):
         self.prompt = prompt

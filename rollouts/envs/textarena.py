@@ -41,7 +41,8 @@ class TextArena(Env):
             )
         with self._own_random():
             self.game = make_game(name, self.prompt.id)
-            self.game.reset(num_players=players or 2, seed=seed or 0)
+            self.sides = players or 2
+            self.game.reset(num_players=self.sides, seed=seed or 0)
             return self._show_next_player()
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:

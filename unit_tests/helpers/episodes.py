@@ -64,11 +64,13 @@ def said(text):
     return ParsedReply(message={"role": "assistant", "content": text})
 
 
-def play_all(engine, *, env=None, prompt=PROMPT, tokenizer=None, **rules):
+def play_all(engine, *, env=None, prompt=PROMPT, tokenizer=None, opponent=None, **rules):
     """Every player's sample and messages."""
     settings = {"seed_of_turn": lambda turn: 100 + turn, "max_new_tokens": 10, "max_turns": 3, "timeout_s": 60.0}
     rules = EpisodeRules(**settings | rules)
-    played = asyncio.run(run_episode(engine, lambda prompt: env or Tool(), prompt, tokenizer or Words(), rules))
+    played = asyncio.run(
+        run_episode(engine, lambda prompt: env or Tool(), prompt, tokenizer or Words(), rules, opponent)
+    )
     return [(one.sample, one.messages) for one in played]
 
 

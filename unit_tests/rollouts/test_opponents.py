@@ -1,0 +1,89 @@
+"""Frozen opponents in games: they play every side but the policy's, and nothing is trained on what they say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rollouts.episode import Opponent
+from unit_tests.helpers.episodes import Scripted, play_all
+from unit_tests.helpers.runs import file_of
+from unit_tests.rollouts.test_episode import Duel
+
+
+@pytest.mark.parametrize("game", [0, 1, 2])
+def test_the_policy_plays_one_side_and_only_that_side_is_a_sample(game):
+    ours, theirs = Scripted([3], [5]), Scripted([4], [6])
+    if game % 2:
+        ours, theirs = theirs, ours
+    [(sample, _)] = play_all(ours, env=Duel(), max_turns=9, opponent=Opponent(engine=theirs, game=game))
+    assert sample.player == game % 2 and sample.reward_parts == {"won": float(game % 2)}
+    assert sample.token_ids.tolist() == [[1, 2, 7, 3, 4, 5], [1, 2, 3, 4, 5, 6]][game % 2]
+    assert sample.turns == ((3, 4), (5, 6)) and sample.counts == {"turns": 4.0}
+    assert len(ours.asked) == len(theirs.asked) == 2
+
+
+def test_a_game_that_ends_before_the_policys_turn_is_a_failed_sample():
+    theirs = Scripted([6])
+    [(sample, _)] = play_all(Scripted(), env=Duel(), max_turns=9, opponent=Opponent(engine=theirs, game=1))
+    assert sample.failure.startswith("the game ended before the policy's side (1) had a turn")
+    assert sample.player == 1 and sample.n_sampled == 0 and sample.reward_parts == {}
+
+
+GAME = """
+from rollouts.envs.base import Env
+
+class Game(Env):
+    said = ()
+    async def step(self, reply):
+        self.said += (reply.message["content"],)
+        self.player = 1
+        return [{"role": "user", "content": reply.message["content"]}] if len(self.said) == 1 else None
+    def scores_of(self, player):
+        return {"longer": float(len(self.said[player]) > len(self.said[1 - player]))}
+"""
+
+
+def games_of(trained, tmp_path: Path, **changes: object) -> list[dict]:
+    """Return the samples of a run's only step."""
+    name = f"run{len(changes)}"
+    game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "reward.function": "environment"}
+    more = {"rollout.max_turns": 2, "rollout.max_new_tokens": 40, "data.max_prompt_tokens": 70, "steps": 1}
+    more["rollout.stop_token_ids"] = [*range(5, 55)]  # replies of a random model end soon
+    folder = trained({**game, **more, "reward.weights": {"longer": 1.0}, "name": name, **changes}, name=name)
+    [file] = (folder / "samples").iterdir()
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_against_a_copy_of_its_model_has_one_side_of_self_play(trained, tiny_path, tmp_path):
+    """The seeds are the same, so the games of the first step are, too."""
+    shutil.copytree(tiny_path, tmp_path / "old")
+    both = games_of(trained, tmp_path)
+    ours = games_of(trained, tmp_path, **{"rollout.opponent": str(tmp_path / "old")})
+    assert len(both) == 32 and len(ours) == 16
+
+    def completions(samples: list[dict], row: str, player: int) -> list[tuple[str, float]]:
+        of = [s for s in samples if s["id"] == row and s.get("player", 0) == player]
+        return sorted((s["completion"], s["reward"]) for s in of)
+
+    sides = {s["id"]: s.get("player", 0) for s in ours}
+    assert sorted(sides.values()) == [0, 0, 1, 1], "another side from group to group"
+    for row, side in sides.items():
+        assert len(completions(ours, row, side)) == 4 and not completions(ours, row, 1 - side)
+        assert completions(ours, row, side) == completions(both, row, side)
+
+
+def test_an_opponent_without_a_game_or_of_other_tokens_is_refused(refused, qwen, tiny_path, tmp_path):
+    old = tmp_path / "old"
+    refused({"rollout.opponent": str(old)}, "opponent is the other side of a game: set rollout.env to a game")
+    game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "rollout.max_turns": 2, "rollout.opponent": str(old)}
+    game |= {"reward.function": "environment", "reward.weights": {"longer": 1.0}}
+    refused(game, "rollout.opponent")
+    shutil.copytree(tiny_path, old)
+    qwen.hf.save_pretrained(old)
+    refused(game | {"placement": "colocate"}, "placement is colocate, and rollout.opponent would keep the device")
+    refused(game, "rollout.opponent names the model", "whose vocabulary is not that of model.path")
