@@ -245,6 +245,7 @@ def test_deltas_are_refused_where_nothing_decodes_them(refused, tmp_path):
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("engine", "transport"),
     [
