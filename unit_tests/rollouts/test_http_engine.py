@@ -110,11 +110,15 @@ def serve(model: str, log: Path, *own: str) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=30)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:  # it is still importing, on a busy machine
+                process.kill()
+                process.wait()
 
 
 def wait_for(address: str, log: Path) -> None:
-    until = time.monotonic() + 180
+    until = time.monotonic() + 400
     while not is_up(address):
         assert time.monotonic() < until, log.read_text()[-3000:]
         time.sleep(0.5)
@@ -136,7 +140,7 @@ def is_up(address: str) -> bool:
 
 
 @pytest.mark.verify
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_server_samples_from_the_weights_that_it_was_sent(server, tiny_path):
     def make_model(seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
@@ -176,7 +180,7 @@ def test_a_server_samples_from_the_weights_that_it_was_sent(server, tiny_path):
 
 
 @pytest.mark.verify
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_two_servers_evaluate_a_model_and_follow_a_trainer_on_ray(recipe, sums, tiny_path, tmp_path):
     logs = [tmp_path / "first.txt", tmp_path / "second.txt"]
     with serve(tiny_path, logs[0]) as first, serve(tiny_path, logs[1]) as second:
