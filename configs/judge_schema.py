@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -31,10 +31,13 @@ class JudgeConfig(StrictModel):
     engine: str = "vllm"
     """Inference engine of the judge, as in rollout.engine."""
     num_engines: int = Field(1, ge=1)
-    """Number of engines of the judge, each with devices of its own. A dead one is restarted, up to `rollout.restarts`
-    times."""
+    """Number of engines of the judge. A dead one is restarted, up to `rollout.restarts` times; one that takes turns
+    with others, in its turn only."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs (on a CPU: processes) per engine of the judge."""
+    placement: Literal["separate", "colocate"] | None = None
+    """Devices of the judge's engines. separate: their own. colocate: those of trainers and engines, in turns, which
+    needs `placement: colocate`; rewards are asked for when all episodes have ended. Unset: as `placement`."""
     temperature: float = Field(0.7, ge=0, le=2)
     """Sampling temperature of verdicts. Equal requests have equal seeds."""
     max_model_len: int | None = Field(None, ge=2)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from configs.agent_schema import SHARE_OF_TIMEOUT, TIMEOUTS
 from configs.rollout_schema import RewardConfig, RolloutConfig
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from rollouts.agents.session import AgentTokenizer
     from rollouts.judges.endpoint import JudgeEndpoint
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
@@ -50,6 +52,10 @@ class Episode:
     """One per player; a single one for an agent."""
     is_shared: bool = False
     """True if all branches share the result."""
+
+
+async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
+    return [*await asyncio.gather(*calls)]
 
 
 class RolloutWorker:
@@ -88,6 +94,8 @@ class RolloutWorker:
         """Places of running episodes."""
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
+        self._played: dict[int, tuple[Prompt, list[list[Played]]]] = {}
+        """Groups without rewards, by ticket: the prompt, and the episodes."""
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
         """Run `size` episodes of a prompt concurrently. Return None, and cancel them, after `rollout.timeout_s`.
@@ -97,7 +105,28 @@ class RolloutWorker:
         """
         if self.judge is not None:
             await self.judge.start()
-        task = start_task(self._make_group(ticket, prompt, size))
+        return await self._run_group(self._make_group(ticket, prompt, size))
+
+    async def play_group(self, ticket: int, prompt: Prompt, size: int) -> bool:
+        """Run the episodes of a group without rewards, for `reward_group`. Return False after `rollout.timeout_s`.
+
+        In two calls, because the engine sleeps while a judge has the device.
+        """
+        play = self._choose_episodes(ticket, prompt)
+        episodes = await self._run_group(_gather(play(sibling) for sibling in range(size)))
+        if episodes is None:
+            return False
+        self._played[ticket] = prompt, episodes
+        return True
+
+    async def reward_group(self, ticket: int) -> Group:
+        """Return a group that `play_group` has played, with rewards."""
+        prompt, played = self._played.pop(ticket)
+        return await self._finish_group(ticket, prompt, await _gather(map(self._reward_episode, played)))
+
+    async def _run_group(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Await a group that the engine samples. Return None, and cancel it, after `rollout.timeout_s`."""
+        task = start_task(work)
         self.groups.append(task)
         try:
             # None: the driver counts the timeout, and tries another engine
@@ -106,12 +135,24 @@ class RolloutWorker:
             self.groups.remove(task)
 
     async def _make_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
+        play = self._choose_episodes(ticket, prompt)
+
+        async def run(sibling: int) -> Episode:
+            return await self._reward_episode(await play(sibling))
+
+        return await self._finish_group(ticket, prompt, await _gather(run(sibling) for sibling in range(size)))
+
+    def _choose_episodes(self, ticket: int, prompt: Prompt) -> Callable[[int], Awaitable[list[Played]]]:
+        """Return the function that plays an episode of a group, by number."""
         # samples refer to their prompt, which need not repeat what joins the group as samples
+        prompt = replace(prompt, recorded=())
+        if self.agents is not None:
+            return partial(self._play_agent, ticket, prompt)
+        return partial(self._play_episode, SharedPrompt(self.tokenizer), ticket, prompt)
+
+    async def _finish_group(self, ticket: int, prompt: Prompt, episodes: list[Episode]) -> Group:
+        """Return the samples of rewarded episodes, with those of the prompt's own."""
         recorded, prompt = prompt.recorded, replace(prompt, recorded=())
-        run = self._run_agent
-        if self.agents is None:
-            run = partial(self._run_episode, SharedPrompt(self.tokenizer))
-        episodes = await asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
         episodes += await self._reward_given(episodes, recorded)
         if self.rewards.scores_groups(prompt.source):
             with self.timer.measure(Activity.REWARD):
@@ -139,7 +180,7 @@ class RolloutWorker:
         with self.timer.measure(Activity.REWARD):
             return await asyncio.gather(*(self._reward_players([one]) for one in played))
 
-    async def _run_episode(self, tokenizer: SharedPrompt, ticket: int, prompt: Prompt, sibling: int) -> Episode:
+    async def _play_episode(self, tokenizer: SharedPrompt, ticket: int, prompt: Prompt, sibling: int) -> list[Played]:
         rules = EpisodeRules(
             seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
             max_new_tokens=self.rollout.max_new_tokens,
@@ -156,20 +197,23 @@ class RolloutWorker:
         # except while the policy waits for the environment
         async with self._places:
             with self.timer.measure(Activity.GENERATE):
-                played = await run_episode(self.engine, self.make_env, prompt, tokenizer, rules, opponent)
-        with self.timer.measure(Activity.REWARD):
-            return await self._reward_players(played)
+                return await run_episode(self.engine, self.make_env, prompt, tokenizer, rules, opponent)
 
-    async def _run_agent(self, ticket: int, prompt: Prompt, sibling: int) -> Episode:
+    async def _play_agent(self, ticket: int, prompt: Prompt, sibling: int) -> list[Played]:
         assert self.agents is not None
         async with self._places:
             with self.timer.measure(Activity.ENVIRONMENT):  # except while the engine samples for it
-                played = await self.agents.play(
+                return await self.agents.play(
                     prompt,
                     episode=sibling,
                     seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
                 )
-        with self.timer.measure(Activity.REWARD):  # one reward per episode, shared by all branches
+
+    async def _reward_episode(self, played: list[Played]) -> Episode:
+        with self.timer.measure(Activity.REWARD):
+            if self.agents is None:
+                return await self._reward_players(played)
+            # one reward per episode of an agent, shared by all branches
             return Episode(played=played, results=[await self._compute_reward(played[0])], is_shared=True)
 
     async def _reward_players(self, played: list[Played]) -> Episode:

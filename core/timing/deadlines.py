@@ -223,7 +223,7 @@ TABLE = (
         after_it="the run stops",
     ),
     Deadline(
-        waits_for="engines that go to sleep once their groups have ended, with `placement: colocate`",
+        waits_for="engines, or a judge, that go to sleep once their requests have ended, with `placement: colocate`",
         length="`timeout_s`",
         after_it="the run stops; the sentence names the engine and the turn",
     ),

@@ -23,7 +23,7 @@ from driver.checks.explain_texts import describe_texts, find_tokenizer
 from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate, estimate_engine_gib, find_gpu_gib
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded, with_forms
-from driver.start.devices import check_devices, count_gpus, uses_gpus
+from driver.start.devices import check_devices, count_gpus, judge_takes_turns, uses_gpus
 from modeling.freeze import find_frozen
 from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model, needs_images
 from modeling.nf4 import BYTES as NF4_BYTES
@@ -159,9 +159,9 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
         actors = f"{count_engines(rollout)} Ray actors ({rollout.engine})"
         rows.append(("engines", f"{actors}, {rollout.tensor_parallel_size} {kind} each{turns}"))
         rows.append(("rewards", f"{cfg.reward.workers} processes beside each engine"))
-        if cfg.judge is not None and not cfg.judge.is_policy:
-            judge = f"{cfg.judge.num_engines} Ray actors ({cfg.judge.engine})"
-            rows.append(("judge", f"{judge}, {cfg.judge.tensor_parallel_size} {kind} each"))
+        if (judge := cfg.judge) is not None and not judge.is_policy:
+            each = f"{judge.tensor_parallel_size} {kind} each{turns if judge_takes_turns(cfg) else ''}"
+            rows.append(("judge", f"{judge.num_engines} Ray actors ({judge.engine}), {each}"))
     rows.append(("this machine", f"{count_gpus()} GPUs, {os.cpu_count()} CPU cores"))
     return [*rows, *describe_gpus(), *describe_processes(cfg)]
 

@@ -8,7 +8,7 @@ from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from core.gpus import find_gpus
 from core.timing.deadlines import GPU_CHECK_TIMEOUT_S
-from driver.start.devices import count_gpus, shares_devices, uses_gpus
+from driver.start.devices import count_gpus, count_judge_ranks, judge_takes_turns, shares_devices, uses_gpus
 from driver.start.judges import JUDGE_GROUP
 from rollouts.scheduling.availability import ENGINE_GROUP
 
@@ -65,18 +65,21 @@ def place_processes(cfg: RunConfig | EvalConfig, *, gpus: int) -> Iterator[tuple
     if not shares_devices(cfg):
         roles.append((ENGINE_GROUP, engines, each))
     judge = cfg.judge if isinstance(cfg, RLConfig) else None
-    if judge is not None and not judge.is_policy:
+    if judge is not None and count_judge_ranks(cfg):
         roles.append((JUDGE_GROUP, judge.num_engines, judge.tensor_parallel_size))
     roles.sort(key=lambda role: -role[2])
     asked = [(f"{name} {i}", size) for name, n, size in roles for i in range(n)]
     found = _pack([size for _, size in asked], gpus, several=cfg.ray_address is not None)
     places = {name: place for (name, _), place in zip(asked, found, strict=True)}
     yield from sorted(places.items(), key=lambda item: item[0].startswith(ENGINE_GROUP))
-    if shares_devices(cfg):
-        for i in range(engines):
-            of_ranks = [places[f"trainer {rank}"] for rank in range(i * each, (i + 1) * each)]
+    shared = [(ENGINE_GROUP, engines, each)] if shares_devices(cfg) else []
+    if judge is not None and judge_takes_turns(cfg):
+        shared.append((JUDGE_GROUP, judge.num_engines, judge.tensor_parallel_size))
+    for name, n, size in shared:
+        for i in range(n):
+            of_ranks = [places[f"trainer {rank}"] for rank in range(i * size, (i + 1) * size)]
             on = [place for place in of_ranks if place is not None]
-            yield f"{ENGINE_GROUP} {i}", (on[0][0], [gpu for _, own in on for gpu in own]) if on else None
+            yield f"{name} {i}", (on[0][0], [gpu for _, own in on for gpu in own]) if on else None
 
 
 def _pack(sizes: Sequence[int], gpus: int, *, several: bool) -> list[Place | None]:

@@ -11,8 +11,10 @@ from functools import partial
 
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
+from core.gpus import GIB
 from driver.checks.memory_estimate import CUDA_GIB, GRAPHS_GIB, MemoryEstimate, find_gpu_gib, find_machine_gib
-from driver.start.devices import uses_gpus
+from driver.start.devices import judge_takes_turns, uses_gpus
+from modeling.hf_config import ModelUnreadable, meta_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ def plan_colocation(
     trainers = cfg.trainer.ranks * estimate.per_rank
     # Colocated engines are of a fixed number, so the least is all.
     engines = cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size
+    judge = estimate_judge_gib(cfg) if judge_takes_turns(cfg) else 0.0
+    n_judges = 0 if cfg.judge is None or not judge else cfg.judge.num_engines * cfg.judge.tensor_parallel_size
     of_machine = partial(Need, place="this machine", there=machine_gib)
     on_vllm = cfg.rollout.engine.startswith("vllm")
     if not uses_gpus(cfg):
@@ -53,11 +57,16 @@ def plan_colocation(
             * estimate.per_engine,
             "caches": engines * cfg.rollout.kv_cache_gib if on_vllm else 0.0,
         }
+        if cfg.judge is not None and n_judges:
+            by_vllm = cfg.judge.engine.startswith("vllm")
+            everything["judge"] = n_judges * ((1 + by_vllm) * judge + (cfg.rollout.kv_cache_gib if by_vllm else 0.0))
         return [of_machine(when="everything together", parts=everything)]
     # With sleep_mode=discard the engines' weights are not kept: the next sync sends all of them.
     away = {"trainers": trainers + cfg.trainer.ranks * estimate.buckets}
     if cfg.rollout.sleep_mode == "offload":
         away["weights of the engines"] = engines * estimate.per_engine
+    if n_judges:
+        away["weights of the judge"] = n_judges * judge
     needs = [of_machine(when="what is away from the GPUs", parts=away)]
     if gpu_gib is None:
         return needs
@@ -71,10 +80,11 @@ def plan_colocation(
     }
     share = cfg.rollout.gpu_memory_utilization
     # What neither side gives back: CUDA in each process, and an engine's graphs.
-    stays = {"CUDA": CUDA_GIB * (2 if cfg.backend == "ray" else 1)}
+    stays = {"CUDA": CUDA_GIB * (2 + bool(n_judges) if cfg.backend == "ray" else 1)}
     if on_vllm and not cfg.rollout.enforce_eager:
         stays["graphs of the engine"] = GRAPHS_GIB
     training = {"the trainer": estimate.per_rank, "DeepSpeed's buckets": estimate.buckets}
+    judging = [of_gpu(when="judging", parts={"weights of the judge": judge} | stays)] if n_judges else []
     return [
         of_gpu(when="training", parts=training | stays),
         of_gpu(when="sending the weights", parts=sending | stays),
@@ -84,8 +94,18 @@ def plan_colocation(
             place=f"a GPU that rollout.gpu_memory_utilization={share:g} leaves to it, its cache included",
             there=share * gpu_gib,
         ),
+        *judging,
         *needs,
     ]
+
+
+def estimate_judge_gib(cfg: RLConfig) -> float:
+    """Return the weights of a rank of the judge's own engines, in GiB. Raises UserError for an unreadable model."""
+    judge = cfg.judge
+    assert judge is not None
+    model = meta_model(judge.model, key="judge.model", trust_remote_code=False)
+    held = 2 if cfg.model.dtype == "bfloat16" else 4
+    return sum(p.numel() for p in model.parameters()) * held / judge.tensor_parallel_size / GIB
 
 
 def check_colocation(cfg: RLConfig, estimate: MemoryEstimate) -> None:
@@ -113,5 +133,11 @@ def describe_turns(cfg: RunConfig, estimate: MemoryEstimate) -> list[tuple[str, 
     """Return the rows of --explain about shared devices; empty with separate devices."""
     if not isinstance(cfg, RLConfig) or cfg.placement == "separate":
         return []
-    needs = plan_colocation(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib())
-    return [("shared in turns", str(need)) for need in needs]
+    order = "the engines play all episodes of a step; the trainers train"
+    if judge_takes_turns(cfg):
+        order = "the engines play all episodes of a step; the judge scores them; the trainers train"
+    try:
+        needs = plan_colocation(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib())
+    except ModelUnreadable as error:  # a judge that is made later
+        return [("turns", order), ("shared in turns", f"unknown: {error}")]
+    return [("turns", order), *(("shared in turns", str(need)) for need in needs)]

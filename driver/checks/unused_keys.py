@@ -109,7 +109,9 @@ RULES = (
     ),
     Rule(
         keys=("rollout.restarts",),
-        is_unused=shares_devices,
+        is_unused=lambda cfg: (
+            isinstance(cfg, RLConfig) and shares_devices(cfg) and (cfg.judge is None or cfg.judge.is_policy)
+        ),
         why="placement is colocate, where the death of an engine ends the run (on_failure: resume goes on by itself)",
     ),
     Rule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,14 +48,14 @@ from driver.records.speed import describe_trainers
 from driver.records.time_account import TimeBreakdown
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
-from driver.rl.colocation import make_colocation, offload_after_start, share_devices
+from driver.rl.colocation import make_colocation, make_judge_turns, offload_after_start
 from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import ObserverPlan, RunObservers, StartedRun
 from driver.rl.row_order import check_sampler, describe_sampler, make_buffer, make_sampled
 from driver.rl.run import Run
 from driver.rl.teachers import check_teacher_sources
 from driver.run_inputs import hash_inputs
-from driver.start.devices import check_devices, shares_devices
+from driver.start.devices import check_devices, share_devices, shares_devices
 from driver.start.judges import Judges, address_judge, make_key, name_judge_model, plan_judge_roles, start_judges
 from driver.start.observers import plan_observers
 from driver.start.rollouts import (
@@ -72,6 +72,7 @@ from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.buffer import FinishedGroup
 from rollouts.scheduling.elastic_engines import Bounds, ElasticAvailability
 from rollouts.scheduling.generation import Generation
+from rollouts.scheduling.judge_turns import JudgeTurns
 from rollouts.worker import RolloutWorker
 from trainers.trainer import Trainer
 
@@ -180,7 +181,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     )
     colocation = None
     if plan.shares_device:
-        colocation = make_colocation(cfg, trainers, engines, weights, context.clock)
+        colocation = make_colocation(cfg, trainers, engines, weights, context.clock, judges)
         await colocation.give_to_trainers()
     with context.clock.phase(Phase.START):
         layout, context.facts["peak_tflops"] = await describe_trainers(trainers, cfg)
@@ -189,7 +190,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
     alg = await restore_algorithm(prepared.alg, trainers, prepared.checkpoint)
     availability = watch_engines(cfg, engines, context, judges)
-    generation = make_generation(prepared, context, engines, availability)
+    generation = make_generation(prepared, context, engines, availability, make_judge_turns(colocation))
     if prepared.checkpoint is not None:
         generation.judges.restore(prepared.checkpoint.state.metrics)
     evaluation = None
@@ -223,6 +224,7 @@ def make_generation(
     context: RunContext,
     engines: Workers[RolloutWorker],
     availability: EngineAvailability,
+    turns: JudgeTurns | None,
 ) -> Generation:
     """Return the background generation of groups. It also reports progress to the terminal."""
     cfg = prepared.loaded.cfg
@@ -246,6 +248,7 @@ def make_generation(
         timeout_s=cfg.rollout.timeout_s,
         engines=availability,
         judge_budget=cfg.reward.judge_budget,
+        turns=turns,
         on_finished=show_progress,
     )
 
@@ -281,9 +284,11 @@ async def start_workers(
     roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, run_folder), *plan_judge_roles(cfg, run_folder)]
     await claim_machines(context, roles, {"model.path": cfg.model.path} | name_judge_model(cfg))
 
-    async def start_engines(rollouts: RolloutPlan) -> tuple[Workers[RolloutWorker], Judges | None]:
+    async def start_engines(
+        rollouts: RolloutPlan, gpus: Sequence[str] = ()
+    ) -> tuple[Workers[RolloutWorker], Judges | None]:
         # the judge first, because the engines' reward processes need its address
-        judges = await start_judges(context.cluster, cfg, context.console.say, key)
+        judges = await start_judges(context.cluster, cfg, context.console.say, key, gpus)
         plan = rollouts.with_rewards(partial(address_judge, key=key, urls=() if judges is None else judges.urls))
         # Stored at once, so that `close` reaches the engines even if the trainers fail to start.
         context.engines = await start_rollouts(context.cluster, cfg, plan)
@@ -295,7 +300,7 @@ async def start_workers(
         gpus = await offload_after_start(trainers)
         per_engine = cfg.rollout.tensor_parallel_size
         rollouts = replace(rollouts, devices=share_devices(gpus, per_engine=per_engine))
-        return trainers, *await start_engines(rollouts)
+        return trainers, *await start_engines(rollouts, gpus)
     calls: list[Coroutine[Any, Any, Any]] = [start_trainers(context.cluster, cfg, plan), start_engines(rollouts)]
     # Side by side, because both load the model, and neither needs the other.
     trainers, (engines, judges) = await gather_fail_fast(calls)

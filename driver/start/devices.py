@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
@@ -49,6 +50,25 @@ def shares_devices(cfg: RunConfig | EvalConfig) -> bool:
     return isinstance(cfg, RLConfig) and cfg.placement == "colocate"
 
 
+def share_devices(of_ranks: Sequence[str], *, per_engine: int) -> tuple[str, ...]:
+    """Return the GPUs of every engine, from those of the trainer ranks; nothing on a CPU.
+
+    >>> share_devices(["0", "1", "2", "3"], per_engine=2)
+    ('0,1', '2,3')
+    >>> share_devices(["", ""], per_engine=1)
+    ()
+    """
+    if not any(of_ranks):
+        return ()
+    return tuple(",".join(of_ranks[i : i + per_engine]) for i in range(0, len(of_ranks), per_engine))
+
+
+def judge_takes_turns(cfg: RunConfig | EvalConfig) -> bool:
+    """Return True if the judge's own engines share the devices of trainers and engines."""
+    judge = cfg.judge if isinstance(cfg, RLConfig) else None
+    return shares_devices(cfg) and judge is not None and not judge.is_policy and judge.placement != "separate"
+
+
 def plan_gpu_use(cfg: RunConfig | EvalConfig) -> Use:
     """Return the use of GPUs that a run intends, with this process's torch."""
     rollout = cfg.rollout if isinstance(cfg, RLConfig | EvalConfig) else None
@@ -76,9 +96,11 @@ def count_engine_ranks(cfg: RunConfig | EvalConfig) -> int:
 
 
 def count_judge_ranks(cfg: RunConfig | EvalConfig) -> int:
-    """Return the number of ranks of the judge's own engines."""
+    """Return the number of ranks of the judge's own engines that share no device."""
     judge = cfg.judge if isinstance(cfg, RLConfig) else None
-    return 0 if judge is None or judge.is_policy else judge.num_engines * judge.tensor_parallel_size
+    if judge is None or judge.is_policy or judge_takes_turns(cfg):
+        return 0
+    return judge.num_engines * judge.tensor_parallel_size
 
 
 def count_ranks(cfg: RunConfig | EvalConfig) -> int:
@@ -98,6 +120,8 @@ def advise_fewer_gpus(cfg: RunConfig | EvalConfig, gpus: int) -> str:
         engines, parallel = cfg.rollout.least_engines, cfg.rollout.tensor_parallel_size
         ranks |= {"rollout.num_engines": engines, "rollout.tensor_parallel_size": parallel}
         ranks |= {"judge's engines (judge.num_engines)": count_judge_ranks(cfg)}
+        if shares_devices(cfg) and count_judge_ranks(cfg):
+            ways.append("leave judge.placement out")
         if isinstance(cfg, RLConfig) and max(cfg.trainer.ranks, engines * parallel) + count_judge_ranks(cfg) <= gpus:
             ways.append("set placement=colocate")
     if lower := [key for key, value in ranks.items() if value > 1]:

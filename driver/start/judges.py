@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from core.errors import ProcessDied, RunStopped, UserError, quote
 from core.loading import needs_part
 from core.timing.deadlines import MEMBERSHIP_POLL_S
 from data_feeds.chat.template_args import list_arguments
-from driver.start.devices import list_cores, share_machine, uses_gpus
+from driver.start.devices import judge_takes_turns, list_cores, share_devices, share_machine, uses_gpus
 from modeling.hf_config import check_model_folder, max_positions
 from rewards import RunJudge
 from rewards.several import RewardPlan
@@ -59,6 +60,13 @@ def check_judge(cfg: RLConfig, rewards: Sequence[RewardPlan]) -> None:
     name, can = f"judge.engine={judge.engine}", load_engine_class(resolve_engine(judge.engine)).capabilities
     if judge.tensor_parallel_size != 1 and not can.tensor_parallel:
         raise UserError(f"{name} has no tensor parallelism: set judge.tensor_parallel_size to 1")
+    if judge.placement == "colocate" and cfg.placement == "separate":
+        raise UserError(
+            "judge.placement is colocate, and trainers and engines have devices of their own: set placement to "
+            "colocate, or leave judge.placement out"
+        )
+    if refused := _refuse_turns(cfg, sleeps=can.sleep):
+        raise UserError(f"placement is colocate, and {refused}, or judge.placement to separate")
     if judge.allowed_tokens and not can.allowed_tokens:
         raise UserError(f"judge.allowed_tokens is set, and {name} samples from all tokens: leave it out")
     check_model_folder(judge.model, key="judge.model", trust_remote_code=False)
@@ -69,6 +77,26 @@ def check_judge(cfg: RLConfig, rewards: Sequence[RewardPlan]) -> None:
         raise UserError(
             f"judge.template_args: the judge's chat template does not read {quote(unread[0])}: leave it out"
         )
+
+
+def _refuse_turns(cfg: RLConfig, *, sleeps: bool) -> str:
+    """Return why the judge cannot take turns with trainers and engines; "" if it can. sleeps: its engine can."""
+    judge = cfg.judge
+    if judge is None or not judge_takes_turns(cfg):
+        return ""
+    if not sleeps:
+        return f"judge.engine={judge.engine} does not sleep while others have the device: set judge.engine to vllm"
+    if (ranks := judge.num_engines * judge.tensor_parallel_size) > cfg.trainer.ranks:
+        return (
+            f"{ranks} ranks of the judge cannot share the devices of {cfg.trainer.ranks} trainer ranks: lower "
+            "judge.num_engines or judge.tensor_parallel_size"
+        )
+    if cfg.rollout.sleep_mode == "discard":
+        return (
+            "engines that sample again after the judge need the weights that rollout.sleep_mode=discard drops: set it "
+            "to offload"
+        )
+    return ""
 
 
 def find_judge_length(cfg: RLConfig) -> int:
@@ -104,6 +132,7 @@ def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
         kv_cache_gib=None if uses_gpus(cfg) else cfg.rollout.kv_cache_gib,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
+        sleep="offload" if judge_takes_turns(cfg) else None,  # no weight sync would bring the weights again
     )
     return JudgePlan(
         engine_spec=resolve_engine(judge.engine),
@@ -115,9 +144,10 @@ def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
 
 
 def share_for_judge(cfg: RLConfig) -> Resources:
-    """Return the resources of an engine of the judge, which shares no device."""
+    """Return the resources of an engine of the judge: GPUs, or none if it takes turns on those of the trainers."""
     assert cfg.judge is not None
-    return share_machine(cfg, cfg.judge.num_engines, gpus=cfg.judge.tensor_parallel_size)
+    resources = share_machine(cfg, cfg.judge.num_engines, gpus=cfg.judge.tensor_parallel_size)
+    return replace(resources, gpus=0) if judge_takes_turns(cfg) else resources
 
 
 def plan_judge_roles(cfg: RLConfig, run_folder: Path) -> list[Role]:
@@ -138,6 +168,8 @@ def build_worker(info: RankInfo | None, plan: JudgePlan) -> JudgeWorker:
     """Return a judge worker; without `info`, in this process."""
     from rollouts.judges.worker import build_judge
 
+    if info is not None and plan.devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = plan.devices[info.rank]  # before CUDA is in use
     return build_judge(plan, list_cores(info))
 
 
@@ -152,6 +184,9 @@ class Judges:
     """Address and port of each engine."""
     urls: tuple[str, ...] = ()
     n_restarts: int = 0
+    is_awake: bool = True
+    """False while others have the devices: then no engine may start again."""
+    _restarting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def listen(self, rank: int) -> str:
         """Serve requests at the engine's address; return the URL."""
@@ -161,6 +196,21 @@ class Judges:
         url, port = await self.workers.call_one(rank, JudgeWorker.listen, *self.places[rank])
         self.places[rank] = address, port
         return url
+
+    async def sleep(self) -> None:
+        """Put all engines to sleep, once none is starting again."""
+        from rollouts.judges.worker import JudgeWorker
+
+        async with self._restarting:
+            await self.workers.call_all(JudgeWorker.sleep)
+            self.is_awake = False
+
+    async def wake(self) -> None:
+        """Wake all engines."""
+        from rollouts.judges.worker import JudgeWorker
+
+        await self.workers.call_all(JudgeWorker.wake)
+        self.is_awake = True
 
     async def watch(self, fail: Callable[[Exception], None]) -> None:
         """Restart engines that die, and close all when cancelled. fail: ends the run."""
@@ -181,10 +231,13 @@ class Judges:
             try:
                 await self.workers.call_one(rank, JudgeWorker.stay, MEMBERSHIP_POLL_S)
             except ProcessDied as death:
-                await self._bring_back(rank, death)
+                async with self._restarting:
+                    await self._bring_back(rank, death)
 
     async def _bring_back(self, rank: int, death: ProcessDied) -> None:
         """Replace a dead engine. Raises ProcessDied if the restarts are used up."""
+        if not self.is_awake:
+            raise ProcessDied(f"{death}, while others had the device of the judge", worker=death.worker)
         assert isinstance(self.workers, Remote)
         while True:
             self.say(spend_restart(death, used=self.n_restarts, budget=self.budget))
@@ -203,11 +256,18 @@ class Judges:
                 death = again
 
 
-async def start_judges(cluster: Cluster | None, cfg: RLConfig, say: Callable[[str], None], key: str) -> Judges | None:
-    """Start the judge's own engines; return when all can take requests. None without them."""
+async def start_judges(
+    cluster: Cluster | None, cfg: RLConfig, say: Callable[[str], None], key: str, devices: Sequence[str] = ()
+) -> Judges | None:
+    """Start the judge's own engines; return when all can take requests, or sleep. None without them.
+
+    devices: GPUs of every trainer rank. A judge that takes turns shares them, and sleeps after the start.
+    """
     if cfg.judge is None or cfg.judge.is_policy:
         return None
     plan = plan_judge(cfg, key)
+    if judge_takes_turns(cfg):
+        plan = replace(plan, devices=share_devices(devices, per_engine=cfg.judge.tensor_parallel_size))
     places: list[tuple[str, int]] = [LOOPBACK]
     workers: Workers[JudgeWorker]
     if cluster is None:
@@ -219,6 +279,8 @@ async def start_judges(cluster: Cluster | None, cfg: RLConfig, say: Callable[[st
         workers = remote
     judges = Judges(workers, say, cfg.rollout.restarts, places)
     judges.urls = tuple([await judges.listen(rank) for rank in range(len(workers))])
+    if judge_takes_turns(cfg):
+        await judges.sleep()
     return judges
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,6 +69,10 @@ class JudgeEndpoint:
         self.url = f"http://{f'[{address}]' if ':' in address else address}:{self.port}/v1"
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
+        self._n_sampled = 0
+        """Requests that the engine samples for."""
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def start(self) -> None:
         """Serve requests, unless the server already runs."""
@@ -80,6 +86,12 @@ class JudgeEndpoint:
             await runner.setup()
             await web.SockSite(runner, self._socket).start()
             self._runner = runner
+
+    async def wait_until_idle(self) -> None:
+        """Wait until the engine samples for no request."""
+        await self._idle.wait()
+        for _ in range(8):  # an engine drops a request whose client has gone with the next token
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Close the server and all connections."""
@@ -114,7 +126,8 @@ class JudgeEndpoint:
                 f"the request has {len(ids)} tokens, and with max_tokens={asked} more than judge.max_model_len="
                 f"{served.max_model_len}: raise that, or lower reward.settings.max_tokens"
             )
-        done = await self._engine.generate(ids, max_new_tokens=asked, seed=body.get("seed") or 0)
+        with self._sampling():
+            done = await self._engine.generate(ids, max_new_tokens=asked, seed=body.get("seed") or 0)
         choice: dict[str, Any] = {
             "index": 0,
             "message": {"role": "assistant", "content": self._tokenizer.decode(done.token_ids)},
@@ -124,6 +137,18 @@ class JudgeEndpoint:
             choice["logprobs"] = {"content": [self._list_logprobs(done)]}
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(done.token_ids)}
         return {"object": "chat.completion", "model": served.model, "choices": [choice], "usage": usage}
+
+    @contextmanager
+    def _sampling(self) -> Generator[None]:
+        """Count a request while the engine samples for it."""
+        self._n_sampled += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._n_sampled -= 1
+            if not self._n_sampled:
+                self._idle.set()
 
     def _list_logprobs(self, done: Completion) -> dict[str, Any]:
         """Return the log-probabilities of both choices for the first token. The engine reports that of the sampled."""

@@ -26,6 +26,8 @@ class JudgePlan:
     served: Served
     allowed_tokens: Sequence[str] = ()
     template_args: Mapping[str, Any]
+    devices: tuple[str, ...] = ()
+    """GPUs of every engine, as CUDA_VISIBLE_DEVICES names them; empty leaves them to Ray."""
 
     def make_tokenizer(self) -> ChatTokenizer:
         """Load the tokenizer. Raises UserError that names judge.model."""
@@ -46,6 +48,17 @@ class JudgeWorker:
         self._endpoint = JudgeEndpoint(self.engine, self._tokenizer, self._served, address, port)
         await self._endpoint.start()
         return self._endpoint.url, self._endpoint.port
+
+    async def sleep(self) -> None:
+        """Wait for requests that nobody reads any more, then put the engine to sleep."""
+        if self._endpoint is not None:
+            await self._endpoint.wait_until_idle()
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        """Wake the engine with the weights that it had."""
+        await self.engine.wake("weights")
+        await self.engine.wake("kv_cache")
 
     async def stay(self, seconds: float) -> None:
         """Return after a while. If this process dies meanwhile, the caller learns of it at once."""

@@ -16,6 +16,7 @@ from core.types.samples import Group, Prompt
 from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer
 from rollouts.scheduling.judge_spend import JudgeSpend
+from rollouts.scheduling.judge_turns import JudgeTurns
 from rollouts.worker import RolloutWorker
 
 T = TypeVar("T")
@@ -31,9 +32,11 @@ class GroupRequests:
         timeout_s: float,
         engines: EngineAvailability | None = None,
         judge_budget: JudgeBudgetConfig | None = None,
+        turns: JudgeTurns | None = None,
     ):
-        """timeout_s: deadline of one group, per attempt. engines: None for engines without restart."""
-        self.judges = JudgeSpend(judge_budget)
+        """timeout_s: deadline of one group, per attempt. engines: None for engines without restart. turns: of a judge
+        on the engines' devices."""
+        self.judges, self.turns = JudgeSpend(judge_budget), turns
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.timeout_s = workers, timeout_s
         # longer than the worker's own deadline, so that the worker reports first
@@ -52,10 +55,7 @@ class GroupRequests:
             try:
                 rank = await self._choose_engine(too_slow)
                 process = self.engines.begin_group(rank)
-                call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
-                group = await wait_or_cancel(
-                    call, self._patience_s
-                )  # None on timeout, also where the worker reports it
+                group = await self._request(rank, ticket, prompt, size)
                 if group is not None:
                     self.engines.end_group(process)
                     self.judges.count(group)
@@ -70,6 +70,22 @@ class GroupRequests:
                 # the timeouts may have been the dying engine's, so the group has two attempts again
                 self.engines.report_death(death, deaths)
                 too_slow = []
+
+    async def _request(self, rank: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
+        """Return a group of an engine; None on timeout, also where the worker reports it."""
+        ask = self.workers.call_one
+        if self.turns is None:
+            call = ask(rank, RolloutWorker.generate_group, ticket, prompt, size)
+            return await wait_or_cancel(call, self._patience_s)
+        async with self.turns.playing():
+            is_played = await wait_or_cancel(
+                ask(rank, RolloutWorker.play_group, ticket, prompt, size), self._patience_s
+            )
+        if not is_played:
+            return None
+        # without a deadline of the group: each reward has its own, and waits for those of other groups
+        async with self.turns.judging():
+            return await ask(rank, RolloutWorker.reward_group, ticket)
 
     async def _choose_engine(self, too_slow: list[int]) -> int:
         """Return the least busy engine. After a timeout, prefer another engine."""
@@ -111,13 +127,14 @@ class Generation(GroupRequests):
         timeout_s: float,
         engines: EngineAvailability | None = None,
         judge_budget: JudgeBudgetConfig | None = None,
+        turns: JudgeTurns | None = None,
         on_finished: Callable[[FinishedGroup], None] = lambda _: None,
     ):
         """draw_prompt: ticket -> prompt. accept_group: see Algorithm. The others: see GroupRequests.
 
         on_finished: called when a group has been added to the buffer.
         """
-        super().__init__(workers, timeout_s=timeout_s, engines=engines, judge_budget=judge_budget)
+        super().__init__(workers, timeout_s=timeout_s, engines=engines, judge_budget=judge_budget, turns=turns)
         self.draw_prompt, self.accept_group, self.buffer = draw_prompt, accept_group, buffer
         self.group_size, self.on_finished = group_size, on_finished
         self.tasks: set[asyncio.Task[Any]] = set()

@@ -211,6 +211,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "driver/test_supervised.py": ("precompute_ref_logp",),
     "driver/test_killed.py": ("on_failure", "max_resumes", "rollout.kv_cache_gib"),
     "driver/test_colocation.py": ("placement", "rollout.sleep_mode"),
+    "driver/test_judge_turns.py": ("judge.placement",),
 }
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
 SECTIONS = {
