@@ -185,8 +185,8 @@ class RolloutConfig(StrictModel):
     """Address of the policy for agents on other machines or in containers. Unset: loopback, and any free port."""
     max_concurrency: int | None = Field(None, ge=1)
     """Maximum number of episodes that run at a time, of the whole run, as a server of environments allows. Each
-    engine gets an equal part, so it is no less than their number. Waiting counts towards `timeout_s`. Unset: unlimited.
-    """
+    engine gets an equal part, so it is no less than their number. `timeout_s` is then of an episode, from its start on:
+    waiting does not count. Unset: unlimited."""
     num_engines: int | EngineRange = 1
     """Number of engines, each with a process and a copy of the weights. {min: 1, max: 8}: engines join and leave during
     the run, as machines of the cluster do."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from configs.agent_schema import SHARE_OF_TIMEOUT, TIMEOUTS
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.errors import UserError
-from core.tasks import start_task
+from core.tasks import gather_fail_fast, start_task
 from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES, Activity
 from core.timing.timeouts import wait_or_cancel
@@ -27,6 +27,7 @@ from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Opponent, Played, make_seed, run_episode
+from rollouts.places import EpisodeTimedOut, Places
 from rollouts.second_reward import SecondReward
 from rollouts.stops import Stops
 from rollouts.token_parts import add_token_rewards, join_turns
@@ -54,8 +55,9 @@ class Episode:
     """True if all branches share the result."""
 
 
-async def _gather(calls: Iterable[Awaitable[T]]) -> list[T]:
-    return [*await asyncio.gather(*calls)]
+async def _gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all calls. An episode that timed out cancels the others of the group."""
+    return await gather_fail_fast(calls, grace_s=0)
 
 
 class RolloutWorker:
@@ -89,9 +91,7 @@ class RolloutWorker:
         self.timer, self.judge = ActivityTimer(*ENGINE_ACTIVITIES), judge
         self.second, self.opponent, self.rank = second, opponent, rank
         self.agents = None if agents is None else self._make_runner(agents)
-        most = rollout.episodes_per_engine
-        self._places = nullcontext() if most is None else asyncio.Semaphore(most)
-        """Places of running episodes."""
+        self._places = Places(rollout.episodes_per_engine, rollout.timeout_s)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
         self._played: dict[int, tuple[Prompt, list[list[Played]]]] = {}
@@ -130,7 +130,9 @@ class RolloutWorker:
         self.groups.append(task)
         try:
             # None: the driver counts the timeout, and tries another engine
-            return await wait_or_cancel(task, self.rollout.timeout_s)
+            return await wait_or_cancel(task, self.rollout.timeout_s if self._places.limit is None else None)
+        except EpisodeTimedOut:
+            return None
         finally:
             self.groups.remove(task)
 
@@ -142,7 +144,7 @@ class RolloutWorker:
 
         return await self._finish_group(ticket, prompt, await _gather(run(sibling) for sibling in range(size)))
 
-    def _choose_episodes(self, ticket: int, prompt: Prompt) -> Callable[[int], Awaitable[list[Played]]]:
+    def _choose_episodes(self, ticket: int, prompt: Prompt) -> Callable[[int], Coroutine[Any, Any, list[Played]]]:
         """Return the function that plays an episode of a group, by number."""
         # samples refer to their prompt, which need not repeat what joins the group as samples
         prompt = replace(prompt, recorded=())
@@ -195,13 +197,13 @@ class RolloutWorker:
         )
         opponent = None if self.opponent is None else Opponent(engine=self.opponent, game=ticket)
         # except while the policy waits for the environment
-        async with self._places:
+        async with self._places.take():
             with self.timer.measure(Activity.GENERATE):
                 return await run_episode(self.engine, self.make_env, prompt, tokenizer, rules, opponent)
 
     async def _play_agent(self, ticket: int, prompt: Prompt, sibling: int) -> list[Played]:
         assert self.agents is not None
-        async with self._places:
+        async with self._places.take():
             with self.timer.measure(Activity.ENVIRONMENT):  # except while the engine samples for it
                 return await self.agents.play(
                     prompt,

@@ -12,8 +12,11 @@ from core.errors import first_line
 T = TypeVar("T")
 
 
-async def wait_or_cancel(call: Awaitable[T], seconds: float) -> T | None:
-    """Await `call`; on timeout cancel it and return None. A TimeoutError of the call itself propagates."""
+async def wait_or_cancel(call: Awaitable[T], seconds: float | None) -> T | None:
+    """Await `call`; on timeout cancel it and return None. A TimeoutError of the call itself propagates.
+
+    seconds: None for no timeout.
+    """
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:

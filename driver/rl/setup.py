@@ -249,6 +249,7 @@ def make_generation(
         engines=availability,
         judge_budget=cfg.reward.judge_budget,
         turns=turns,
+        waits_for_places=cfg.rollout.max_concurrency is not None,
         on_finished=show_progress,
     )
 

@@ -33,14 +33,15 @@ class GroupRequests:
         engines: EngineAvailability | None = None,
         judge_budget: JudgeBudgetConfig | None = None,
         turns: JudgeTurns | None = None,
+        waits_for_places: bool = False,
     ):
         """timeout_s: deadline of one group, per attempt. engines: None for engines without restart. turns: of a judge
-        on the engines' devices."""
+        on the engines' devices. waits_for_places: episodes wait for a place, and only the worker knows how long."""
         self.judges, self.turns = JudgeSpend(judge_budget), turns
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.timeout_s = workers, timeout_s
         # longer than the worker's own deadline, so that the worker reports first
-        self._patience_s = timeout_s + GROUP_TIMEOUT_GRACE_S
+        self._patience_s = None if waits_for_places else timeout_s + GROUP_TIMEOUT_GRACE_S
         self.n_retries = 0
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
@@ -128,13 +129,21 @@ class Generation(GroupRequests):
         engines: EngineAvailability | None = None,
         judge_budget: JudgeBudgetConfig | None = None,
         turns: JudgeTurns | None = None,
+        waits_for_places: bool = False,
         on_finished: Callable[[FinishedGroup], None] = lambda _: None,
     ):
         """draw_prompt: ticket -> prompt. accept_group: see Algorithm. The others: see GroupRequests.
 
         on_finished: called when a group has been added to the buffer.
         """
-        super().__init__(workers, timeout_s=timeout_s, engines=engines, judge_budget=judge_budget, turns=turns)
+        super().__init__(
+            workers,
+            timeout_s=timeout_s,
+            engines=engines,
+            judge_budget=judge_budget,
+            turns=turns,
+            waits_for_places=waits_for_places,
+        )
         self.draw_prompt, self.accept_group, self.buffer = draw_prompt, accept_group, buffer
         self.group_size, self.on_finished = group_size, on_finished
         self.tasks: set[asyncio.Task[Any]] = set()

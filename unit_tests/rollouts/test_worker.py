@@ -12,6 +12,7 @@ from core.errors import UserError
 from core.types.samples import Prompt, Sample
 from rewards import resolve_reward
 from rewards.rewarder import Rewarder
+from rollouts.engines.base import Completion
 from rollouts.episode import make_seed
 from rollouts.transcript import SharedPrompt
 from rollouts.worker import RolloutWorker
@@ -196,3 +197,33 @@ def test_live_siblings_are_compared_and_failed_ones_are_not_shown(tmp_path):
     assert [s.reward for s in samples] == [1.0, None, 0.0]
     assert "the tool broke" in samples[1].failure
     assert samples[0].reward_parts == {"rank": 1.0, "shown": 2.0}
+
+
+class Slow:
+    """Replies after 0.05 s."""
+
+    def __init__(self, hangs_at: int = -1):
+        self.n, self.hangs_at = 0, hangs_at
+
+    async def generate(self, token_ids, *, max_new_tokens, seed):
+        self.n += 1
+        await asyncio.sleep(30 if self.n - 1 == self.hangs_at else 0.05)
+        return Completion(token_ids=[5], logp=[-0.5], versions=[0], stop="eos")
+
+
+@pytest.mark.parametrize("hangs_at", [-1, 3])
+def test_time_before_a_place_does_not_count_towards_the_deadline(tmp_path, hangs_at):
+    """Fourteen episodes with one place take 0.7 s, of 0.6 s. One that hangs still ends the group."""
+    file = tmp_path / "parts.py"
+    file.write_text(PARTS)
+    pool = Rewarder(one_reward(resolve_reward(str(file)), {}), 1, 30.0)
+    rollout = RolloutConfig(max_new_tokens=20, timeout_s=0.6, max_concurrency=1)
+    reward = RewardConfig(function=str(file), weights={"correct": 1.0})
+    worker = RolloutWorker(
+        Slow(hangs_at), Words(), lambda prompt: Tool(), pool, reward=reward, rollout=rollout, seed=11
+    )
+    try:
+        group = asyncio.run(worker.generate_group(4, PROMPT, 14))
+    finally:
+        pool.close()
+    assert group is None if hangs_at >= 0 else group is not None and len(group) == 14

@@ -211,7 +211,11 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
         raise
     availability = watch_engines(cfg, context.engines, context)
     requests = GroupRequests(
-        context.engines, timeout_s=cfg.rollout.timeout_s, engines=availability, judge_budget=cfg.reward.judge_budget
+        context.engines,
+        timeout_s=cfg.rollout.timeout_s,
+        engines=availability,
+        judge_budget=cfg.reward.judge_budget,
+        waits_for_places=cfg.rollout.max_concurrency is not None,
     )
     done = {} if prepared.resumed is None else prepared.resumed.done
     return EvalRun(
