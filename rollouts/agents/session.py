@@ -25,7 +25,7 @@ from core.types.truncation import EVERYTHING_KEPT, Truncation
 from data_feeds.chat.template_append import TemplateRefuses
 from data_feeds.chat.tool_parsing import HarmonyParser, PlainParser, ReplyParser, rename_taken, say_deaf
 from rollouts.agents.trace import CannotContinue, Node, Planned, Trace
-from rollouts.agents.wire import BadRequest, ChatRequest, ChatResponse, refuse_slow
+from rollouts.agents.wire import LIMIT_CODES, BadRequest, ChatRequest, ChatResponse, refuse_slow
 from rollouts.engines.base import Completion, Engine
 from rollouts.stops import Stops, StopStrings
 from rollouts.transcript import Tokenizer, check_completion
@@ -275,7 +275,7 @@ class AgentSession:
     def _end_branch(self, parent: Node | None, stop: Stop, why: str) -> BadRequest:
         if parent is not None:
             parent.refused = stop
-        return BadRequest(why)
+        return BadRequest(why, code=LIMIT_CODES[stop])
 
     async def _sample(self, planned: Planned, max_new_tokens: int) -> Completion:
         sampler = self.sampler

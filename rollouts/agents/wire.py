@@ -18,9 +18,12 @@ from core.errors import quote
 from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
 from core.types.images import ImageRefused, read_data_uri, read_image
 from core.types.messages import Message, Part, ToolCall, ToolSpec
+from core.types.samples import Stop
 from core.types.truncation import EVERYTHING_KEPT, Truncation
 from rollouts.agents.bounded_json import Unreadable, read_json
 
+LIMIT_CODES: dict[Stop, str] = {"length": "context_length_exceeded", "turns": "max_turns_exceeded"}
+"""Codes of requests beyond a limit of the policy, which a harness can tell from mistakes. The first is OpenAI's."""
 MODEL = "policy"
 """Name of the model at every endpoint."""
 MOST_PIXELS = 2**24
@@ -39,15 +42,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class BadRequest(Exception):
     """Refused request. The message is one sentence for the author of the harness."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None):
-        """status: HTTP status. param: name of the wrong parameter."""
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None):
+        """status: HTTP status. param: name of the wrong parameter. code: of a limit of the policy, LIMIT_CODES."""
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status, self.param, self.code = status, param, code
 
     def write(self) -> dict[str, Any]:
         """Return the response body, in OpenAI's format."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

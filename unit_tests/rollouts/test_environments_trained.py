@@ -1,0 +1,188 @@
+"""Environments of others in whole runs on Ray and vLLM: three steps, and every token as written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import tiny_model
+from data_prep import verifiers as verifiers_rows
+from data_prep.tiny_model import UNKNOWN
+from unit_tests.helpers.runs import folder_of, metrics_of, program, samples_of
+from unit_tests.helpers.taught import teach_digits
+from unit_tests.rollouts.test_environments_of_others import make_environment
+from unit_tests.rollouts.test_openenv import Server
+
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(360)]
+
+
+class Letters:
+    """The tiny model's chat format, written by hand: a token per role, end and character."""
+
+    def __init__(self, model: Path):
+        words = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+        self.ids: dict[str, int] = words["model"]["vocab"]
+        self.texts = {i: text for text, i in self.ids.items()}
+
+    def write(self, message: dict[str, Any]) -> list[int]:
+        """Tokens of a message that the policy did not sample."""
+        return [self.ids[f"<|{message['role']}|>"], *(self.ids.get(c, self.ids[UNKNOWN]) for c in message["content"])]
+
+    def check(self, row: dict[str, Any]) -> int:
+        """Compare a recorded sample with its messages, token by token. Return the number of replies."""
+        ids, logp = row["token_ids"], row["logp"]
+        turns = row.get("turns") or [{"role": "assistant", "content": row["completion"], "tokens": row["new_tokens"]}]
+        at, replies, before = 0, 0, [*row["prompt"]]
+        for turn in turns:
+            if turn["role"] != "assistant":
+                before.append(turn)
+                continue
+            context = [i for message in before for i in self.write(message)] + [self.ids["<|assistant|>"]]
+            end = at + len(context)
+            assert ids[at:end] == context and set(logp[at:end]) == {None}, (row["id"], at)
+            sampled = ids[end : end + turn["tokens"]]
+            assert all(one is not None and one <= 0 for one in logp[end : end + turn["tokens"]])
+            said = "".join(self.texts[i] for i in sampled if not self.texts[i].startswith("<|"))
+            assert said == turn["content"] and len(sampled) == turn["tokens"], (said, turn)
+            at, replies, before = end + turn["tokens"], replies + 1, []
+        assert at == len(ids), "a token that no message has"
+        return replies
+
+
+def run_three_steps(recipe: Any, tmp_path: Path, model: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run three steps; return all samples, which are exact and did not fail."""
+    common = {
+        **{"backend": "ray", "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.25, "steps": 3, "groups_per_step": 2},
+        **{"group_size": 6, "model": {"path": str(model), "dtype": "float32"}, "record_tokens": True},
+        **{"name": "others", "trainer.lr": 1e-3},
+    }
+    done = program(recipe(common | changes))
+    assert done.returncode == 0, done.stderr
+    folder = folder_of(tmp_path, "others")
+    steps = metrics_of(folder)
+    assert len(steps) == 3 and all(step["rollout/failed"] == 0 for step in steps)
+    assert all(step["train/mismatch/abs_logp"] < 1e-3 for step in steps), "what was sampled is what is trained on"
+    return [row for step in range(3) for row in samples_of(folder, step)]
+
+
+@contextmanager
+def running(server: Server) -> Generator[str]:
+    """Serve from a thread of its own; yield the address."""
+    loop, over, urls = asyncio.new_event_loop(), asyncio.Event(), []
+    ready = threading.Event()
+
+    async def serve() -> None:
+        async with server.running() as url:
+            urls.append(url)
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=[serve()], daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(30)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_openenv_is_trained_on_for_three_steps(trained, recipe, tmp_path):
+    """The server says when a reply holds a 3, and ends the episode then."""
+    model = teach_digits(trained, tmp_path)
+    with running(server := Server()) as url:
+        row = {"messages": [{"role": "user", "content": "1+4="}], "env_url": url}
+        rows = write_rows(tmp_path / "rows.jsonl", [row | {"id": str(i), "reset": {"seed": i}} for i in range(4)])
+        changes = {"data": {"train": rows, "max_prompt_tokens": 32}, "rollout.env": "openenv", "rollout.max_turns": 3}
+        changes |= {"reward": {"function": "environment", "weights": {"return": 1.0}}, "rollout.max_new_tokens": 60}
+        samples = run_three_steps(recipe, tmp_path, model, changes)
+    letters = Letters(model)
+    replies = [letters.check(row) for row in samples]
+    assert len(samples) == len(server.resets) == 36 and sum(replies) == len(server.steps)
+    assert max(replies) > 1 and server.sessions == 0
+    for row, n in zip(samples, replies, strict=True):
+        said = [t["content"] for t in row.get("turns", [])] or [row["completion"]]
+        assert row["reward"] in (n * 0.25, (n - 1) * 0.25 + 1.0) and (row["reward"] > n * 0.25) == ("3" in said[-1])
+
+
+def test_reasoning_gym_is_trained_on_for_three_steps(trained, recipe, tmp_path):
+    """The scores are those of the package itself, for the text between the tags."""
+    package = pytest.importorskip("reasoning_gym")
+    from data_prep import reasoning_gym as prep
+
+    tiny_model.make(tmp_path / "long", max_length=2000)
+    long = {"model.path": str(tmp_path / "long"), "data.max_tokens": 64}
+    model = teach_digits(trained, tmp_path, write="<answer>{}</answer>", **long)
+    rows = tmp_path / "rows.jsonl"
+    prep.main(["--set", "leg_counting", "--size", "6", "--seed", "1", "--out", str(rows)])
+    changes = {
+        "data": {"train": str(rows), "max_prompt_tokens": 1500},
+        "reward": {"function": "reasoning_gym", "weights": {"correct": 1.0, "format": 0.1}},
+        "rollout.max_new_tokens": 40,
+    }
+    samples = run_three_steps(recipe, tmp_path, model, changes)
+    letters = Letters(model)
+    assert [letters.check(row) for row in samples] == [1] * 36
+    formats = set()
+    for row in samples:
+        found = re.findall(r"<answer>(.*?)</answer>", row["completion"], re.DOTALL)
+        formats.add(row["reward_parts"]["format"])
+        if not found:
+            assert row["reward_parts"] == {"correct": 0.0, "format": 0.0}
+            continue
+        given = json.loads(row["answer"])
+        score = package.get_score_answer_fn(given["dataset"])
+        assert row["reward_parts"]["correct"] == pytest.approx(score(found[-1].strip(), given["entry"]))
+    assert formats == {0.0, 1.0}
+
+
+SEVENTH = """
+import verifiers.v1 as vf
+
+__all__ = ["Seventh"]
+
+class SeventhTask(vf.Task[vf.TaskData, vf.State]):
+    @vf.reward
+    async def seven(self, trace) -> float:
+        return float("7" in trace.last_reply)
+
+class Seventh(vf.Taskset[SeventhTask]):
+    def load(self):
+        for i in range(4):
+            yield SeventhTask(vf.TaskData(prompt=f"{i}+4="), self.config.task)
+"""
+
+
+def test_verifiers_is_trained_on_for_three_steps(trained, recipe, tmp_path, monkeypatch):
+    """Its Python is in an environment of its own, with a process that plays all episodes."""
+    python = str(make_environment("verifiers"))
+    (tmp_path / "seventh_taskset.py").write_text(SEVENTH)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    model = teach_digits(trained, tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    verifiers_rows.main(["--env", "seventh-taskset", "--python", python, "--out", str(rows)])
+    changes = {
+        "data": {"train": str(rows), "max_prompt_tokens": 32},
+        "rollout.agent": {"command": [python, str(verifiers_rows.AGENT), "play", "seventh-taskset"], "serve": True},
+        "reward": {"function": "environment", "weights": {"return": 1.0}},
+        "rollout.max_new_tokens": 24,
+    }
+    samples = run_three_steps(recipe, tmp_path, model, changes)
+    letters = Letters(model)
+    assert [letters.check(row) for row in samples] == [1] * 36
+    assert all(row["reward"] == float("7" in row["completion"]) for row in samples)
+    assert {row["reward"] for row in samples} == {0.0, 1.0}
