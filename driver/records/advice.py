@@ -170,6 +170,8 @@ def find_costly_drafts(history: History, settings: Settings) -> str | None:
 def find_reward_of_length(history: History, settings: Settings) -> str | None:
     """Report a reward that follows the length of replies, which have grown by a fifth."""
     corr = history.mean_now(names.REWARD_LENGTH_CORR)
+    if corr is None:  # a policy that has found out writes replies of one length, that of the limit
+        corr = history.mean_at_start(names.REWARD_LENGTH_CORR)
     then, now = history.mean_at_start(names.ROLLOUT_TOKENS_MEAN), history.mean_now(names.ROLLOUT_TOKENS_MEAN)
     if history.n < FEWEST or corr is None or then is None or now is None or corr < 0.5 or now < 1.2 * then:
         return None

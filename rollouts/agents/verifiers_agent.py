@@ -22,6 +22,8 @@ from typing import Any
 RESULT_FD = 3
 LONGEST_FAILURE = 500
 """Characters of an error that are written; a message may have 1 MiB."""
+LIMITS = ("context_length_exceeded", "max_turns_exceeded")
+"""Codes of requests beyond the policy's turns or tokens: LIMIT_CODES of rollouts/agents/wire.py."""
 SETTINGS: dict[str, Any] = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """Settings in place of verifiers' own, whose runtime is a paid cloud."""
 
@@ -60,9 +62,19 @@ async def play(given: dict[str, Any], tasks: list[Any], settings: dict[str, Any]
             trace = await agent.run(tasks[int(given["extra"]["idx"])])
     finally:
         del os.environ[key_name]
-    if trace.last_error is not None:
+    if trace.last_error is not None and not is_policy_limit(trace):
         return {"failure": f"{trace.last_error.type}: {trace.last_error.message}"[:LONGEST_FAILURE]}
     return {"parts": {"return": float(trace.reward), "turns": float(trace.num_turns)}}
+
+
+def is_policy_limit(trace: Any) -> bool:
+    """Tell whether an episode ended because the policy had used up its turns or tokens.
+
+    Whatever the harness makes of the refusal, the policy did that: it keeps what its environment gave until then, or 0.
+    """
+    refused = [call.error.message for call in trace.calls[-1:] if call.error is not None]
+    said = " ".join([trace.last_error.message, *refused])
+    return trace.num_turns > 0 and any(code in said for code in LIMITS)
 
 
 async def serve(tasks: list[Any], settings: dict[str, Any]) -> None:

@@ -39,6 +39,11 @@ SPEAKS = [
         "from 0.05 to 0.30 of the scale",
     ),
     ("reward_of_length", grows(20, 0.8, 15.0), "(correlation 0.80 within groups), which grew from 10 to 15 tokens"),
+    (
+        "reward_of_length",
+        [*grows(10, 0.9, 15.0), *steps(10, "rollout/tokens_mean", lambda i: 15.0)],  # of one length
+        "(correlation 0.90 within groups), which grew from 10 to 15 tokens",
+    ),
     ("judge_blind_spot", evaluates((1, 5), (2, 4), (3, 3)), "rose from 1 to 3, and eval_reward fell from 5 to 3"),
     ("judges_disagree", evaluates(*[(1, 1)] * 3, corr=[0.8, 0.3, 0.2]), "fell from 0.80 to 0.20"),
     ("groups_without_signal", steps(5, "rollout/zero_std_groups", lambda i: 0.5), "50% of the groups"),

@@ -21,7 +21,7 @@ def test_a_reward_that_is_hacked_by_length_is_named_by_the_advice(trained, tmp_p
     with JudgeServer(judge=like_length).running() as url:
         settings = {"base_url": url, "model": "j", "verdict": "number", "scale": [0, 30], "outage_s": 5, "timeout_s": 5}
         reward = {"function": "judge", "weights": {"score": 1.0}, "timeout_s": 60, "settings": settings}
-        changes = {"reward": reward, "model.path": str(taught), "rollout.max_new_tokens": 24, "steps": 40}
+        changes = {"reward": reward, "model.path": str(taught), "rollout.max_new_tokens": 24, "steps": 24}
         folder = trained(changes | {"group_size": 16, "trainer.lr": 3e-3}, name="test")
     first, last = metrics_of(folder)[0], metrics_of(folder)[-1]
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("advice: ")]

@@ -102,3 +102,7 @@ def test_an_environment_of_verifiers_is_served_and_exact(qwen, tmp_path, monkeyp
     assert [sample.reward for sample in samples] == [2.0] * 3 and len(policy.log) == 3
     for sample, (context, ids) in zip(samples, policy.log, strict=True):
         assert sample.token_ids.tolist() == [*context, *ids]
+    # a first prompt beyond every limit is no doing of the policy, and the refusal has a code that verifiers hands on
+    short = {"max_prompt_tokens": 2, "max_new_tokens": 2, "agent_timeout_s": 200.0, "timeout_s": 300, "part": "return"}
+    [failed] = play(plan, Policy(qwen, lambda context: "7"), prompt=prompt, size=1, **short)
+    assert "context_length_exceeded" in failed.failure

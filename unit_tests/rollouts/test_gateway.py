@@ -447,6 +447,7 @@ async def check_doors(client: httpx.AsyncClient, url: str, session: AgentSession
 def test_limits_of_an_episode_are_said_and_end_its_branches(qwen):
     policy = Policy(qwen, lambda context: "0123456789")
     said: list[str] = []
+    codes: list[str | None] = []
 
     def talk(turns: int) -> Harness:
         async def harness(client):
@@ -456,6 +457,7 @@ def test_limits_of_an_episode_are_said_and_end_its_branches(qwen):
                     await ask(client, messages)
                 except openai.BadRequestError as error:
                     said.append(error.body["message"])
+                    codes.append(error.code)
                     return
                 messages.append({"role": "user", "content": "More"})
 
@@ -473,6 +475,7 @@ def test_limits_of_an_episode_are_said_and_end_its_branches(qwen):
     assert branch.stop == "length" and "rollout.max_new_tokens=70" in said[-1]
     assert sum(branch.action_mask) <= 70
     assert play(policy, talk(1), room=10).trace.list_branches() == [] and "data.max_prompt_tokens" in said[-1]
+    assert codes == ["max_turns_exceeded", "context_length_exceeded", "context_length_exceeded"]
 
 
 def test_a_flood_is_refused_and_a_harness_that_does_not_listen_fails(qwen, monkeypatch):
