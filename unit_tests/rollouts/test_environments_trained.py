@@ -125,10 +125,11 @@ def test_reasoning_gym_is_trained_on_for_three_steps(trained, recipe, tmp_path):
     from data_prep import reasoning_gym as prep
 
     tiny_model.make(tmp_path / "long", max_length=2000)
-    long = {"model.path": str(tmp_path / "long"), "data.max_tokens": 64}
-    model = teach_digits(trained, tmp_path, write="<answer>{}</answer>", **long)
     rows = tmp_path / "rows.jsonl"
     prep.main(["--set", "leg_counting", "--size", "6", "--seed", "1", "--out", str(rows)])
+    asked = json.loads(rows.read_text().splitlines()[0])["messages"][0]["content"]
+    long = {"model.path": str(tmp_path / "long"), "data.max_tokens": 1000, "rows_per_step": 8, "steps": 80}
+    model = teach_digits(trained, tmp_path, write="<answer>{}</answer>", asked=asked, **long)
     changes = {
         "data": {"train": str(rows), "max_prompt_tokens": 1500},
         "reward": {"function": "reasoning_gym", "weights": {"correct": 1.0, "format": 0.1}},
