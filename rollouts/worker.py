@@ -108,10 +108,8 @@ class RolloutWorker:
         return await self._run_group(self._make_group(ticket, prompt, size))
 
     async def play_group(self, ticket: int, prompt: Prompt, size: int) -> bool:
-        """Run the episodes of a group without rewards, for `reward_group`. Return False after `rollout.timeout_s`.
-
-        In two calls, because the engine sleeps while a judge has the device.
-        """
+        """Run the episodes of a group for `reward_group`, before which a judge may get the device. Return False after
+        `rollout.timeout_s`."""
         play = self._choose_episodes(ticket, prompt)
         episodes = await self._run_group(_gather(play(sibling) for sibling in range(size)))
         if episodes is None:
@@ -129,7 +127,6 @@ class RolloutWorker:
         task = start_task(work)
         self.groups.append(task)
         try:
-            # None: the driver counts the timeout, and tries another engine
             return await wait_or_cancel(task, self.rollout.timeout_s if self._places.limit is None else None)
         except EpisodeTimedOut:
             return None
