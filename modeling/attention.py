@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from core.patches import read_attention
 from modeling.attention_scores import Scores, attend
 from modeling.attention_varlen import attend_varlen, fits_varlen
+from modeling.image_blocks import ImageEnds
 from modeling.segments import EqualSegments, Segments
 
 BY_SEQUENCE = "by_sequence"
@@ -113,6 +114,7 @@ def attend_by_sequence(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     segments: Segments | None = None,
+    image_ends: ImageEnds | None = None,
     is_causal: bool | None = None,
     dropout: float = 0.0,
     **others: Any,
@@ -121,22 +123,24 @@ def attend_by_sequence(
 
     This is the attention interface of transformers. Without segments each of the B rows is a sequence, padded on the
     right. A window is exact: a token attends to the last `sliding_window` tokens of its sequence, including itself.
-    softcap and s_aux: cap and sinks of `Scores`. Raises ValueError for a layer that is not causal, and for an argument
-    that is not known here: both would silently be computed as something else.
+    softcap and s_aux: cap and sinks of `Scores`. image_ends: images whose tokens attend to each other.
+    Raises ValueError for a layer that is not causal, and for an argument that is not known here: both would silently
+    be computed as something else.
     """
     has_mask = attention_mask is not None and attention_mask.numel() > 0  # forward.py sends an empty one
     if has_mask or query.shape[2] != key.shape[2]:
         raise ValueError(f"attention {BY_SEQUENCE} is for training: it takes neither a mask nor a cache")
     refuse_others(BY_SEQUENCE, module, is_causal=is_causal, dropout=dropout, others=others)
     scores = Scores(scaling=scaling, window=sliding_window, cap=softcap, sinks=s_aux)
+    ends = None if image_ends is None else image_ends.for_layer(sliding_window)
     if segments is None:
         # padding on the right is a part of the segment: no real token attends to it, because attention is causal
-        whole = Segments([query.shape[2]], [-1])
-        mask = whole.find_mask(whole.runs[0], sliding_window, query.device, leading=scores.leading)
+        rows = Segments([query.shape[2]] * len(query), [-1] * len(query))
+        mask = rows.find_mask(rows.runs[0], sliding_window, query.device, leading=scores.leading, image_ends=ends)
         return attend(query, key, value, mask, scores).transpose(1, 2), None
     # With sequence parallelism, positions are exchanged for heads first, so that each rank has whole sequences.
     if (together := segments.sequence_group) is None:
-        return attend_row(query, key, value, segments, scores), None
+        return attend_row(query, key, value, segments, scores, ends), None
     query, key, value = together.to_heads(query, key, value)
     attended = attend_row(query, key, value, segments, scores.of_rank(together))
     return together.to_positions(attended), None
@@ -156,13 +160,22 @@ def refuse_others(
         )
 
 
-def attend_row(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
+def attend_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scores: Scores,
+    image_ends: Tensor | None = None,
+) -> Tensor:
     """Compute attention of a whole row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D]."""
-    if scores.leading is None and fits_varlen(query, value):
+    # that kernel takes no mask
+    if scores.leading is None and image_ends is None and fits_varlen(query, value):
         return attend_varlen(query, key, value, segments, scaling=scores.scaling, window=scores.window)
 
     def attend_run(q: Tensor, k: Tensor, v: Tensor, run: EqualSegments) -> Tensor:
-        return attend(q, k, v, segments.find_mask(run, scores.window, q.device, leading=scores.leading), scores)
+        mask = segments.find_mask(run, scores.window, q.device, leading=scores.leading, image_ends=image_ends)
+        return attend(q, k, v, mask, scores)
 
     return attend_runs(query, key, value, segments, attend_run)
 

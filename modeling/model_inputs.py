@@ -17,6 +17,7 @@ from core.types.kept_sets import KeptTokens
 from core.types.routes import PADDING
 from core.types.samples import Batch
 from modeling.attention import TAKE_BORDERS, TAKE_SEGMENTS
+from modeling.image_blocks import find_blocks, find_ends, mark_types
 from modeling.segments import Segments
 from modeling.sequence_parallel import SequenceGroup
 
@@ -97,13 +98,27 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
         if rope is not None:
             inputs["position_ids"] = rope.new_zeros(3, n_rows, width)
             inputs["position_ids"][:, batch.segment_ids, batch.position_ids] = rope
-        return (batch.segment_ids, batch.position_ids), inputs | batch.media
+        rows = torch.arange(n_rows).repeat_interleave(width)
+        inputs |= batch.media | _mark_images(model, inputs["input_ids"], rows)
+        return (batch.segment_ids, batch.position_ids), inputs
     row = torch.zeros_like(batch.segment_ids)
     column = torch.arange(len(row), device=row.device)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
     if rope is not None:  # [4, 1, T]: a mask is made of the first, and positions are the rest
         inputs["position_ids"] = torch.cat([inputs["position_ids"], rope])[:, None]
-    return (row, column), inputs | batch.media | _sequence_boundaries(model, batch)
+    inputs |= batch.media | _sequence_boundaries(model, batch)
+    return (row, column), inputs | _mark_images(model, batch.input_ids[None], batch.segment_ids)
+
+
+def _mark_images(model: nn.Module, input_ids: Tensor, sequences: Tensor) -> dict[str, Any]:
+    """Return the inputs for attention among the tokens of an image, of rows [B, T] with sequences [B * T]."""
+    blocks = find_blocks(model.config)
+    if blocks is None:
+        return {}
+    if read_attention(model.config.get_text_config()) != BY_SEQUENCE:
+        return mark_types(blocks, input_ids)
+    ends = find_ends(blocks, input_ids.flatten(), sequences)
+    return {} if ends is None else {"image_ends": ends}
 
 
 def choose_padding(model: nn.Module) -> int:
@@ -123,6 +138,11 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
         )
     if kernel in TAKE_SEGMENTS:
         return {"segments": segments}
+    if find_blocks(model.config) is not None:
+        raise ValueError(
+            f"packed rows under {kernel} attention are causal, and the tokens of an image attend in both directions "
+            "in this model: set trainer.layout=padded"
+        )
     if kernel in TAKE_BORDERS:
         # int32 is the kernel's type
         ends = nn.functional.pad(batch.lengths.cumsum(0), (1, 0)).int().to(batch.input_ids.device)

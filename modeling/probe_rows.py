@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core.types.samples import Batch, Tokens
+from modeling.image_blocks import find_blocks
 
 ALONE, PREFIX, REPLIES, LAST = 11, 13, (9, 16), 21
 """Tokens of D, P, a and b, and C."""
@@ -35,7 +36,12 @@ def draw_segments(model: nn.Module) -> list[Tensor]:
     last = min(max(LAST, beyond), max(most, 2))
     random = torch.Generator().manual_seed(0)
     lengths = [ALONE, PREFIX, *REPLIES, last]
-    return [known[torch.randint(len(known), (min(n, most),), generator=random)] for n in lengths]
+    segments = [known[torch.randint(len(known), (min(n, most),), generator=random)] for n in lengths]
+    if (blocks := find_blocks(hf.config)) is not None and blocks.token < config.vocab_size:
+        # An image in D, P and C, without pixels: what counts here is which tokens attend to which.
+        for segment in (segments[0], segments[1], segments[-1]):
+            segment[2:7] = blocks.token
+    return segments
 
 
 def list_sequences(segments: Sequence[Tensor]) -> list[Tensor]:

@@ -67,7 +67,7 @@ class Segments:
     chains: list[list[int]] = field(init=False)
     """Ancestors of each segment, from the root down."""
     runs: list[EqualSegments] = field(init=False)
-    _masks: dict[tuple[int, int, int | None, int | None], Tensor] = field(init=False, default_factory=dict)
+    _masks: dict[tuple[int | None, ...], Tensor] = field(init=False, default_factory=dict)
     _varlen: VarlenIndex | None = field(init=False, default=None)
     _paths: PathIndex | None = field(init=False, default=None)
 
@@ -100,25 +100,46 @@ class Segments:
         return any(parent >= 0 for parent in self.parents)
 
     def find_mask(
-        self, run: EqualSegments, window: int | None, device: torch.device, *, leading: int | None = None
+        self,
+        run: EqualSegments,
+        window: int | None,
+        device: torch.device,
+        *,
+        leading: int | None = None,
+        image_ends: Tensor | None = None,
     ) -> Tensor | None:
         """Return the mask [own, above + own] of a run, True where row t may attend; None for a plain causal mask.
 
         Row t is token `above + t` of its sequence: it attends to the tokens before it and itself, at most the last
         `window`. leading: number of columns before these, which every row sees; then there always is a mask.
+        image_ends: [T], see `ImageEnds`; a token also attends to what follows, up to there. A run with images has a
+        mask for each segment, [count, 1, own, above + own].
         """
         # a window wider than the sequence hides nothing, and no mask is the fast kernel
         banded = window is not None and run.above + run.own > window
-        if run.above == 0 and not banded and leading is None:
+        ends = None if image_ends is None else self._ends_within(run, image_ends)
+        if run.above == 0 and not banded and leading is None and ends is None:
             return None
-        # Runs of equal shape share a mask, and so do all layers.
-        key = (run.own, run.above, window if banded else None, leading)
+        # Runs of equal shape share a mask, and so do all layers. One with images is of its own.
+        key = (run.own, run.above, window if banded else None, leading, None if ends is None else run.first)
         if key not in self._masks:
             # tril(above): row t is token above + t, so the diagonal lies `above` columns to the right
             seen = torch.ones(run.own, run.above + run.own, dtype=torch.bool, device=device).tril(run.above)
+            if ends is not None:
+                columns = torch.arange(-run.above, run.own, device=device)
+                seen = seen | (columns <= ends.to(device)[:, None, :, None])
             mask = seen.triu(run.above + 1 - window) if banded and window is not None else seen
             self._masks[key] = pad(mask, (leading or 0, 0), value=True)
         return self._masks[key]
+
+    def _ends_within(self, run: EqualSegments, image_ends: Tensor) -> Tensor | None:
+        """Return the image ends of a run, counted from the start of each segment, [count, own]; None without images."""
+        first = sum(self.lengths[: run.first])
+        places = torch.arange(first, first + run.count * run.own)
+        own = image_ends[places]
+        if torch.equal(own, places):
+            return None
+        return (own - places).unflatten(0, (run.count, run.own)) + torch.arange(run.own)
 
     def index_keys(self, device: torch.device) -> VarlenIndex:
         """Return the positions of queries and keys for a kernel that processes all segments in a single call."""

@@ -124,6 +124,8 @@ def check_images(cfg: RLConfig | EvalConfig) -> None:
             f"model.path={quote(path)} is a vision-language model, and rollout.engine={cfg.rollout.engine} does not "
             "support images: set rollout.engine to vllm or hf"
         )
+    if reads:
+        engine.check_images(config, path=path)
     engine.check_family(config.model_type, path=path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,21 +40,29 @@ def measure_vision(cfg: RunConfig) -> VisionPart:
     config: Any = model.config
     parts = VISION_FAMILIES[config.model_type]
     vision = config.vision_config
-    has_tiles = hasattr(config, "scale_factor")
-    side = config.scale_factor if has_tiles else vision.spatial_merge_size
-    frames = 1 if has_tiles else vision.temporal_patch_size
+    frames = getattr(vision, "temporal_patch_size", 1)
     sizes = {name: p.numel() for name, p in model.named_parameters() if parts.in_vision(name)}
     frozen = find_frozen(model, cfg.trainer.freeze, images=cfg.model.images)
     return VisionPart(
         parameters=sum(sizes.values()),
         frozen=sum(n for name, n in sizes.items() if name in frozen),
         trains_tower=any(parts.in_tower(name) and name not in frozen for name in sizes),
-        layers=vision.num_hidden_layers if has_tiles else vision.depth,
+        layers=vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers,
         width=getattr(vision, "embed_dim", vision.hidden_size),  # of Qwen2-VL hidden_size is the language part's
-        patches=side**2,
+        patches=_find_side(config) ** 2,
         # Red, green and blue of every pixel, over the frames that a patch spans.
         numbers=3 * frames * vision.patch_size**2,
     )
+
+
+def _find_side(config: Any) -> int:
+    """Return the side of the square of patches that becomes a token."""
+    vision = config.vision_config
+    if hasattr(config, "mm_tokens_per_image"):  # Gemma 3, whose images are squares of one size
+        return vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image)
+    if hasattr(config, "scale_factor"):  # Idefics3
+        return config.scale_factor
+    return vision.spatial_merge_size if hasattr(vision, "spatial_merge_size") else vision.pooling_kernel_size
 
 
 def describe_vision(

@@ -29,12 +29,16 @@ class Tiles:
 
     settings: Mapping[str, Any] = {"return_row_col_info": True}
     """Arguments of the image processor."""
+    around = ""
+    """Text before and after the tokens. A tokenizer may join it with the text beside it."""
 
     def __init__(self, images: Any, tokenizer: Any, config: Any, processor: Mapping[str, Any], who: str):
         """processor: the settings of the model's processor."""
         self.images = images
         self.placeholder: str = getattr(tokenizer, "image_token", None) or "<image>"
         """Text of the token that the chat template writes for an image."""
+        self.token = self.placeholder
+        """Text of the token that a feature of the vision tower replaces."""
         self.mark: str = getattr(tokenizer, "fake_image_token", None) or "<fake_token_around_image>"
         self.whole: str = getattr(tokenizer, "global_image_token", None) or "<global-img>"
         rows = (f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
@@ -83,7 +87,7 @@ class Tiles:
         return get_resize_output_image_size(of_that_size, resolution_max_side=size["longest_edge"])
 
     def write(self, cut: Grid) -> str:
-        """Return the text that replaces the placeholder."""
+        """Return the text of the image's tokens."""
         rows, columns = cut
         tile = self.placeholder * self.tokens
         whole = f"{self.mark}{self.whole}{tile}{self.mark}"
@@ -137,10 +141,12 @@ class Patches:
     """
 
     settings: Mapping[str, Any] = {}
+    around = ""
 
     def __init__(self, images: Any, tokenizer: Any, config: Any, processor: Mapping[str, Any], who: str):
         self.images = images
         self.placeholder: str = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
+        self.token = self.placeholder
         self.reserved = (self.placeholder, getattr(tokenizer, "video_token", None) or "<|video_pad|>")
         vision = config.vision_config
         wanted = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}

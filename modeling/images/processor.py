@@ -24,8 +24,8 @@ from core.types.images import EncodedImage, ImageRefused, PlacedImage
 from core.types.messages import Message, ToolSpec
 from modeling.hf_config import read_config
 from modeling.images.cache import CACHE, CachedImage
-from modeling.images.families import Grid, Patches, Tiles
-from modeling.images.vision import VISION_FAMILIES
+from modeling.images.families import Grid
+from modeling.images.vision import VISION_FAMILIES, ImageFamily
 from modeling.pretrained import load_pretrained, refuse_own_code
 
 MOST_SIZES = 4096
@@ -40,7 +40,10 @@ class Expansion:
 
     text: str
     """Text that replaces the placeholder."""
+    written: str
+    """Part of it that represents the image; the rest is text."""
     ids: tuple[int, ...]
+    """Tokens of `written`."""
     grid: Grid | None
     """Rows and columns of the tokens, for families with three position axes."""
 
@@ -73,16 +76,16 @@ class ImageProcessor:
                 or f"{self.who}: its image processor cannot be loaded: {name_error(error)}: save the model "
                 f"with its {FILES[0]}{more}"
             ) from error
-        self.family: Tiles | Patches = VISION_FAMILIES[config.model_type].images(
+        self.family: ImageFamily = VISION_FAMILIES[config.model_type].images(
             self.images, self.tokenizer, config, described, self.who
         )
         self.placeholder = self.family.placeholder
         vocabulary: dict[str, int] = self.tokenizer.get_vocab()
         self.placeholder_id = vocabulary.get(self.placeholder, -1)
-        if self.placeholder_id != config.image_token_id:
+        if vocabulary.get(token := self.family.token) != config.image_token_id:
             raise UserError(
                 f"{self.who}: its images are the token {config.image_token_id}, and its tokenizer has "
-                f"{self.placeholder!r} as {vocabulary.get(self.placeholder)}: take config and tokenizer of one model"
+                f"{token!r} as {vocabulary.get(token)}: take config and tokenizer of one model"
             )
         self.reserved = tuple(text for text in self.family.reserved if text in vocabulary)
         """Texts of `placeholder_ids`."""
@@ -104,7 +107,8 @@ class ImageProcessor:
         # a token that the tokenizer lacks would be encoded as letters, and the model would see no image
         if not ids or {ids[0], ids[-1]} - self.placeholder_ids:
             raise UserError(f"{self.who}: its tokenizer lacks tokens of images: it reads {text[:60]!r} as text")
-        return Expansion(text, ids, self.family.find_grid(cut))
+        whole = f"{self.family.around}{text}{self.family.around}"
+        return Expansion(whole, text, ids, self.family.find_grid(cut))
 
     def check_texts(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
         """Raise ImageRefused for a text that contains a reserved image token."""
@@ -166,7 +170,7 @@ class ImageProcessor:
             made = self._process_anew(image)
             CACHE.add(self._settings, image.hash, made)
         # The tokens are computed from the size alone, before any pixel is read; here both computations must agree.
-        if self.family.write(made.cut) != expansion.text:
+        if self.family.write(made.cut) != expansion.written:
             raise RunStopped(
                 f"{self.who}: its processor cuts {image.width} x {image.height} pixels into {made.cut}, and "
                 f"{self.family.count(image.width, image.height)} was expected: install the version of transformers "

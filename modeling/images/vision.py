@@ -10,13 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from modeling.images.families import Patches, Tiles
+from modeling.images.gemma import Pools, Squares
+
+ImageFamily = Tiles | Patches | Squares | Pools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily:
     """Image handling and module names of a model family."""
 
-    images: type[Tiles] | type[Patches]
+    images: type[ImageFamily]
     """Conversion of an image to tokens and tensors."""
     tower: str
     """Module from pixels to features."""
@@ -46,7 +49,15 @@ _QWEN = VisionFamily(
     connectors=("model.visual.merger", "model.visual.deepstack_merger_list"),
     language="model.language_model",
 )
+_GEMMA = VisionFamily(
+    images=Squares,
+    tower="model.vision_tower",
+    connectors=("model.multi_modal_projector",),
+    language="model.language_model",
+)
 VISION_FAMILIES = {
+    "gemma3": _GEMMA,
+    "gemma4": replace(_GEMMA, images=Pools, connectors=("model.embed_vision",)),
     "idefics3": _IDEFICS,
     "qwen2_5_vl": _QWEN,
     "qwen2_vl": _QWEN,

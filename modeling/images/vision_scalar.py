@@ -35,10 +35,12 @@ def with_scalar_head(model: nn.Module) -> nn.Module:
     """Replace the head of a model by a scalar head."""
     lm: Any = model
     lm.config.num_labels = 1
+    # A copy by values: the choice of experts' kernels, made for the model, is not known to a class made here.
+    empty = type(lm.config).from_dict(lm.config.to_dict())
     # without memory: the body and the head are replaced right below
     with torch.device("meta"):
-        scalar = scalar_class(lm.config.model_type)(lm.config)
-    scalar.model = lm.model
+        scalar = scalar_class(lm.config.model_type)(empty)
+    scalar.model, scalar.config = lm.model, lm.config
     # no bias, as in the sequence classifiers of transformers
     scalar.score = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, dtype=lm.dtype)
     return scalar

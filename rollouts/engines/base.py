@@ -197,6 +197,11 @@ class Engine(ReceivesWeights, Protocol):
         return
 
     @classmethod
+    def check_images(cls, config: Any, *, path: str) -> None:
+        """Raise UserError if the engine cannot run a vision model with images. config: that of transformers."""
+        return
+
+    @classmethod
     def check_truncation(cls, rollout: RolloutConfig, *, on_gpu: bool, aborts: bool) -> None:
         """Raise UserError if the engine cannot report the kept sets of a recipe that truncates.
 

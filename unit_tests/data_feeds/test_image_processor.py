@@ -16,6 +16,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.images import processor as images
 from modeling.images.cache import ImageCache
 from modeling.images.processor import ImageProcessor
+from unit_tests.helpers import seeing
 from unit_tests.helpers.image_models import QWEN, SIDE, draw, draw_image, save_idefics, save_qwen, say, to_bytes
 
 SIZES = [(28, 28), (84, 84), (100, 30), (30, 100), (200, 120), (13, 90), (60, 59), (1, 70)]
@@ -330,3 +331,42 @@ def test_images_of_other_modes_become_rgb_on_white():
     exif[0x0112] = 6  # the camera was turned: viewers show it upright
     image = read_image(to_bytes(turned, "JPEG", exif=exif))
     assert (image.width, image.height) == (20, 40) == image.open().size
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_images_of_gemma_are_those_of_its_own_processor(family, tmp_path):
+    """Gemma 4's cannot be imported without torchvision; its text is one line, and its image processor counts."""
+    own = ImageProcessor(seeing.save_model(tmp_path, family))
+    seen = [draw(*size, seed=i) for i, size in enumerate([(28, 28), (100, 30), (30, 100), (13, 90)])]
+    found = own.images(images=[p.open() for p in seen], return_tensors="pt")
+    if family == "gemma3":
+        from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+        for name, text in zip(("boi", "image", "eoi"), own.family.reserved, strict=True):
+            setattr(own.tokenizer, f"{name}_token", text)
+            setattr(own.tokenizer, f"{name}_token_id", own.tokenizer.convert_tokens_to_ids(text))
+        theirs = Gemma3Processor(own.images, own.tokenizer, image_seq_length=4)
+        want = [theirs.replace_image_token(found, i) for i in range(len(seen))]
+    else:
+        want = [f"<|image>{'<|image|>' * n}<image|>" for n in found["num_soft_tokens_per_image"].tolist()]
+        assert len({*want}) > 1
+    assert [own.expand(image).text for image in seen] == want
+    for name, tensor in own.collate(seen).items():
+        assert torch.equal(tensor, found[name]), name
+    text = own.insert_tokens(f"a\n{own.placeholder}b{own.placeholder}", seen[1:3])
+    ids = own.tokenizer.encode(text, add_special_tokens=False)
+    assert [p.end - p.begin for p in own.place_images(ids, seen[1:3], 0)] == [len(own.expand(p).ids) for p in seen[1:3]]
+    soft = own.tokenizer.convert_tokens_to_ids(own.family.token)
+    assert ids.count(soft) == sum(len(own.expand(p).ids) - 2 for p in seen[1:3])
+
+
+def test_pan_and_scan_of_gemma_is_refused(tmp_path):
+    folder = seeing.save_model(tmp_path, "gemma3")
+    file = tmp_path / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"do_pan_and_scan": True}))
+    with pytest.raises(UserError, match=r"pan and scan.* set do_pan_and_scan to false"):
+        ImageProcessor(folder)
+    file.write_text(json.dumps(settings | {"size": {"height": 32, "width": 32}}))
+    with pytest.raises(UserError, match=r"4 tokens of an image of 32 x 32 pixels, and its model takes 4 of 16 x 16"):
+        ImageProcessor(folder)

@@ -17,7 +17,7 @@ from data_prep import tiny_vision_model
 from modeling.images.processor import ImageProcessor
 from rollouts.engines.base import Completion
 from unit_tests.helpers.image_models import to_bytes
-from unit_tests.helpers.seeing import END, START
+from unit_tests.helpers.seeing import END, START, TYPES
 
 
 def make_seeing(folder: Path, *, max_length: int = 256) -> str:
@@ -66,8 +66,12 @@ def plain_logp(
         made = AutoImageProcessor.from_pretrained(path)(images=grouped, return_tensors="pt")
         media = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in made.items()}
     tokens = torch.tensor([[*ids]])
+    media.pop("num_crops", None)
+    media.pop("num_soft_tokens_per_image", None)
     if "image_grid_thw" in media:  # transformers makes the positions of such families of it
         media["mm_token_type_ids"] = (tokens == model.config.image_token_id).int()
+    if images and (name := TYPES.get(model.config.model_type)):
+        media[name] = (tokens == model.config.image_token_id).int()
     logits = model(input_ids=tokens, **media).logits[0].float() / temperature
     logits[:, list(banned)] = -torch.inf
     scores = logits.log_softmax(-1)

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
+    Gemma3ImageProcessorPil,
+    Gemma4ImageProcessorPil,
     Idefics3ImageProcessorPil,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
@@ -31,10 +33,10 @@ from unit_tests.helpers.image_models import to_bytes
 FAMILIES = sorted(VISION_FAMILIES)
 FAST = ("idefics3", "qwen2_5_vl")
 """One family of each kind, for the fast tests."""
-OLDER = ("qwen2_vl",)
-"""Families that differ from a newer one in little."""
+LATER = ("gemma3", "gemma4", "qwen2_vl")
+"""Families for `make verify`: other tests cover what is their own, or a newer family does."""
 MARKED = [
-    pytest.param(f, marks=[] if f in FAST else pytest.mark.verify if f in OLDER else pytest.mark.slow) for f in FAMILIES
+    pytest.param(f, marks=[] if f in FAST else pytest.mark.verify if f in LATER else pytest.mark.slow) for f in FAMILIES
 ]
 """All families, for parametrize."""
 WITH_GRIDS = [family for family in FAMILIES if family.startswith("qwen")]
@@ -42,11 +44,15 @@ CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789"
 MARKS = ["<pad>", "<end>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TILES = ["<image>", "<fake_token_around_image>", "<global-img>"]
 CELLS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-SPECIALS = [*MARKS, *TILES, *CELLS]
+GEMMA = ["<start_of_image>", "<image_soft_token>", "<end_of_image>", "<|image>", "<|image|>", "<image|>"]
+SPECIALS = [*MARKS, *TILES, *CELLS, *GEMMA]
 FIRST = len(SPECIALS)
 """The first id of a character; all before it are marks."""
 VOCABULARY = FIRST + len(CHARACTERS)
 IMAGE = {True: SPECIALS.index("<|image_pad|>"), False: SPECIALS.index("<image>")}
+SOFT = {"gemma3": SPECIALS.index("<image_soft_token>"), "gemma4": SPECIALS.index("<|image|>")}
+TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+"""Input of transformers for families whose tokens of an image attend to each other."""
 START, END = SPECIALS.index("<|vision_start|>"), SPECIALS.index("<|vision_end|>")
 PROPORTIONS = [(16, 16), (32, 16), (16, 32), (24, 40), (48, 32)]
 """Sizes of images, in pixels."""
@@ -59,6 +65,8 @@ def make_config(family: str) -> Any:
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512},
         **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
     }
+    if family in SOFT:
+        return _make_gemma(family, text)
     if family not in WITH_GRIDS:
         vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
         return AutoConfig.for_model(
@@ -85,6 +93,25 @@ def make_config(family: str) -> Any:
     marks = {"image_token_id": IMAGE[True], "video_token_id": SPECIALS.index("<|video_pad|>")}
     marks |= {"vision_start_token_id": START, "vision_end_token_id": END}
     return AutoConfig.for_model(family, text_config=text, vision_config=shape | own, **marks)
+
+
+def _make_gemma(family: str, text: dict[str, Any]) -> Any:
+    """Windows shorter than the sequences; an image is 4 tokens, or up to 70."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12, "query_pre_attn_scalar": 32}
+    if family == "gemma3":
+        vision |= {"image_size": 16, "patch_size": 4, "vision_use_head": False}
+        begin, end = map(SPECIALS.index, ("<start_of_image>", "<end_of_image>"))
+        marks = {"boi_token_index": begin, "eoi_token_index": end}
+        marks |= {"image_token_index": SOFT[family], "mm_tokens_per_image": 4}
+        return AutoConfig.for_model(family, text_config=text, vision_config=vision, **marks)
+    vision |= {"patch_size": 4, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64}
+    own = {"global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
+    own |= {"sliding_window": 40, "use_bidirectional_attention": "vision"}
+    marks = {"boi_token_id": SPECIALS.index("<|image>"), "eoi_token_id": SPECIALS.index("<image|>")}
+    # no tokens of the vocabulary: other media are not tried
+    marks |= {"image_token_id": SOFT[family], "video_token_id": 1000, "audio_token_id": 1001, "boa_token_id": 1002}
+    return AutoConfig.for_model(family, text_config=text | own, vision_config=vision, **marks, eoa_token_index=1003)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -114,9 +141,15 @@ def save_model(folder: Path, family: str) -> str:
     """Save model, tokenizer and processor."""
     make_model(family).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    if family in WITH_GRIDS:
+    images: Any
+    if family == "gemma3":
+        images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
+        (folder / "processor_config.json").write_text('{"image_seq_length": 4}', encoding="utf-8")
+    elif family == "gemma4":
+        images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=3)
+    elif family in WITH_GRIDS:
         sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-        images: Any = Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 4096})
+        images = Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 4096})
     else:
         kind: Any = Idefics3ImageProcessorPil if family == "idefics3" else SmolVLMImageProcessorPil
         images = kind(size={"longest_edge": 48}, max_image_size={"longest_edge": 16}, do_image_splitting=True)
@@ -211,6 +244,8 @@ def plain_inputs(model: nn.Module, processor: ImageProcessor, sample: Sample) ->
         inputs |= {name: x.to(hf.dtype) if x.is_floating_point() else x for name, x in media.items()}
         if "image_grid_thw" in media:
             inputs["mm_token_type_ids"] = (ids == hf.config.image_token_id).int()
+        if hf.config.model_type in SOFT:
+            inputs[TYPES[hf.config.model_type]] = (ids == hf.config.image_token_id).int()
     return inputs
 
 

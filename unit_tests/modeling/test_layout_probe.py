@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 from core.errors import UserError
 from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able
 from modeling.forward import forward
+from modeling.image_blocks import ImageEnds
 from modeling.layout_probe import LayoutProbe, can_share_prefixes, find_probe, layout_for, probe_layout
 from modeling.load import load_scalar_model
 from modeling.paths import find_mixers, list_layers
@@ -19,6 +20,7 @@ from modeling.probe_rows import draw_segments, list_sequences, make_batch, make_
 from modeling.segments import Segments
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.models import random_model
+from unit_tests.helpers.seeing import make_model
 from unit_tests.helpers.shared_prefixes import check_alike
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -196,3 +198,16 @@ def test_the_path_of_a_segment_begins_at_its_root():
     index = Segments([2, 1, 2], [-1, 0, 0]).index_paths(torch.device("cpu"))
     assert index.places.tolist() == [[0, 1, 1, 1], [0, 1, 2, 2], [0, 1, 3, 4]]
     assert index.back.tolist() == [0, 1, 6, 10, 11]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_attention_that_is_causal_within_an_image_is_noticed(family, monkeypatch):
+    """Gemma's tokens of an image attend to each other; with a causal kernel only transformers' own mask is left."""
+    model = make_model(family)
+    attend_by_sequence_if_able(model)
+    assert measure(model).level == "shared"
+    monkeypatch.setattr(ImageEnds, "for_layer", lambda self, window: None)
+    found = measure(model)
+    assert (found.level, found.attention) == ("padded", "sdpa") and len(found.refuted) == 3
+    with pytest.raises(UserError, match=r"packed rows .sdpa attention.: packed rows under sdpa attention are causal"):
+        measure(model, layout="packed")

@@ -45,24 +45,17 @@ EXPERTS = {
 }
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma3": {"text_config": TEXT, "vision_config": VISION | SMALL_IMAGES, "mm_tokens_per_image": 4},
     "mistral3": {
         "text_config": TEXT | {"model_type": "mistral"},
         "vision_config": VISION | SMALL_IMAGES | {"head_dim": 16},
-    },
-    "gemma4": {
-        "text_config": TEXT | {"hidden_size_per_layer_input": 0},
-        "vision_config": VISION | {"num_key_value_heads": 2, "head_dim": 16},
     },
     "qwen3_5_moe": {
         "text_config": TEXT | DELTA | EXPERTS,
         "vision_config": QWEN | {"num_position_embeddings": 16},
     },
 }
-WHOLE = ["gemma3", "mistral3", "gemma4"]
+WHOLE = ["mistral3"]
 """Families that transformers loads whole."""
-FAST = ["gemma3", "qwen3_5_moe"]
-MARKED = [pytest.param(family, marks=[] if family in FAST else pytest.mark.slow) for family in FAMILIES]
 
 
 def save(folder: Path, family: str) -> str:
@@ -72,7 +65,7 @@ def save(folder: Path, family: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("family", MARKED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_they_load_and_give_what_each_sample_has_alone(tmp_path, family):
     path = save(tmp_path, family)
     assert is_text_use(read_config(path)) and not needs_images(path)
@@ -86,7 +79,7 @@ def test_they_load_and_give_what_each_sample_has_alone(tmp_path, family):
     check_alike(model, families(), tolerance=5e-5)
 
 
-@pytest.mark.parametrize("family", MARKED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_trains_the_language_part_alone_and_the_model_loads_again(tmp_path, family):
     path = save(tmp_path / "start", family)
     trainer = trainer_of(path, SFT(), attention="auto")
@@ -105,13 +98,14 @@ def test_a_step_trains_the_language_part_alone_and_the_model_loads_again(tmp_pat
 
 
 def test_an_adapter_is_of_the_language_part(tmp_path):
-    model = load_model(save(tmp_path, "gemma3"), dtype="float32", attention="auto", lora=LoraConfig(r=4))
+    model = load_model(save(tmp_path, "mistral3"), dtype="float32", attention="auto", lora=LoraConfig(r=4))
     adapted = [name for name, p in model.named_parameters() if p.requires_grad]
     assert adapted and all("language_model" in name for name in adapted)
 
 
-def test_a_known_family_may_be_used_for_text(tmp_path):
-    path = save_model(tmp_path, "qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma4", marks=pytest.mark.slow)])
+def test_a_known_family_may_be_used_for_text(tmp_path, family):
+    path = save_model(tmp_path, family)
     trainer = trainer_of(path, SFT(), attention="auto", images="off")
     unused = {*list_unused(trainer.model, "off")}
     assert unused and not list_unused(trainer.model)
@@ -130,10 +124,10 @@ def test_a_known_family_may_be_used_for_text(tmp_path):
 
 
 def test_vllm_without_torchvision_is_refused_before_the_start(tmp_path, recipe):
-    changes = {"model.path": save(tmp_path, "gemma3"), "rollout.engine": "vllm"}
+    changes = {"model.path": save(tmp_path, "qwen3_5_moe"), "rollout.engine": "vllm"}
     cfg = load_recipe(RLConfig, recipe(changes), []).cfg
     if not can_import("torchvision"):
-        with pytest.raises(UserError, match=r"is a gemma3 model, which vLLM loads only with torchvision"):
+        with pytest.raises(UserError, match=r"is a qwen3_5_moe model, which vLLM loads only with torchvision"):
             check_images(cfg)
     else:
         check_images(cfg)
@@ -146,7 +140,7 @@ def test_names_of_files_are_left_out_too():
 
 
 def test_a_sample_with_an_image_is_refused(tmp_path):
-    trainer = trainer_of(save(tmp_path, "gemma3"), SFT(), attention="auto")
+    trainer = trainer_of(save(tmp_path, "mistral3"), SFT(), attention="auto")
     [batch] = laid_out(families(), "packed")
     with pytest.raises(UserError, match="is a text model, or used as one here, and a sample has images"):
         trainer.load(replace(batch, images=(draw_image(0),)))

@@ -25,6 +25,7 @@ from modeling.media import MediaLoader
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.seeing import (
     MARKED,
+    SOFT,
     WITH_GRIDS,
     draw_image,
     join_parts,
@@ -54,8 +55,8 @@ class Seeing:
 
     @property
     def tolerance(self) -> float:
-        """In double precision; transformers computes recurrent layers in float32 whatever the model's dtype."""
-        return 2e-5 if self.is_recurrent else 1e-7
+        """In double precision; transformers computes recurrent layers and Gemma's norms in float32 all the same."""
+        return 2e-5 if self.is_recurrent or self.family in SOFT else 1e-7
 
     @property
     def processor(self) -> ImageProcessor:
@@ -66,11 +67,11 @@ class Seeing:
         return self.loader.load(batch)
 
     def in_double(self, attention: str = BY_SEQUENCE) -> nn.Module:
-        model = make_model(self.family, "eager" if attention == "eager" else "sdpa").double()
+        model = make_model(self.family, "eager" if attention == "eager" else "sdpa")
         if attention == BY_SEQUENCE:
             attend_by_sequence_if_able(model)
-            assert can_share_prefixes(model)
-        return model
+            assert can_share_prefixes(model)  # in float32, as in a run
+        return model.double()
 
     def score(self, model: nn.Module, batch: Batch, layout: Any, *, mib: int = 0) -> torch.Tensor:
         ready = self.load(model, batch)
@@ -111,6 +112,8 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(seeing, atten
     """Transformers runs each sample by itself with its own eager attention, and finds positions and features itself."""
     if seeing.is_recurrent and layout == "packed" and attention != BY_SEQUENCE:
         pytest.skip("a mask does not separate sequences in recurrent layers, so the probe chooses padded rows")
+    if seeing.family in SOFT and layout == "packed" and attention != BY_SEQUENCE:
+        pytest.skip("refused, since a causal mask is not that of images: see test_layout_probe.py")
     plain, model = seeing.in_double("eager"), seeing.in_double(attention)
     samples = [s for g in seeing.groups for s in g]
     want = torch.cat([plain_logp(plain, seeing.processor, s, 0.7) for s in samples])

@@ -352,6 +352,39 @@ def test_a_family_is_refused_where_vllm_lacks_a_package_for_it(path, recipe, mon
     architectures.check_family("smolvlm", path=path)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_images_of_gemma_are_sampled_by_transformers_alone(family):
+    config = seeing.make_config(family)
+    for both_ways in ("vision", None) if family == "gemma4" else (False,):  # small models of Gemma 4 are causal
+        config.get_text_config().use_bidirectional_attention = both_ways
+        with pytest.raises(UserError, match=rf"is a {family} model with images: .*engine=hf, or model\.images=off"):
+            architectures.check_images(config, path="m")
+    architectures.check_images(seeing.make_config("idefics3"), path="m")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_the_hf_engine_lets_tokens_of_an_image_see_each_other(family, tmp_path):
+    """Two prompts of other lengths in one batch, so that one is padded on the left."""
+    folder = seeing.save_model(tmp_path, family)
+    processor, plain = ImageProcessor(folder), load_plain(folder)
+    banned = sorted(processor.placeholder_ids)
+    allowed = AllowedTokens(banned=tuple(banned))
+    only = {"stop_token_ids": [], "temperature": TEMPERATURE, "max_model_len": 512, "dtype": "float32"}
+    engine = HfEngine(engine_config(folder, allowed_tokens=allowed, **only))
+    prompts = [write_ids(processor, *parts) for parts in PARTS]
+
+    async def sample() -> list[Completion]:
+        calls = (engine.generate(ids, max_new_tokens=8, seed=1, images=places) for ids, places in prompts)
+        return await asyncio.gather(*calls)
+
+    for (ids, places), done in zip(prompts, asyncio.run(sample()), strict=True):
+        assert gap_of_sample(plain, folder, as_sample(ids, places, done), TEMPERATURE, banned) < BOUND
+        probed = asyncio.run(engine.probe(ids, images=places))
+        want = plain_logp(plain, folder, ids, places)[[i - 1 for i in list_written(len(ids), places)]]
+        assert probed == pytest.approx(want.tolist(), abs=BOUND)
+
+
 def test_a_package_that_is_built_for_another_torch_counts_as_missing(tmp_path, monkeypatch):
     (tmp_path / "built_for_cuda.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
     monkeypatch.syspath_prepend(tmp_path)

@@ -45,7 +45,8 @@ def two():
         pytest.param("qwen2_5_vl", 2, [], marks=pytest.mark.usual),
         ("qwen3_vl", FSDP2, ["vision"]),
         *(pytest.param(f, FSDP2, [], marks=LATER) for f in ("idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")),
-        pytest.param("qwen3_5", 3, [], marks=LATER),
+        *(pytest.param(f, FSDP2, [], marks=LATER) for f in ("gemma3", "gemma4")),
+        *(pytest.param(f, 3, [], marks=LATER) for f in ("qwen3_5", "gemma3", "gemma4")),
     ],
 )
 def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, freeze):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 
 from core.errors import RunStopped, UserError
 from core.timing.deadlines import VLLM_IMPORT_TIMEOUT_S
+from modeling.image_blocks import find_blocks
 
 PACKAGES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("torchvision",)),
@@ -43,6 +45,22 @@ def check_family(family: str, *, path: str) -> None:
             f"model.path={path} is a {family} model, which vLLM loads only with {' and '.join(lacking)}: install "
             f"what is missing{build if 'torchvision' in lacking else ''}, or set rollout.engine=hf"
         )
+
+
+def check_images(config: Any, *, path: str) -> None:
+    """Raise UserError for a model whose images vLLM computes otherwise than transformers, or was not seen to."""
+    if config.model_type == "gemma3":
+        reason = "vLLM writes line breaks around an image itself, so its prompt is not the one that is trained on"
+    elif find_blocks(config) is not None:
+        reason = "the tokens of an image attend in both directions, and vLLM's attention on a CPU is causal"
+    elif config.model_type == "gemma4":
+        reason = "vLLM's image tokens were not compared with the trainer's"
+    else:
+        return
+    raise UserError(
+        f"model.path={path} is a {config.model_type} model with images: {reason}: set rollout.engine=hf, or "
+        "model.images=off for text"
+    )
 
 
 def can_import(name: str) -> bool:

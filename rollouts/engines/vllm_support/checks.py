@@ -28,6 +28,10 @@ class VllmChecks:
         architectures.check_family(family, path=path)
 
     @classmethod
+    def check_images(cls, config: Any, *, path: str) -> None:
+        architectures.check_images(config, path=path)
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any], rollout: RolloutConfig) -> None:
         check_names(options)
         check_drafts(options, rollout)
