@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -95,7 +95,9 @@ class Rows:
         self.ids, self.mask = self.ids[at], self.mask[at]
         # rows are the second to last axis, with and without M-RoPE
         self.positions = self.positions[..., at, :]
-        self.cache.batch_select_indices(at)
+        # not batch_select_indices, which recurrent layers of a hybrid model do not have
+        cache: Any = self.cache  # declared with a LongTensor, which no function of torch returns
+        cache.reorder_cache(at)
 
 
 def keep_sets(requests: Sequence[EngineRequest], kept: Tensor, allowed_tokens: AllowedTokens) -> None:
