@@ -115,7 +115,7 @@ def _mark_images(model: nn.Module, input_ids: Tensor, sequences: Tensor) -> dict
     blocks = find_blocks(model.config)
     if blocks is None:
         return {}
-    if read_attention(model.config.get_text_config()) != BY_SEQUENCE:
+    if read_attention(model.config.get_text_config()) not in TAKE_SEGMENTS:
         return mark_types(blocks, input_ids)
     ends = find_ends(blocks, input_ids.flatten(), sequences)
     return {} if ends is None else {"image_ends": ends}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,11 +53,6 @@ class Episode:
     """One per player; a single one for an agent."""
     is_shared: bool = False
     """True if all branches share the result."""
-
-
-async def _gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all calls. An episode that timed out cancels the others of the group."""
-    return await gather_fail_fast(calls, grace_s=0)
 
 
 class RolloutWorker:
@@ -111,7 +106,7 @@ class RolloutWorker:
         """Run the episodes of a group for `reward_group`, before which a judge may get the device. Return False after
         `rollout.timeout_s`."""
         play = self._choose_episodes(ticket, prompt)
-        episodes = await self._run_group(_gather(play(sibling) for sibling in range(size)))
+        episodes = await self._run_group(gather_fail_fast((play(n) for n in range(size)), grace_s=0))
         if episodes is None:
             return False
         self._played[ticket] = prompt, episodes
@@ -120,7 +115,8 @@ class RolloutWorker:
     async def reward_group(self, ticket: int) -> Group:
         """Return a group that `play_group` has played, with rewards."""
         prompt, played = self._played.pop(ticket)
-        return await self._finish_group(ticket, prompt, await _gather(map(self._reward_episode, played)))
+        episodes = await gather_fail_fast(map(self._reward_episode, played), grace_s=0)
+        return await self._finish_group(ticket, prompt, episodes)
 
     async def _run_group(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Await a group that the engine samples. Return None, and cancel it, after `rollout.timeout_s`."""
@@ -139,7 +135,9 @@ class RolloutWorker:
         async def run(sibling: int) -> Episode:
             return await self._reward_episode(await play(sibling))
 
-        return await self._finish_group(ticket, prompt, await _gather(run(sibling) for sibling in range(size)))
+        # an episode that timed out cancels the others of the group
+        episodes = await gather_fail_fast((run(n) for n in range(size)), grace_s=0)
+        return await self._finish_group(ticket, prompt, episodes)
 
     def _choose_episodes(self, ticket: int, prompt: Prompt) -> Callable[[int], Coroutine[Any, Any, list[Played]]]:
         """Return the function that plays an episode of a group, by number."""
@@ -346,8 +344,7 @@ class RolloutWorker:
         self.rewards.close()
         if self.second is not None:
             self.second.rewards.close()
-        if self.judge is not None:
-            await self.judge.close()
-        if self.opponent is not None:
-            await self.opponent.close()
+        for part in (self.judge, self.opponent):
+            if part is not None:
+                await part.close()
         await self.engine.close()

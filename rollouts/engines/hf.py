@@ -33,7 +33,7 @@ from core.types.weights import Bucket
 from modeling.export import saved_buffers
 from modeling.fixed_order import fixed_order
 from modeling.hf_config import needs_images
-from modeling.image_blocks import find_blocks, mark_types
+from modeling.image_blocks import find_blocks
 from modeling.softmax import normalize
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
 from rollouts.engines.hf_support.invariance import check_batch_invariance
@@ -110,8 +110,7 @@ class HfEngine(Engine):
         self.truncation = config.truncation
         self.timeout_s, self.request_mode = config.timeout_s, config.pause_mode
         self.sleeper, self.aside, self.sleep_mode = Sleeper(), OffloadedStorages(), config.sleep
-        # -1 until the first weight sync
-        self.version = -1
+        self.version = -1  # until the first weight sync
         self.n_updates = 0
         self.loaded: dict[str, int] = {}
         self.waiting: list[EngineRequest] = []
@@ -198,10 +197,7 @@ class HfEngine(Engine):
 
     def _make_rows(self, live: Sequence[tuple[list[int], Sequence[PlacedImage]]]) -> Rows:
         """Return inputs with all tokens and images of the requests, and an empty cache."""
-        rows = make_rows(live, self.make_cache(), self.processor, self.device)
-        if rows.media and (blocks := find_blocks(self.model.config)) is not None:
-            rows.media |= mark_types(blocks, rows.ids)
-        return rows
+        return make_rows(live, self.make_cache(), self.processor, self.device, find_blocks(self.model.config))
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
     def _sample_tokens(self, rows: Rows, live: list[EngineRequest]) -> list[EngineRequest]:

@@ -20,6 +20,7 @@ from core.types.allowed_tokens import AllowedTokens
 from core.types.arrays import Ids
 from core.types.images import PlacedImage
 from core.types.routes import Routes, dtype_for, extend
+from modeling.image_blocks import ImageBlocks, mark_types
 from rollouts.engines.base import Completion, CompletionStop, make_completion
 
 if TYPE_CHECKING:
@@ -128,10 +129,12 @@ def make_rows(
     cache: DynamicCache,
     processor: ImageProcessor | None,
     device: str,
+    blocks: ImageBlocks | None = None,
 ) -> Rows:
     """Build inputs with all tokens of the requests, for an empty cache.
 
-    requests: tokens and images of each. processor: image processor of a vision model.
+    requests: tokens and images of each. processor: image processor of a vision model. blocks: image tokens that attend
+    in both directions.
     """
     requests, shared = _find_equal(requests)
     width = max(len(ids) for ids, _ in requests)
@@ -146,6 +149,8 @@ def make_rows(
     if placed:
         assert processor is not None, "a model without a vision part is given no images"
         media = processor.collate([place.image for place in placed])
+        if blocks is not None:
+            media |= mark_types(blocks, ids)
         if any(place.grid is not None for place in placed):
             positions = torch.stack([_spread(len(ids), images, width) for ids, images in requests], 1)
     return Rows(
