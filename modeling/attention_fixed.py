@@ -1,7 +1,7 @@
 """Attention whose result for a query does not depend on the batch: on its length, padding, packing, or a cache.
 
-The keys of a sequence are read in blocks of KEY_BLOCK from its first token on, with an online softmax in float32. Its
-queries are in tiles of TILE positions, and position p has place p % TILE in its tile. So every matrix product has one
+The keys of a sequence are read in blocks of KEY_BLOCK from the first token on, with an online softmax in float32. Its
+queries are in tiles of TILE positions, and position p has place p % TILE in the tile. So every matrix product has one
 shape, and every sum one order. A block that a query does not see adds exactly 0 and scales by exactly 1, so it makes
 no difference whether it is computed. A row that decodes one token takes the same path as a training pass.
 
@@ -32,7 +32,7 @@ KEY_BLOCK = 64
 
 
 def use_fixed_order(model: nn.Module, *, key_block: int = KEY_BLOCK) -> None:
-    """Set this attention in the language part of a model; a model whose code takes none by name keeps what it has."""
+    """Set this attention in the language part of a model, unless its code takes none by name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
@@ -60,7 +60,7 @@ def attend_in_fixed_order(
 ) -> tuple[Tensor, None]:
     """Compute causal attention: [B, H, n, D] queries, [B, Hkv, m, D] keys and values -> [B, n, H, D].
 
-    This is the attention interface of transformers. Without a cache it takes what `attend_by_sequence` takes. With one,
+    This is the attention interface of transformers. Without a cache it takes the inputs of `attend_by_sequence`. With one,
     or with padding on the left, attention_mask is [B, m], 0 at the padding, and the queries are the last token or all.
     Raises ValueError for sinks, and as `attend_by_sequence` does.
     """

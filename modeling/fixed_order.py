@@ -1,7 +1,7 @@
 """Forward passes on a CPU whose numbers at a token do not depend on the rest of the batch, to the bit.
 
 Libraries choose the order of a sum, and the rounding of a function, by the shape of the whole tensor: a matrix product
-by its number of rows, a vectorised loop by its remainder, and both by the number of threads. Inside `fixed_order` these
+by the number of rows, a vectorised loop by the remainder, and both by the number of threads. Inside `fixed_order` these
 operations run on pieces of one shape, in one thread:
 
     mm, addmm               tiles of ROWS rows, the last filled with zeros

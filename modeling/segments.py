@@ -112,7 +112,7 @@ class Segments:
 
         Row t is token `above + t` of its sequence: it attends to the tokens before it and itself, at most the last
         `window`. leading: number of columns before these, which every row sees; then there always is a mask.
-        image_ends: [T], see `ImageEnds`; a token also attends to what follows, up to there. A run with images has a
+        image_ends: [T], see `ImageEnds`; a token also attends to later tokens, up to there. A run with images has a
         mask for each segment, [count, 1, own, above + own].
         """
         # a window wider than the sequence hides nothing, and no mask is the fast kernel

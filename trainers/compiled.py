@@ -1,9 +1,9 @@
-"""Blocks of a model compiled by torch.compile, and the metrics of what is compiled.
+"""Blocks of a model compiled by torch.compile, and metrics of the compiling.
 
 A block's `forward` is replaced, and not the block: parameters keep their names, and hooks stay outside. Lengths are
 symbols from the first pass on, so that no length is compiled again. Attention over packed rows is an opaque call,
 because its code depends on the lengths of the sequences. A block is therefore compiled in pieces: norms, projections
-and rotary embedding before the call, and the rest after it. Layers of the same class share what is compiled.
+and rotary embedding before the call, and the rest after it. Layers of the same class share compiled code.
 """
 
 from __future__ import annotations

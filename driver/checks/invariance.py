@@ -1,4 +1,4 @@
-"""Check a recipe with `rollout.batch_invariant` against what has a fixed order."""
+"""Check that all parts of a recipe with `rollout.batch_invariant` have a fixed order."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from trainers.weight_sync.store import read_chunk_bytes, remove_folder, write_ch
 
 
 def locate_folder(folder: str) -> str:
-    """Return the address without a slash at its end; a path is made absolute, for other processes work elsewhere."""
+    """Return the address without a slash at the end; a path is made absolute, for other processes work elsewhere."""
     return folder.rstrip("/") if is_remote(folder) else str(Path(folder).absolute())
 
 

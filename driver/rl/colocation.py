@@ -6,7 +6,7 @@ Every step goes through this cycle of states. Each arrow is a call with a deadli
          ^                                                                                               |
          +--sync (proof)-- cache awake <--wake-- trainers away <--offload-- published <---sync (send)----+
 
-With a judge on the same devices, the engines sleep before the rewards, and the judge has a turn of its own. It sleeps
+With a judge on the same devices, the engines sleep before the rewards, and the judge has a turn for itself. It sleeps
 before the trainers are reloaded, or before the engines wake again for more groups:
 
     generating --sleep--> engines asleep --wake--> judging --sleep--> engines asleep

@@ -80,7 +80,7 @@ def check_judge(cfg: RLConfig, rewards: Sequence[RewardPlan]) -> None:
 
 
 def _refuse_turns(cfg: RLConfig, *, sleeps: bool) -> str:
-    """Return why the judge cannot take turns with trainers and engines; "" if it can. sleeps: its engine can."""
+    """Return why the judge cannot take turns with trainers and engines; "" if it can. sleeps: the engine can."""
     judge = cfg.judge
     if judge is None or not judge_takes_turns(cfg):
         return ""

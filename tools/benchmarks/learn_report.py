@@ -75,7 +75,7 @@ def read_results(folder: Path) -> dict[tuple[str, str], Runs]:
 
 
 def list_places(one: Learnt) -> list[tuple[str, str]]:
-    """Return the comparisons in which a result is, each with its side there."""
+    """Return the comparisons in which a result is, each with the side there."""
     of_groups = f"{one.method}, whole groups"
     if one.side == WHOLE_GROUPS:
         return [(of_groups, "trl")]

@@ -211,9 +211,9 @@ class Mine({base}):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("backend", "module", "base"),
-    [("local", "hf", "HfEngine"), pytest.param("ray", "vllm", "VllmEngine", marks=pytest.mark.verify)],
+    [pytest.param("local", "hf", "HfEngine", marks=pytest.mark.slow), pytest.param("ray", "vllm", "VllmEngine", marks=pytest.mark.verify)],
 )
-def test_a_run_whose_judge_takes_turns_has_the_rewards_of_one_that_does_not(
+def test_a_judge_in_turns_gives_the_rewards_of_one_beside_the_engines(
     trained, judge_path, tmp_path, sums, backend, module, base
 ):
     """With evaluations, after which the engines wake with the weights that they had, and checkpoints."""

@@ -2,7 +2,7 @@
 
 No list of families decides. A few sequences are decoded beside each other with a cache, from prompts of different
 lengths, and scored by the trainer's forward pass in each layout that the model supports. A model with a part whose
-order is not fixed (recurrent layers, experts, an attention of its own) differs, and is refused.
+order is not fixed (recurrent layers, experts, another attention) differs, and is refused.
 """
 
 from __future__ import annotations
