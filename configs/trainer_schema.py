@@ -51,9 +51,9 @@ class ModelConfig(StrictModel):
     """Attention kernel of the trainer. auto: that of modeling/attention.py, per sequence; if it is not exact, sdpa or
     eager."""
     images: Literal["auto", "off"] = "auto"
-    """Images of a vision-language model. auto: rows may have images if the family is known here; any other is used
-    for text. off: text only. Parts that text never reaches are then frozen; engines leave them out, and they are
-    saved."""
+    """Images of a vision-language model. auto: rows may have images if the family is known here and the engine reads
+    them as the trainer does (for Gemma 3 and 4 only hf); else the model is used for text. off: text only. Parts that
+    text never reaches are then frozen; engines leave them out, and they are saved."""
     lora: LoraConfig | None = None
     """Low-rank adapters to train instead of the weights. Unset: train the weights."""
     quantization: Literal["nf4"] | None = None

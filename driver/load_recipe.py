@@ -28,6 +28,7 @@ from core.loading import FileSpec
 from data_feeds.feed import Feed
 from data_feeds.samplers.find import find_sampler
 from driver.checks.engine import check_corrected, check_engine
+from driver.checks.image_use import settle_images
 from driver.checks.metric_names import check_metric_names
 from driver.checks.unused_keys import check_keys
 from driver.records.trackers import load_trackers
@@ -87,6 +88,11 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
     if isinstance(cfg, RLConfig):
         # Only here are both known: the algorithm's section does not see `rollout`.
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
+        model = cfg.model
+        images = settle_images(
+            model.images, model.path, engine=cfg.rollout.engine, trust_remote_code=model.trust_remote_code
+        )
+        cfg = cfg.model_copy(update={"model": model.model_copy(update={"images": images})})
         check_engine(cfg)
         check_corrected(cfg, alg)
         if cfg.data.sampler is not None:

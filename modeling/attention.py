@@ -149,7 +149,7 @@ def attend_by_sequence(
 def refuse_others(
     name: str, module: nn.Module, *, is_causal: bool | None, dropout: float, others: dict[str, Any]
 ) -> None:
-    """Raise ValueError for arguments that an attention does not compute. others: its unknown arguments."""
+    """Raise ValueError for arguments that an attention does not compute. others: unknown arguments."""
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(f"attention {name} is causal, and {type(module).__name__} is not")
     unknown = sorted(key for key, given in others.items() if given is not None and key not in WITHOUT_EFFECT)

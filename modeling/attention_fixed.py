@@ -60,9 +60,9 @@ def attend_in_fixed_order(
 ) -> tuple[Tensor, None]:
     """Compute causal attention: [B, H, n, D] queries, [B, Hkv, m, D] keys and values -> [B, n, H, D].
 
-    This is the attention interface of transformers. Without a cache it takes the inputs of `attend_by_sequence`. With one,
-    or with padding on the left, attention_mask is [B, m], 0 at the padding, and the queries are the last token or all.
-    Raises ValueError for sinks, and as `attend_by_sequence` does.
+    This is the attention interface of transformers. Without a cache it takes the inputs of `attend_by_sequence`. With
+    one, or with padding on the left, attention_mask is [B, m], 0 at the padding, and the queries are the last token or
+    all. Raises ValueError for sinks, and as `attend_by_sequence` does.
     """
     refuse_others(FIXED_ORDER, module, is_causal=is_causal, dropout=dropout, others=others | {"s_aux": s_aux})
     scores = Scores(scaling=scaling, window=sliding_window, cap=softcap)

@@ -19,7 +19,7 @@ class ImageBlocks:
 
     token: int
     types: str
-    """Model input with a 1 for every such token, from which transformers makes its mask."""
+    """Model input with a 1 for every such token, from which transformers makes the mask."""
     in_windows_only: bool
     """Whether layers without a sliding window are causal."""
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class EpisodeTimedOut(Exception):
-    """An episode did not end in the time that it has from its place on."""
+    """An episode did not end in the time that it has from the place on."""
 
 
 class Places:

@@ -64,7 +64,7 @@ class Browser:
         os.close(self._answers)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the protocol; return its result. Raises RuntimeError for an error."""
+        """Call a method of the protocol; return the result. Raises RuntimeError for an error."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -108,14 +108,14 @@ class Browser:
         return got["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Wait until an expression is true within the page; return its value."""
+        """Wait until an expression is true within the page; return the value."""
         return self.ask(
             f"new Promise((done) => {{ const look = () => {{ const x = {expression};"
             " x ? done(x) : setTimeout(look, 10); }; look(); })"
         )
 
     def click(self, selector: str, *, across: float = 0.5, down: float = 0.5) -> None:
-        """Press and release the mouse on an element, at a part of its width and height."""
+        """Press and release the mouse on an element, at a part of the width and height."""
         box = self.ask(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             " e.scrollIntoView({block: 'center'});"

@@ -52,7 +52,7 @@ QWEN_VL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """Recipe of a reference experiment, and the sizes of its model."""
+    """Recipe of a reference experiment, and the sizes of the model."""
 
     recipe: str
     model: dict[str, Any]

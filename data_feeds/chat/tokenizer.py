@@ -286,8 +286,8 @@ class ChatTokenizer:
 
     def _refuse_images(self) -> UserError:
         return UserError(
-            f"{self.who} is a language model, which sees no images, and a message holds one: take a model that sees, "
-            "or rows without images"
+            f"{self.who} is a language model, which sees no images, or is used as one (model.images), and a message "
+            "holds one: take a model that sees, another rollout.engine, or rows without images"
         )
 
     @cached_property

@@ -11,6 +11,7 @@ from core.errors import UserError, quote
 from core.types.allowed_tokens import AllowedTokens
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.episodes import Sampling
+from driver.checks.image_use import settle_eval_images
 from driver.checks.invariance import check_batch_invariant
 from driver.start.devices import uses_gpus
 from modeling.hf_config import is_text_use, meta_model, needs_images, read_config
@@ -113,7 +114,8 @@ def check_rounded(model: ModelConfig | EvalModelConfig, rollout: RolloutConfig) 
 def check_images(cfg: RLConfig | EvalConfig) -> None:
     """Raise UserError if the model supports images and the engine does not, or cannot load such a model at all."""
     path, trusts = cfg.model.path, cfg.model.trust_remote_code
-    images = cfg.model.images if isinstance(cfg, RLConfig) else "auto"
+    # a recipe's value is settled when it is read
+    images = cfg.model.images if isinstance(cfg, RLConfig) else settle_eval_images(cfg)
     config = read_config(path, trust_remote_code=trusts)
     reads = needs_images(path, trust_remote_code=trusts, images=images)
     if not reads and not is_text_use(config, images):

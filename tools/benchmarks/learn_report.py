@@ -57,7 +57,7 @@ Runs = dict[int, dict[str, Learnt]]
 def read_results(folder: Path) -> dict[tuple[str, str], Runs]:
     """Read the seeds of which both sides are there. Raises SystemExit for sides that did other work.
 
-    Ours beside TRL with whole groups is a comparison of its own.
+    Ours beside TRL with whole groups is a separate comparison.
     """
     found: dict[tuple[str, str], Runs] = {}
     for file in sorted(folder.glob("*.json")):

@@ -27,7 +27,7 @@ WAITS_S = (0.5, 1.0, 2.0)
 
 
 def write_chunk(folder: str, name: str, data: bytes) -> str:
-    """Write a chunk. Return its address with size and hash, as `read_chunk_bytes` takes it."""
+    """Write a chunk. Return the address with size and hash, as `read_chunk_bytes` takes it."""
     _retry(lambda: _pipe(f"{folder}/{name}", data), f"write {name} to {folder}")
     return f"{folder}/{name}#{len(data)}-{hashlib.sha256(data).hexdigest()}"
 

@@ -193,7 +193,7 @@ class StoreTransport:
 
 
 async def _write_chunk(ends: SyncEndpoints) -> bool:
-    """Let every rank take its part in the next chunk; return False at the end of the stream."""
+    """Let every rank take part in the next chunk; return False at the end of the stream."""
     # all ranks reach the end together, so the first answer is everyone's
     return (await ends.gather_collective([*ends.sources.start_all(WeightSource.write_chunk)]))[0]
 

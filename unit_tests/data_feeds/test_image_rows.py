@@ -299,7 +299,7 @@ def models(tmp_path_factory, tiny_path) -> dict[str, Path]:
 ENDS: dict[str, tuple[dict[str, Any], str]] = {
     "sees": BROKEN["truncated JPEG"],
     "silent": (a_row(URI), "silent has no chat template: add one to its processor"),
-    "text": (a_row(URI), "is a language model, which sees no images, and a message holds one"),
+    "text": (a_row(URI), "is a language model, which sees no images"),
 }
 
 

@@ -211,7 +211,10 @@ class Mine({base}):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("backend", "module", "base"),
-    [pytest.param("local", "hf", "HfEngine", marks=pytest.mark.slow), pytest.param("ray", "vllm", "VllmEngine", marks=pytest.mark.verify)],
+    [
+        pytest.param("local", "hf", "HfEngine", marks=pytest.mark.slow),
+        pytest.param("ray", "vllm", "VllmEngine", marks=pytest.mark.verify),
+    ],
 )
 def test_a_judge_in_turns_gives_the_rewards_of_one_beside_the_engines(
     trained, judge_path, tmp_path, sums, backend, module, base

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from algs.sft import SFT
+from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError
@@ -23,6 +24,7 @@ from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import pack
 from driver.checks.engine import check_images
+from driver.checks.image_use import settle_eval_images
 from driver.load_recipe import load_recipe
 from driver.start.weight_sync import make_probe
 from modeling.images.processor import ImageProcessor
@@ -360,6 +362,23 @@ def test_images_of_gemma_are_sampled_by_transformers_alone(family):
         with pytest.raises(UserError, match=rf"is a {family} model with images: .*engine=hf, or model\.images=off"):
             architectures.check_images(config, path="m")
     architectures.check_images(seeing.make_config("idefics3"), path="m")
+
+
+@pytest.mark.parametrize(("engine", "images"), [("vllm", "off"), ("hf", "auto")])
+def test_gemma_is_used_for_text_where_the_engine_cannot_read_its_images(engine, images, tmp_path, recipe):
+    path = seeing.save_model(tmp_path, "gemma3")
+    cfg = load_recipe(RLConfig, recipe({"model.path": path, "rollout.engine": engine}), []).cfg
+    assert cfg.model.images == images
+    evaluated = EvalConfig.model_validate(
+        {
+            "name": "e",
+            "model": {"path": path},
+            "data": {"sets": [{"path": "x"}]},
+            "rollout": {"engine": engine, "max_new_tokens": 4},
+            "reward": {"function": "arithmetic"},
+        }
+    )
+    assert settle_eval_images(evaluated) == images
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from driver.checks.explain import format_explanation
 from driver.checks.explain_devices import describe_gpus, describe_processes
 from driver.checks.explain_rows import show_set_rows
 from driver.checks.explain_texts import find_tokenizer
+from driver.checks.image_use import settle_eval_images
 from driver.checks.machines import claim_machines
 from driver.checks.models import check_policy, check_room
 from driver.context import RunContext
@@ -98,7 +99,8 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     check_room(cfg)
     check_images(cfg)
     check_rounded(cfg.model, cfg.rollout)
-    model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
+    images = settle_eval_images(cfg)
+    model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts, images=images)
     plan = plan_engines(cfg, model)
     check_reward_and_env(cfg, plan)
     env_tools = plan.load_code()

@@ -1,0 +1,34 @@
+"""Use of a vision-language model: with images, or for text (`model.images`)."""
+
+from __future__ import annotations
+
+from configs.eval_schema import EvalConfig
+from core.errors import UserError
+from modeling.hf_config import ImageUse, ModelUnreadable, needs_images, read_config
+from rollouts.registry import load_engine_class, resolve_engine
+
+
+def settle_images(given: ImageUse, path: str, *, engine: str, trust_remote_code: bool) -> ImageUse:
+    """Return the value of model.images; in place of auto, off for a model whose images the engine cannot read.
+
+    engine: rollout.engine. So a Gemma 3 with text rows is sampled by vLLM, which computes its images otherwise.
+    """
+    if given == "off":
+        return given
+    try:
+        if not needs_images(path, trust_remote_code=trust_remote_code):
+            return given
+    except ModelUnreadable:  # a recipe may name a model that is made later
+        return given
+    try:
+        config = read_config(path, trust_remote_code=trust_remote_code)
+        load_engine_class(resolve_engine(engine)).check_images(config, path=path)
+    except UserError:
+        return "off"
+    return given
+
+
+def settle_eval_images(cfg: EvalConfig) -> ImageUse:
+    """Return the use of images in an evaluation."""
+    model = cfg.model
+    return settle_images("auto", model.path, engine=cfg.rollout.engine, trust_remote_code=model.trust_remote_code)
