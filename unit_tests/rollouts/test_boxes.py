@@ -6,10 +6,9 @@ import asyncio
 import os
 import socket
 import tarfile
-from collections.abc import Awaitable, Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -19,16 +18,16 @@ from data_prep.boxed_tasks import ETC, TASKS, write_harbor_task
 from data_prep.boxed_tasks import PROGRAMS as NEEDED
 from data_prep.oci_image import LINKS, collect_programs, write_image, write_layer
 from rewards.sandbox import Limits, SandboxUnavailable
-from rollouts.boxes import BoxSpec, check_boxes, open_box
+from rollouts.boxes import BoxSpec, check_boxes
 from rollouts.boxes.base import Box
 from rollouts.boxes.containers import read_archive, run_program, write_archive
 from rollouts.boxes.images import prepare_image
 from rollouts.boxes.programs import PROGRAMS
 from rollouts.envs.harbor import Harbor
+from unit_tests.helpers.boxes import sh, within
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.processes import leftovers
 
-T = TypeVar("T")
 SMALL = Limits(memory_mib=256, disk_mib=8, file_mib=6, files=60, processes=32)
 HIDDEN = f"sha256:{'0' * 64}"
 
@@ -48,22 +47,6 @@ def image(tmp_path_factory, programs) -> str:
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("FEYNRL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-def within(spec: BoxSpec, use: Callable[[Box], Awaitable[T]], *, backend: str = "bubblewrap") -> T:
-    async def run() -> T:
-        box = await open_box(backend, spec)
-        try:
-            return await use(box)
-        finally:
-            await box.close()
-
-    return asyncio.run(run())
-
-
-async def sh(box: Box, command: str, *, seconds: float = 20.0) -> str:
-    ran = await box.run(["sh", "-c", command], seconds=seconds)
-    return (ran.stdout + ran.stderr).decode() + (f"[{ran.killed_for}]" if ran.killed_for else "")
 
 
 @needs_sandbox
