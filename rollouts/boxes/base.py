@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,6 +14,8 @@ from rewards.sandbox.base import Limits, Ran
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WRITABLE = ("app", "home", "logs", "root", "solution", "tests", "tmp", "workspace")
 """Folders of the root to which the policy may write in every box."""
+NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+"""Name of a variable."""
 LIMITS = Limits(memory_mib=2048, disk_mib=1024, file_mib=256, files=50_000, processes=128, open_files=1024)
 """Limits of a box; `seconds` is of each command."""
 
@@ -40,11 +43,11 @@ def check_variables(environment: Mapping[str, object], of: str) -> None:
     >>> check_variables({"A": "b"}, "the image x")
     """
     for name, value in environment.items():
-        text = f"{name}{value}"
-        if not name or "=" in name or "\0" in text or not is_text(text):
+        # podman takes a name that ends in * for all variables of this machine that begin so
+        if not NAME.fullmatch(name) or "\0" in str(value) or not is_text(str(value)):
             raise UserError(
-                f"{of} sets the variable {quote(name)} to {quote(str(value))}: neither may have a NUL or broken "
-                "characters, and the name must be there, without ="
+                f"{of} sets the variable {quote(name)} to {quote(str(value))}: the name must consist of letters of "
+                "ASCII, digits and _, and the value may have no NUL and no broken characters"
             )
 
 

@@ -187,7 +187,10 @@ class BubblewrapBox:
 
 
 def mount_image(root: Path | None, besides: set[str], *, network: bool) -> list[str]:
-    """Return the options that show an image's files, read-only, but for the folders `besides`."""
+    """Return the options that show an image's files, read-only, but for the folders `besides`.
+
+    Raises UserError if the network's files would go into a folder that is a link.
+    """
     # one by one: nothing can be shown in a folder that is itself shown read-only
     of_network = [part for name in OF_NETWORK if network for part in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")]
     empty = ["--perms", "0755", "--dir", "/etc"]
@@ -198,6 +201,12 @@ def mount_image(root: Path | None, besides: set[str], *, network: bool) -> list[
         folder = "/etc/alternatives"
         certificates = ["--ro-bind-try", CERTIFICATES, CERTIFICATES] if network else []
         return [*mounts, *mount_system(), *empty, "--ro-bind-try", folder, folder, *of_network, *certificates]
+    # it would be followed on this machine, and show files of it
+    if network and (root / "etc").is_symlink():
+        raise UserError(
+            f"the image {root} has a link in the place of /etc, so a box cannot have the network's files there: make "
+            "it a folder, or use the box without the network"
+        )
     for path in sorted(root.iterdir()):
         if path.name in ("dev", "proc", "sys") or path.name in besides or (network and path.name == "etc"):
             continue

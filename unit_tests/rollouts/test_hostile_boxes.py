@@ -21,6 +21,7 @@ from rewards.sandbox import Limits
 from rewards.sandbox.usage import measure_folders
 from rollouts.boxes import BoxSpec
 from rollouts.boxes.base import order_path
+from rollouts.boxes.bubblewrap import mount_image
 from rollouts.boxes.harbor_task import read_task
 from rollouts.boxes.images import prepare_image
 from rollouts.envs.harbor import verify
@@ -141,7 +142,7 @@ BINARIES = {f"bin/{name}": b"" for name in ("sh", "prlimit", "env", "setpriv")}
 @pytest.mark.parametrize(
     "config, words",
     [
-        ({"Env": ["PATH=/bin\0x"]}, "sets the variable PATH to '/bin.x00x': neither may have a NUL"),
+        ({"Env": ["PATH=/bin\0x"]}, "sets the variable PATH to '/bin.x00x': the name must"),
         ({"Env": ["LD_A=\ud800"]}, "sets the variable LD_A to "),
         ({"Env": 3}, "is damaged: its Env is no list"),
         ([1], "is damaged: its config is no table"),
@@ -155,7 +156,8 @@ def test_an_image_whose_variables_no_process_can_have_is_refused(tmp_path, confi
 @pytest.mark.parametrize(
     "toml, words",
     [
-        ('[environment.env]\nA = "a\\u0000b"', r"environment\.env sets the variable A to 'a.x00b': neither may"),
+        ('[environment.env]\nA = "a\\u0000b"', r"environment\.env sets the variable A to 'a.x00b': the name must"),
+        ('[environment.env]\n"AWS*" = ""', r"environment\.env sets the variable AWS. to "),
         ('[verifier.env]\n"A=B" = "c"', r"verifier\.env sets the variable A=B to c: "),
         ("[environment]\nworkdir = 3", r"environment\.workdir is 3, where a text"),
         ("[environment]\ndocker_image = ['a']", r"environment\.docker_image is \['a'\], where a text"),
@@ -166,6 +168,17 @@ def test_a_task_that_no_process_could_start_with_is_named(tmp_path, toml, words)
     (tmp_path / "task" / "task.toml").write_text(toml)
     with pytest.raises(UserError, match=words):
         harbor.make_row(tmp_path / "task", "row", "", network=False)
+
+
+def test_an_image_whose_etc_is_a_link_shows_nothing_of_this_machine(tmp_path):
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "key").touch()
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "etc").symlink_to(tmp_path / "secrets")
+    with pytest.raises(UserError, match="has a link in the place of /etc"):
+        mount_image(tmp_path / "image", set(), network=True)
+    shown = mount_image(tmp_path / "image", set(), network=False)
+    assert shown[-3:] == ["--symlink", str(tmp_path / "secrets"), "/etc"]
 
 
 def test_a_verifiers_path_is_the_images_but_for_folders_of_the_policy():
