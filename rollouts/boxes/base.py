@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from core.errors import UserError, quote
@@ -16,6 +17,8 @@ WRITABLE = ("app", "home", "logs", "root", "solution", "tests", "tmp", "workspac
 """Folders of the root to which the policy may write in every box."""
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 """Name of a variable."""
+MOST_LINKS = 40
+"""Maximum number of links on the way to a folder, as in the kernel."""
 LIMITS = Limits(memory_mib=2048, disk_mib=1024, file_mib=256, files=50_000, processes=128, open_files=1024)
 """Limits of a box; `seconds` is of each command."""
 
@@ -64,25 +67,53 @@ def is_text(text: str) -> bool:
     return True
 
 
-def order_path(path: str, writable: Collection[str] = WRITABLE) -> str:
+def order_path(path: str, writable: Collection[str] = WRITABLE, root: Path | None = None) -> str:
     """Return a PATH in which folders that the policy may write to come last, and relative ones are left out.
+
+    root: files of the image, whose links are followed. None: links are not known.
 
     >>> order_path("/app/bin:/opt/conda/bin::bin:/usr/bin:/root/x", ["app", "root"])
     '/opt/conda/bin:/usr/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin:/bin:/app/bin:/root/x'
     """
     folders = [one for one in path.split(":") if one.startswith("/")]
-    is_late = {one: os.path.normpath(one).lstrip("/").split("/")[0] in {*writable, ""} for one in folders}
+    is_late = {one: is_below(one, writable, root) for one in folders}
     # no program of the system may come from a later folder
     early = [one for one in folders if not is_late[one]] + PATH.split(":")
     return ":".join(dict.fromkeys([*early, *(one for one in folders if is_late[one])]))
+
+
+def is_below(folder: str, writable: Collection[str], root: Path | None = None) -> bool:
+    """Tell whether a path leads through a folder of `writable`, or to the root itself. Links stay within `root`.
+
+    >>> is_below("/opt/../app/bin", ["app"]), is_below("/opt/app", ["app"])
+    (True, False)
+    """
+    waiting, at, links = folder.split("/")[::-1], list[str](), 0
+    while waiting:
+        part = waiting.pop()
+        if part == "..":
+            at = at[:-1]
+        elif part not in ("", "."):
+            if not at and part in writable:
+                return True
+            place = None if root is None else root.joinpath(*at, part)
+            if place is None or not os.path.islink(place):
+                at.append(part)
+                continue
+            links += 1
+            if links > MOST_LINKS:
+                return True
+            target = os.readlink(place)
+            at = [] if target.startswith("/") else at
+            waiting += target.split("/")[::-1]
+    return not at
 
 
 class Box(Protocol):
     """Running box."""
 
     path: str
-    """PATH of a verifier: that of image and task, but programs of folders that the policy may write to are found last.
-    "": the image's."""
+    """PATH of a verifier: that of image and task, but folders that the policy may write to come last."""
 
     broken: str
     """Reason why it takes no more commands, which a command has caused; "" for none."""

@@ -60,7 +60,7 @@ class BubblewrapBox:
         self._mounts = (*mount_image(image.root, names, network=spec.network), *self._bind(sorted(names)))
         self._environment = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"} | {**image.environment}
         self._environment |= spec.environment
-        self.path = order_path(self._environment["PATH"], names)
+        self.path = order_path(self._environment["PATH"], names, image.root or Path("/"))
 
     @classmethod
     async def open(cls, spec: BoxSpec) -> BubblewrapBox:

@@ -19,7 +19,7 @@ from core.errors import UserError, quote
 from core.timing.deadlines import BOX_TIMEOUT_S, SANDBOX_EXIT_GRACE_S
 from core.timing.progress import say
 from rewards.sandbox.base import KilledFor, Ran, SandboxUnavailable, check_names, last_line
-from rollouts.boxes.base import BoxSpec, order_path
+from rollouts.boxes.base import PATH, BoxSpec, order_path
 from rollouts.boxes.programs import Program
 
 MOST_STARTS = 4
@@ -40,8 +40,7 @@ class ContainerBox:
 
     def __init__(self, program: Program, spec: BoxSpec) -> None:
         self.broken = ""
-        path = spec.environment.get("PATH")
-        self.path = "" if path is None else order_path(path)
+        self.path = order_path(spec.environment.get("PATH", PATH))
         self.name = f"feynrl-{secrets.token_hex(8)}"
         self._program, self._spec = program, spec
         self._started = False
@@ -57,6 +56,8 @@ class ContainerBox:
         try:
             async with STARTING:
                 await box._start()
+            if "PATH" not in spec.environment:
+                box.path = order_path(await box._find_path())
             box._started = True
         except BaseException:
             # a late start would leave it behind
@@ -115,6 +116,14 @@ class ContainerBox:
             await self._start()
         elif ran.exit_code != 0:
             raise_failure(words, ran)
+
+    async def _find_path(self) -> str:
+        """Return the PATH of the image. It is read before the policy can change the container."""
+        words = self._program.run(self.name, ["sh", "-c", 'printf %s "$PATH"'], folder="/", environment={})
+        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16)
+        if ran.exit_code != 0:
+            raise_failure(words, ran)
+        return ran.stdout.decode(errors="replace").strip() or PATH
 
     async def _check_alive(self) -> None:
         """Note that the container has ended. Raises SandboxUnavailable if the program cannot tell."""

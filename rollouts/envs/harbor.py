@@ -204,8 +204,7 @@ async def verify(box: Box, task: HarborTask) -> dict[str, float]:
     if box.broken:
         raise NoReward(f"the tests cannot be copied into the box: {box.broken}")
     command = ["bash", "/tests/test.sh"]
-    own_path = {"PATH": box.path} if box.path else {}
-    variables = VERIFIER | own_path | {**task.verifier_environment}
+    variables = VERIFIER | {"PATH": box.path} | {**task.verifier_environment}
     ran = await box.run(command, seconds=task.verifier_s, environment=variables)
     if ran.killed_for is not None:
         raise NoReward(f"the verifier of {task.folder.name} was killed for its {ran.killed_for}")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import tarfile
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from data_prep.boxed_tasks import PROGRAMS as NEEDED
 from data_prep.oci_image import LINKS, collect_programs, write_image, write_layer
 from rewards.sandbox import Limits, SandboxUnavailable
 from rollouts.boxes import BoxSpec, check_boxes
-from rollouts.boxes.base import Box
+from rollouts.boxes.base import PATH, Box, order_path
 from rollouts.boxes.containers import read_archive, run_program, write_archive
 from rollouts.boxes.images import prepare_image
 from rollouts.boxes.programs import PROGRAMS
@@ -326,6 +327,16 @@ def test_a_container_keeps_files_and_is_removed(stand_in):
     check_boxes("podman")
     assert within(SPEC, use, backend="podman") == ["d", b"e\n", None, ""]
     assert not (stand_in / "box").exists() and "rm --force" in (stand_in / "calls").read_text()
+
+
+def test_a_containers_path_is_read_from_its_image_and_put_in_order(stand_in, monkeypatch):
+    async def use(box: Box) -> str:
+        return box.path
+
+    given = f"/app/bin:/usr/bin:/bin:{stand_in.parent}"
+    monkeypatch.setenv("PATH", given)
+    assert within(BoxSpec(image=SPEC.image), use, backend="podman") == order_path(given) != given
+    assert within(replace(SPEC, environment={"PATH": "/x:/app"}), use, backend="podman") == f"/x:{PATH}:/app"
 
 
 def test_a_container_that_ends_is_the_policys_doing_a_dead_daemon_is_not(stand_in, monkeypatch):

@@ -20,7 +20,7 @@ from data_prep.oci_image import LINKS, collect_programs, write_image, write_laye
 from rewards.sandbox import Limits
 from rewards.sandbox.usage import measure_folders
 from rollouts.boxes import BoxSpec
-from rollouts.boxes.base import order_path
+from rollouts.boxes.base import PATH, order_path
 from rollouts.boxes.bubblewrap import mount_image
 from rollouts.boxes.harbor_task import read_task
 from rollouts.boxes.images import prepare_image
@@ -185,6 +185,17 @@ def test_a_verifiers_path_is_the_images_but_for_folders_of_the_policy():
     system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     assert order_path(f"/opt/conda/bin:{system}") == f"/opt/conda/bin:{system}"
     assert order_path(f"/root/.local/bin:.::/usr/../app:{system}") == f"{system}:/root/.local/bin:/usr/../app"
+
+
+def test_a_folder_of_the_path_that_is_a_link_to_one_of_the_policy_comes_last(tmp_path):
+    for name, target in {"venv": "/app/.venv", "up": "..", "circle": "circle", "conda": "../usr/conda"}.items():
+        (tmp_path / "opt").mkdir(exist_ok=True)
+        (tmp_path / "opt" / name).symlink_to(target)
+    # of this folder, nothing may be asked outside of the image
+    (tmp_path / "app").symlink_to("/usr")
+    late = "/opt/venv/bin:/opt/up/root/bin:/opt/circle/bin:/app/bin"
+    found = order_path(f"{late}:/opt/conda/bin:/opt/up/usr/sbin", root=tmp_path)
+    assert found == f"/opt/conda/bin:/opt/up/usr/sbin:{PATH}:{late}"
 
 
 @needs_sandbox
