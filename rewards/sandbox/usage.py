@@ -69,20 +69,22 @@ def measure_folders(folders: Iterable[Path]) -> tuple[int, int]:
     Raises OSError for a folder that cannot be read: it could hide any number of files. One of this user
     that is closed to it is opened for the moment.
     """
-    size = files = 0
+    size = files = depth = 0
     waiting: list[str | Path | Closed] = [*folders]
     try:
         while waiting:
             path = waiting.pop()
             if isinstance(path, Closed):
                 path.close_again()
+                depth -= 1
                 continue
             # it may be gone
             with suppress(FileNotFoundError, NotADirectoryError):
                 if closed := _open_closed(path):
                     # below its entries, so it is closed again once they are counted
                     waiting.append(closed)
-                    if sum(isinstance(one, Closed) for one in waiting) > MOST_CLOSED:
+                    depth += 1
+                    if depth > MOST_CLOSED:
                         raise PermissionError(f"more than {MOST_CLOSED} closed folders within each other")
                 with os.scandir(path) as entries:
                     for entry in entries:

@@ -22,7 +22,7 @@ from typing import Any
 
 from core.cache_folder import find_cache_folder
 from core.errors import PARTIAL, UserError, first_line, quote
-from rollouts.boxes.base import check_variables
+from rollouts.boxes.base import check_variables, is_text
 
 HOST = "host"
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -76,8 +76,10 @@ def prepare_image(name: str) -> Image:
         raise UserError(f"the image {quote(name)} is damaged: its config is no table")
     root = unpack(folder, digest, manifest)
     listed, work = config.get("Env") or [], config.get("WorkingDir") or "/"
-    if not isinstance(listed, list) or not isinstance(work, str):
-        raise UserError(f"the image {quote(name)} is damaged: its Env is no list, or its WorkingDir no text")
+    if not isinstance(listed, list) or not isinstance(work, str) or "\0" in work or not is_text(work):
+        raise UserError(
+            f"the image {quote(name)} is damaged: its Env is no list, or its WorkingDir no text without NUL"
+        )
     variables = {key: value for key, _, value in (str(one).partition("=") for one in listed)}
     check_variables(variables, f"the image {quote(name)}")
     image = Image(root=root, folder=work, environment=variables)

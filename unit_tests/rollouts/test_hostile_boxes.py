@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,25 +105,47 @@ def test_a_policy_that_spoils_its_folders_does_not_end_its_box(user):
     assert done.stdout.splitlines() == [f"{folder} " for folder in (*SPOILT.values(), shut)], done.stderr[-2000:]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_files_in_folders_that_another_user_has_shut_are_counted():
-    code = (
+@pytest.fixture
+def shut() -> Iterator[Path]:
+    """A folder of another user."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    home = Path(tempfile.mkdtemp(dir="/tmp"))  # a folder of pytest is closed to others
+    os.chown(home, 12345, 12345)
+    yield home
+    shutil.rmtree(home)
+
+
+def run_as_another(code: str, home: Path) -> str:
+    # it imports as root
+    begin = (
         "import os, sys; from pathlib import Path; from rewards.sandbox.usage import measure_folders\n"
-        "os.setuid(12345); top = Path(sys.argv[1]); (top / 'a/b').mkdir(parents=True)\n"
+        "os.setuid(12345); top = Path(sys.argv[1])\n"
+    )
+    command = [sys.executable, "-P", "-B", "-c", begin + code, str(home)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, cwd="/")
+    return done.stdout + done.stderr
+
+
+def test_files_in_folders_that_another_user_has_shut_are_counted(shut):
+    code = (
+        "(top / 'a/b').mkdir(parents=True)\n"
         "for n in range(5): (top / 'a/b' / str(n)).write_bytes(bytes(8192))\n"
         "os.chmod(top / 'a/b', 0o300); os.chmod(top / 'a', 0); print(*measure_folders([top]))\n"
         "print(oct(os.stat(top / 'a').st_mode), end='')"
     )
-    home = Path(tempfile.mkdtemp(dir="/tmp"))  # a folder of pytest is closed to others
-    try:
-        os.chown(home, 12345, 12345)
-        # it imports as root
-        command = [sys.executable, "-P", "-B", "-c", code, str(home)]
-        done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, cwd="/")
-        size, files = measure_folders([home])  # root sees all
-        assert done.stdout == f"{size} {files}\n0o40000" and files == 7 and size >= 5 * 8192, done.stderr
-    finally:
-        subprocess.run(["rm", "-rf", str(home)], check=True)
+    said = run_as_another(code, shut)
+    size, files = measure_folders([shut])  # root sees all
+    assert said == f"{size} {files}\n0o40000" and files == 7 and size >= 5 * 8192
+
+
+def test_the_work_for_shut_folders_grows_with_their_number_only(shut):
+    code = (
+        "for n in range(200): (top / str(n)).mkdir(mode=0)\n"
+        "calls = []; sys.setprofile(lambda *_: calls.append(1)); found = measure_folders([top])\n"
+        "sys.setprofile(None); print(found[1], len(calls) < 200 * 100, len(calls))"
+    )
+    assert run_as_another(code, shut).startswith("200 True ")
 
 
 def write_config(folder: Path, config: object, *layers: bytes) -> str:
@@ -145,6 +169,8 @@ BINARIES = {f"bin/{name}": b"" for name in ("sh", "prlimit", "env", "setpriv")}
         ({"Env": ["PATH=/bin\0x"]}, "sets the variable PATH to '/bin.x00x': the name must"),
         ({"Env": ["LD_A=\ud800"]}, "sets the variable LD_A to "),
         ({"Env": 3}, "is damaged: its Env is no list"),
+        ({"WorkingDir": "/a\0b"}, "is damaged: .* or its WorkingDir no text without NUL"),
+        ({"WorkingDir": "/\ud800"}, "is damaged: .* or its WorkingDir no text without NUL"),
         ([1], "is damaged: its config is no table"),
     ],
 )
