@@ -27,8 +27,8 @@ MOST_STARTS = 4
 LARGEST_ARCHIVE = 64 * 2**20
 """Maximum size of an archive that is read, in bytes."""
 STARTING = asyncio.Semaphore(MOST_STARTS)
-NO_LIMIT = (b"storage-opt", b"storage option", b"quota")
-"""Words of the programs for storage that cannot limit the disk of a container."""
+NO_LIMIT = (b"storage-opt", b"storage option", b"pquota", b"project quota", b"not enabled quotas")
+"""Words of the programs for storage that cannot limit the disk of a container. A quota may also be used up."""
 UNLIMITED: set[str] = {"apptainer"}
 """Programs that cannot limit the disk here, as far as this process knows."""
 GONE = ("no such container", "no container with name", "is not running", "no instance", "instance not found")
@@ -103,19 +103,27 @@ class ContainerBox:
 
     async def _start(self) -> None:
         """Start the container, with a limit on its disk if the storage of this machine's program knows one."""
-        program, spec = self._program, self._spec
-        limit_disk = program.name not in UNLIMITED
-        words = program.start(self.name, spec, limit_disk=limit_disk)
-        variables = {**os.environ, **program.pass_on(spec.environment)}
-        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16, variables=variables)
+        name = self._program.name
+        limit_disk = name not in UNLIMITED
+        words, ran = await self._try_start(limit_disk=limit_disk)
         if limit_disk and ran.exit_code != 0 and any(one in ran.stderr.lower() for one in NO_LIMIT):
-            UNLIMITED.add(program.name)
-            say(f"the disk of containers of {program.name} is not limited: {last_line(ran.stderr)}")
+            reason = last_line(ran.stderr)
             # of a refused container, the name may be left
             await self._end()
-            await self._start()
-        elif ran.exit_code != 0:
+            words, ran = await self._try_start(limit_disk=False)
+            # others that started meanwhile may have said it
+            if ran.exit_code == 0 and name not in UNLIMITED:
+                UNLIMITED.add(name)
+                say(f"the disk of containers of {name} is not limited: {reason}")
+        if ran.exit_code != 0:
             raise_failure(words, ran)
+
+    async def _try_start(self, *, limit_disk: bool) -> tuple[list[str], Ran]:
+        """Return the command line that starts the container, and the result."""
+        program, spec = self._program, self._spec
+        words = program.start(self.name, spec, limit_disk=limit_disk)
+        variables = {**os.environ, **program.pass_on(spec.environment)}
+        return words, await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16, variables=variables)
 
     async def _find_path(self) -> str:
         """Return the PATH of the image. It is read before the policy can change the container."""

@@ -288,7 +288,8 @@ PODMAN = """#!/bin/sh
 echo "$*" >> "$STATE/calls"
 case "$*" in *storage-opt*) [ -z "$XFS" ] || { echo "Error: --storage-opt needs pquota" >&2; exit 125; } ;; esac
 case "$1" in
-run) mkdir "$STATE/box"; [ -z "$SLOW" ] || exec sleep 60 ;;
+run) [ -z "$FAIL" ] || { echo "Error: $FAIL" >&2; exit 125; }
+     mkdir "$STATE/box"; [ -z "$SLOW" ] || exec sleep 60 ;;
 container) [ -d "$STATE/box" ] || { echo "Error: no such container" >&2; exit 125; }
       [ -z "$DOWN" ] || { echo "Error: cannot connect" >&2; exit 125; }
       echo true ;;
@@ -397,6 +398,19 @@ def test_a_storage_without_limits_is_said_once(stand_in, monkeypatch, capfd):
     assert capfd.readouterr().err.splitlines() == [said]
     runs = [call for call in (stand_in / "calls").read_text().splitlines() if call.startswith("run ")]
     assert ["size=8m" in run for run in runs] == [True, False, False]
+
+
+@pytest.mark.parametrize("storage, reason", [("", "Disk quota exceeded"), ("1", "no space left")])
+def test_a_failed_start_leaves_the_limit_of_the_disk_on(stand_in, monkeypatch, storage, reason):
+    unlimited = set[str]()
+    monkeypatch.setattr("rollouts.boxes.containers.UNLIMITED", unlimited)
+    monkeypatch.setenv("XFS", storage)
+    monkeypatch.setenv("FAIL", reason)
+    with pytest.raises(SandboxUnavailable, match=reason):
+        within(SPEC, lambda box: sh(box, "true"), backend="podman")
+    # only a storage that knows no limit is tried without one
+    limited = ["size=8m" in call for call in (stand_in / "calls").read_text().splitlines() if call.startswith("run ")]
+    assert limited == ([True, False] if storage else [True]) and unlimited == set()
 
 
 def test_a_child_that_keeps_the_output_of_a_killed_program_ends_with_it():
