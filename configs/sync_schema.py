@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from core.strict_model import Seconds, StrictModel
+from core.text.secrets import has_secret
 
 PauseMode = Literal["keep", "wait", "abort"]
 PROBE_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
@@ -50,6 +51,17 @@ class WeightSyncConfig(StrictModel):
     probe_tolerance: float | None = Field(None, gt=0)
     """Maximum mean absolute difference between trainer's and engine's log-probabilities of a probe prompt after a sync.
     Unset: 0.002 in float32, 0.1 in bfloat16, 0.3 with rollout.quantization."""
+
+    @field_validator("folder")
+    @classmethod
+    def holds_no_secret(cls, value: str | None) -> str | None:
+        if value is not None and has_secret(value):
+            raise ValueError(
+                "the address holds a user, a password or a token, and a recipe is copied into the run folder: put them "
+                "into the environment variables that the store's package reads, such as AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_folder(self) -> WeightSyncConfig:

@@ -12,7 +12,7 @@ from typing import Any
 
 from algs.base import Algorithm
 from algs.teachers import list_paths
-from configs.schema import RunConfig
+from configs.schema import RLConfig, RunConfig
 from core.errors import RunStopped, UserError, writing
 from core.text.atomic_write import PARTIAL
 from driver.checks.weight_store import check_weight_store
@@ -30,7 +30,8 @@ def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
     check_weight_store(cfg)
     if cfg.save_to is None:
         return
-    reads = [cfg.model.path, *list_paths(alg.teachers)]
+    opponent = cfg.rollout.opponent if isinstance(cfg, RLConfig) else None
+    reads = [cfg.model.path, *list_paths(alg.teachers), *([] if opponent is None else [opponent])]
     key, folder = f"save_to={cfg.save_to}", Path(cfg.save_to).absolute()
     # Saving would replace the model that a resumed run starts from.
     if used := [path for path in reads if folder.resolve() == Path(path).resolve()]:

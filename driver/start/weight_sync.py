@@ -12,6 +12,7 @@ from configs.sync_schema import WeightSyncConfig
 from core.cluster.ray_workers import Remote
 from core.cluster.workers import Local, Workers
 from core.errors import UserError
+from core.stores import is_remote
 from core.timing.clock import ActivityTimer
 from core.timing.deadlines import SYNC_TIMEOUT_GRACE_S
 from core.types.messages import find_images
@@ -138,10 +139,20 @@ def list_usable(
 
 
 def choose_store(sync: WeightSyncConfig, run_folder: Path) -> str:
-    """Return the address of the run's own folder for weights."""
+    """Return the address of the run's own folder for weights, which every sync removes.
+
+    Raises UserError for a weight_sync.folder in the run folder.
+    """
     if sync.folder is None:
         return str(run_folder / "weights")
-    return f"{locate_folder(sync.folder)}/{run_folder.name}"
+    folder = locate_folder(sync.folder)
+    if not is_remote(folder) and Path(folder).resolve().is_relative_to(run_folder.resolve()):
+        raise UserError(
+            f"weight_sync.folder={sync.folder} lies in the run folder {run_folder}: name another folder, or leave the "
+            "key out, for the run folder's weights/"
+        )
+    # A prefix of its own, because with weight_sync.folder=run_dir the name alone is the run folder.
+    return f"{folder}/feynrl-weights-{run_folder.name}"
 
 
 def make_transport(name: TransportName, store: str) -> Transport:

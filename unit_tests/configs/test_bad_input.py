@@ -167,6 +167,13 @@ FOLDERS = {
         lambda d, m: {"save_to": str(shutil.copytree(m, d / "t")), "alg": {"name": "opd", "teacher": str(d / "t")}},
         "is a model that this run reads",
     ),
+    "save_to the opponent": (
+        lambda d, m: {
+            **{"save_to": str(shutil.copytree(m, d / "o")), "rollout.opponent": str(d / "o")},
+            **{"rollout.env": "textarena", "rollout.max_turns": 2},
+        },
+        "is a model that this run reads",
+    ),
     "save_to a link to the model": (
         lambda d, m: {"save_to": str(linked(d / "l", m))},
         "is a model that this run reads",

@@ -19,10 +19,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from algs.sft import SFT
-from core.errors import TransportFailed
+from configs.sync_schema import WeightSyncConfig
+from core.errors import TransportFailed, UserError
 from core.timing.clock import ActivityTimer
 from core.timing.phases import TRAINER_ACTIVITIES
 from data_feeds.packing.batches import micro_batches
+from driver.start.weight_sync import choose_store
 from trainers.weight_sync import store
 from trainers.weight_sync.chunks import ChunkWriter
 from trainers.weight_sync.fingerprint import fingerprint
@@ -149,6 +151,7 @@ def test_a_folder_that_cannot_hold_weights_is_refused_before_the_start(refused, 
     wrong = [
         ("s3://bucket/run", "s3:// needs a package that is not installed: pip install s3fs"),
         ("memory://run", "is in the memory of one process"),
+        ("s3://me:mine@host/run", "the address holds a user, a password or a token"),
         ("nope://run", "fsspec knows no protocol nope://"),
         ("http://127.0.0.1:9/run", "weight_sync.folder=http://127.0.0.1:9/run: cannot write object"),
         (str(tmp_path / "file" / "below"), "name a folder that may be written to, read and cleared"),
@@ -156,6 +159,21 @@ def test_a_folder_that_cannot_hold_weights_is_refused_before_the_start(refused, 
     for folder, why in wrong:
         refused(by_disk | {"weight_sync.folder": folder}, "weight_sync.folder", why)
     refused({"backend": "ray", "weight_sync.folder": str(tmp_path)}, "weight_sync", "set weight_sync.transport to disk")
+
+
+def test_the_folder_that_a_sync_removes_is_never_the_run_folder(tmp_path):
+    run_folder = tmp_path / "runs" / "run-1"
+    (tmp_path / "link").symlink_to(run_folder)
+    store_of = {folder: choose_store(disk_to(tmp_path / folder), run_folder) for folder in ("runs", "else")}
+    assert store_of == {name: f"{tmp_path}/{name}/feynrl-weights-run-1" for name in store_of}
+    assert choose_store(WeightSyncConfig(), run_folder) == f"{run_folder}/weights"
+    for folder in (run_folder, run_folder / "samples", tmp_path / "link" / "below"):
+        with pytest.raises(UserError, match=r"weight_sync.folder=.* lies in the run folder"):
+            choose_store(disk_to(folder), run_folder)
+
+
+def disk_to(folder: Path) -> WeightSyncConfig:
+    return WeightSyncConfig(transport="disk", folder=str(folder))
 
 
 @pytest.fixture
