@@ -80,7 +80,7 @@ class Opponent:
 
     def leaves_to_policy(self, env: Env) -> int:
         """Return the side of the policy. It is the same for all episodes of a group, which are compared."""
-        return self.game % env.sides
+        return self.game % max(env.sides, 1)
 
 
 async def run_episode(
@@ -143,6 +143,8 @@ class _Episode:
         """
         assert self.env is not None
         env = self.env
+        if self.opponent is not None and env.sides < 2:
+            raise _EnvironmentFailed(f"Env.sides is {env.sides}, and rollout.opponent needs a game of two or more")
         for turn in range(self.rules.max_turns):
             try:
                 script = self._continue_seat(env, given)
@@ -291,6 +293,8 @@ def _implements(env: Env, method: str) -> bool:
 
 class _NoEnv(Env):
     """Placeholder for an environment that could not be created."""
+
+    sides = 2
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
         return None

@@ -58,6 +58,7 @@ from driver.run_inputs import hash_inputs
 from driver.start.devices import check_devices, share_devices, shares_devices
 from driver.start.judges import Judges, address_judge, make_key, name_judge_model, plan_judge_roles, start_judges
 from driver.start.observers import plan_observers
+from driver.start.opponent import name_opponent
 from driver.start.rollouts import (
     RolloutPlan,
     check_reward_and_env,
@@ -283,7 +284,8 @@ async def start_workers(
     rollouts = prepared.rollouts.in_folder(context.folder.path, resumed)
     run_folder, key = context.folder.path, make_key()
     roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, run_folder), *plan_judge_roles(cfg, run_folder)]
-    await claim_machines(context, roles, {"model.path": cfg.model.path} | name_judge_model(cfg))
+    models = {"model.path": cfg.model.path} | name_judge_model(cfg) | name_opponent(cfg.rollout)
+    await claim_machines(context, roles, models)
 
     async def start_engines(
         rollouts: RolloutPlan, gpus: Sequence[str] = ()

@@ -4,7 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from configs.rollout_schema import RolloutConfig
+from core.errors import UserError
+from core.loading import FileSpec
 from rollouts.engines.base import EngineConfig
+from rollouts.registry import load_env_class
+
+
+def check_game(rollout: RolloutConfig, env_spec: FileSpec) -> None:
+    """Raise UserError if there is an opponent, and the environment's class declares less than two sides."""
+    if rollout.opponent is None:
+        return
+    env = load_env_class(env_spec)
+    sides: object = env.sides
+    if isinstance(sides, int) and sides < 2:  # a property: they are known once an episode begins
+        raise UserError(
+            f"rollout.opponent needs a game of two sides or more, and {env.__name__}.sides is {sides}: set rollout.env "
+            "to a game, declare its sides in the class, or leave rollout.opponent out"
+        )
+
+
+def name_opponent(rollout: RolloutConfig) -> dict[str, str]:
+    """Return the path of the opponent's model by key, for the comparison of machines."""
+    return {} if rollout.opponent is None else {"rollout.opponent": rollout.opponent}
 
 
 def configure_opponent(path: str, policy: EngineConfig) -> EngineConfig:

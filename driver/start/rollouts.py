@@ -27,7 +27,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import locate_parser, make_parser
 from driver.start.devices import list_cores, share_machine, shares_devices, uses_gpus
 from driver.start.judges import address_judge, check_judge, find_judge_length, serve_policy
-from driver.start.opponent import configure_opponent
+from driver.start.opponent import check_game, configure_opponent
 from modeling.lora import name_lora_targets
 from rewards.rewarder import Rewarder
 from rewards.several import RewardPlan
@@ -154,8 +154,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         batch_invariant=cfg.rollout.batch_invariant,
         options=cfg.rollout.vllm,
     )
-    second = cfg.eval_reward if isinstance(cfg, RLConfig) else None
-    judge = cfg.judge if isinstance(cfg, RLConfig) else None
+    second, judge = (cfg.eval_reward, cfg.judge) if isinstance(cfg, RLConfig) else (None, None)
     facts: dict[str, Any] = {"engines": cfg.rollout.most_engines, "judge": judge}
     parser_file = locate_parser(cfg.rollout.tool_parser)  # another process may have another working folder
     moved: dict[str, Any] = {} if parser_file is None else {"tool_parser": parser_file.path}
@@ -196,6 +195,7 @@ def carry_template(data: TemplateConfig) -> TemplateConfig:
 def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
     """Raise UserError for invalid reward settings, or a reward or environment that this machine cannot run."""
     plan.reward_functions.load()
+    check_game(cfg.rollout, plan.env_spec)
     check_siblings(cfg, plan.reward_functions)
     second = plan.eval_functions
     if isinstance(cfg, RLConfig):

@@ -24,8 +24,9 @@ class Env(ABC):
     """Minimum of rollout.max_turns: 2 or more if the policy must see a turn after the first reply."""
     player: int = 0
     """Player of the next reply. Only games with several sides change it."""
-    sides: int = 2
-    """Number of sides of a game. With rollout.opponent the policy plays one of them."""
+    sides: int = 1
+    """Number of sides. A game declares 2 or more in its class, and may set another number in `open`. With
+    rollout.opponent the policy plays one of them."""
 
     def __init__(self, prompt: Prompt):
         self.prompt = prompt

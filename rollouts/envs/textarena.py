@@ -24,6 +24,8 @@ class TextArena(Env):
     A game cut off by the limits on turns or tokens has no winner: `return` and `finished` are 0 for every player.
     """
 
+    sides = 2
+
     def __init__(self, prompt: Prompt):
         super().__init__(prompt)
         self.game: Any = None

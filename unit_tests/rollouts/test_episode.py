@@ -223,6 +223,8 @@ def test_a_method_that_raises_fails_the_sample(method):
 class Duel(Tool):
     """Two players in turn; each is shown what the other said."""
 
+    sides = 2
+
     async def open(self):
         return [{"role": "user", "content": "7"}]
 

@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import main_eval
+import main_rl
+from core.errors import RunStopped
+from driver.evaluation.suites import setup as eval_setup
+from driver.rl import setup as rl_setup
 from rollouts.episode import Opponent
-from unit_tests.helpers.episodes import Scripted, play_all
+from unit_tests.helpers.episodes import Scripted, Tool, play_all
+from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import file_of
 from unit_tests.rollouts.test_episode import Duel
 
@@ -33,11 +39,18 @@ def test_a_game_that_ends_before_the_policys_turn_is_a_failed_sample():
     assert sample.player == 1 and sample.n_sampled == 0 and sample.reward_parts == {}
 
 
+def test_an_environment_of_one_side_has_no_opponent():
+    ours, theirs = Scripted([6]), Scripted([6])
+    [(sample, _)] = play_all(ours, env=Tool(), max_turns=9, opponent=Opponent(engine=theirs, game=1))
+    assert sample.failure.startswith("Env.sides is 1, and rollout.opponent needs a game of two or more")
+    assert sample.n_sampled == 0 and not ours.asked and not theirs.asked
+
+
 GAME = """
 from rollouts.envs.base import Env
 
 class Game(Env):
-    said = ()
+    said, sides = (), 2
     async def step(self, reply):
         self.said += (reply.message["content"],)
         self.player = 1
@@ -83,7 +96,28 @@ def test_an_opponent_without_a_game_or_of_other_tokens_is_refused(refused, qwen,
     game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "rollout.max_turns": 2, "rollout.opponent": str(old)}
     game |= {"reward.function": "environment", "reward.weights": {"longer": 1.0}}
     refused(game, "rollout.opponent")
+    one_sided = file_of(tmp_path / "one.py", GAME.replace("said, sides = (), 2", "said = ()"))
+    refused(game | {"rollout.env": one_sided}, "needs a game of two sides or more, and Game.sides is 1")
     shutil.copytree(tiny_path, old)
     qwen.hf.save_pretrained(old)
     refused(game | {"placement": "colocate"}, "placement is colocate, and rollout.opponent would keep the device")
     refused(game, "rollout.opponent names the model", "whose vocabulary is not that of model.path")
+
+
+def test_an_opponents_folder_is_compared_on_every_machine(recipe, tiny_path, tmp_path, sums, monkeypatch):
+    async def show(context, roles, models):
+        raise RunStopped(f"compared: {models}")
+
+    monkeypatch.setattr(rl_setup, "claim_machines", show)
+    monkeypatch.setattr(eval_setup, "claim_machines", show)
+    old = str(shutil.copytree(tiny_path, tmp_path / "old"))
+    game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "rollout.max_turns": 2, "rollout.opponent": old}
+    game |= {"reward.function": "environment", "reward.weights": {"longer": 1.0}}
+    sets = f"data.sets=[{{path: {sums}/eval.parquet}}]"
+    of_eval = [f"model.path={tiny_path}", sets, "backend=local", "rollout.engine=hf", f"run_dir={tmp_path}/runs"]
+    of_eval += [f"{key}={json.dumps(value)}" for key, value in game.items()]
+    of_eval += ["model.dtype=float32", "data.max_prompt_tokens=32", "rollout.max_new_tokens=8"]
+    (tmp_path / "eval.yaml").write_text("name: eval\n")
+    for program, path, keys in ((main_rl, recipe(game), []), (main_eval, str(tmp_path / "eval.yaml"), of_eval)):
+        code, err = run_here(program, "--config", path, *keys)
+        assert code == 1 and f"'rollout.opponent': '{old}'" in err, err

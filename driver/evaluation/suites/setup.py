@@ -35,6 +35,7 @@ from driver.evaluation.suites.resume import Resumed, collect_eval_settings, find
 from driver.evaluation.suites.run import EvalRun, remove_merged
 from driver.rl.setup import watch_engines
 from driver.start.devices import advise_fewer_gpus, check_gpus, count_gpus, uses_gpus
+from driver.start.opponent import name_opponent
 from driver.start.rollouts import (
     RolloutPlan,
     check_reward_and_env,
@@ -205,7 +206,8 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
             if merged is not None:
                 write_merged(prepared, merged)
                 plan = replace(plan, engine=replace(plan.engine, model_path=str(merged)))
-            await claim_machines(context, [plan_engine_role(cfg, plan, folder)], {"model.path": plan.engine.model_path})
+            models = {"model.path": plan.engine.model_path} | name_opponent(cfg.rollout)
+            await claim_machines(context, [plan_engine_role(cfg, plan, folder)], models)
             context.engines = await start_rollouts(context.cluster, cfg, plan)
     # Also on Ctrl-C: a merged model may take tens of GB.
     except BaseException:
