@@ -11,13 +11,20 @@ PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "a
 """Package that reads a protocol, where fsspec and the hub's client do not."""
 
 
+class StoreUnreachable(UserError):
+    """Store that did not open. A later attempt may succeed, unlike those of the other errors of `open_store`."""
+
+
 def is_remote(path: str) -> bool:
     """Tell whether a path has a protocol, such as s3://."""
     return "://" in path
 
 
 def open_store(url: str, key: str) -> tuple[Any, str]:
-    """Return the store of an address, and the path in it. Raises UserError, which begins with `key`."""
+    """Return the store of an address, and the path in it. Raises UserError, which begins with `key`.
+
+    The UserError is StoreUnreachable if another attempt may succeed.
+    """
     import fsspec
     import fsspec.core
 
@@ -34,7 +41,7 @@ def open_store(url: str, key: str) -> tuple[Any, str]:
         known = ", ".join(f"{name}://" for name in ("s3", "gs", "hf", "https", "memory"))
         raise UserError(f"{key}: fsspec knows no protocol {protocol}://: use one that it knows, as {known}") from error
     except Exception as error:  # a border: a store may look for credentials here
-        raise UserError(f"{key} cannot be reached: {name_error(error)}") from error
+        raise StoreUnreachable(f"{key} cannot be reached: {name_error(error)}") from error
 
 
 def find_cause(error: BaseException) -> BaseException:

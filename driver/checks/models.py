@@ -35,7 +35,7 @@ def check_policy(model: ModelConfig, tokenizer: ChatTokenizer, opponent: str | N
     opponent: folder of a frozen model that samples from the same tokens.
     """
     if opponent is not None:
-        check_frozen(opponent, tokenizer, model, key="rollout.opponent")
+        check_frozen(opponent, tokenizer, model, key="rollout.opponent", use="play with the same tokens")
     check_weights(model.path, trust_remote_code=model.trust_remote_code)
     _check_vocabulary(model.path, tokenizer, key="model.path", trusts=model.trust_remote_code)
 
@@ -109,11 +109,14 @@ def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelC
     plan_measures(alg)
     check_teachers(alg.teachers, list_read(alg))
     for frozen in list_paths(alg.teachers):
-        check_frozen(frozen, tokenizer, model, key="alg")
+        check_frozen(frozen, tokenizer, model, key="alg", use="compute log-probabilities of the same tokens")
 
 
-def check_frozen(path: str, tokenizer: ChatTokenizer, model: ModelConfig, *, key: str) -> None:
-    """Raise UserError for a frozen model that cannot be loaded, or whose vocabulary differs from the policy's."""
+def check_frozen(path: str, tokenizer: ChatTokenizer, model: ModelConfig, *, key: str, use: str) -> None:
+    """Raise UserError for a frozen model that cannot be loaded, or whose vocabulary differs from the policy's.
+
+    use: a verb phrase of what the model is for, with the policy's tokens.
+    """
     trusts = model.trust_remote_code
     check_model_folder(path, key=key, trust_remote_code=trusts)
     # plain: its chat template is never used, and may be missing.
@@ -121,7 +124,7 @@ def check_frozen(path: str, tokenizer: ChatTokenizer, model: ModelConfig, *, key
     if tokenizer.hf.get_vocab() != own.hf.get_vocab():
         raise UserError(
             f"{key} names the model {path}, whose vocabulary is not that of model.path={model.path}, so it cannot "
-            "compute log-probabilities of the same tokens: take one with the same tokenizer"
+            f"{use}: take one with the same tokenizer"
         )
     check_weights(path, key=key, trust_remote_code=trusts)
     _check_vocabulary(path, tokenizer, key=key, trusts=trusts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from configs.schema import RLConfig, RunConfig
 from core.errors import TransportFailed, UserError
@@ -26,9 +27,15 @@ def check_weight_store(cfg: RunConfig) -> None:
             f"{key} is in the memory of one process, and trainers and engines are others: name a path or a store, "
             "such as s3://BUCKET/FOLDER"
         )
-    tried = f"{folder}/check-{os.getpid()}"
+    tried = f"{folder}/check-{uuid4().hex}"  # runs on several machines may start at once
     try:
-        read_chunk_bytes(write_chunk(tried, "object", b"weights"))
+        chunk = write_chunk(tried, "object", b"weights")
+        try:
+            read_chunk_bytes(chunk)
+        except TransportFailed:
+            with suppress(TransportFailed):  # the first error says more
+                remove_folder(tried)
+            raise
         remove_folder(tried)
     except TransportFailed as error:
         reason = str(error).partition("over disk: ")[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from core.errors import TransportFailed, first_line
 from core.types.images import PlacedImage, as_argument
 from core.types.weights import Bucket, ExportScope
 from trainers.weight_sync.delta import Changes
-from trainers.weight_sync.store import read_manifest
 
 Chunk = bytes | str
 """A bucket in safetensors format, or the address of such an object with size and hash (store.py)."""
@@ -102,7 +100,7 @@ class ReceivesWeights(Protocol):
 
     In the trainer's process an update is `pause`, then `load_weights`. From another process it is `pause`, then
     `receive_weights` for a broadcast that the engine has joined (`join_broadcast`); or `pause`, `begin_chunks`,
-    `load_chunk` for every chunk or `load_stored`, `receive_weights`. After it the engine samples again, with the new
+    `load_chunk` for every chunk, `receive_weights`. After it the engine samples again, with the new
     weights alone.
     """
 
@@ -125,11 +123,6 @@ class ReceivesWeights(Protocol):
     async def load_chunk(self, chunk: Chunk) -> None:
         """Load a bucket of the update."""
         ...
-
-    async def load_stored(self, folder: str) -> None:
-        """Load every chunk that the manifest of a folder or store lists."""
-        for chunk in await asyncio.to_thread(read_manifest, folder):
-            await self.load_chunk(chunk)
 
     async def receive_weights(self, version: int) -> None:
         """Receive a broadcast, or complete an update received in chunks; then sample from `version`."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from core.errors import TransportFailed, UserError, first_line, name_error
-from core.stores import find_cause, open_store
+from core.stores import StoreUnreachable, find_cause, open_store
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -62,9 +62,9 @@ def read_manifest(folder: str) -> list[str]:
 
 def remove_folder(folder: str) -> None:
     """Remove a folder with all objects below it, if there is any. Raises TransportFailed."""
-    store, path = _open(folder)
 
     def remove() -> None:
+        store, path = _open(folder)
         store.invalidate_cache()  # another process has written there
         if store.exists(path):
             store.rm(path, recursive=True)
@@ -98,9 +98,9 @@ def _retry(call: Callable[[], T], what: str) -> T:
     for wait_s in (*WAITS_S, None):
         try:
             return call()
-        except UserError:  # no such protocol, or no package for it
-            raise
         except Exception as error:  # a border: each store raises errors of its own
+            if isinstance(error, UserError) and not isinstance(error, StoreUnreachable):
+                raise  # no such protocol, or no package for it
             reason = explain_failure(error)
             if wait_s is None or reason:
                 said = reason or name_error(find_cause(error))

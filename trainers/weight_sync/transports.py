@@ -20,7 +20,7 @@ from trainers.weight_sync.base import ExportsWeights, ReceivesWeights, Sent, Tra
 from trainers.weight_sync.delta import Coding
 from trainers.weight_sync.ipc import join_chunks
 from trainers.weight_sync.source import WeightSource
-from trainers.weight_sync.store import remove_folder
+from trainers.weight_sync.store import read_manifest, remove_folder
 
 Calls = list[Coroutine[Any, Any, Any]]
 
@@ -171,7 +171,7 @@ class StoreTransport:
         await asyncio.to_thread(remove_folder, self.folder)  # an earlier run may have been killed
         try:
             sent = await self._transfer(version, ends)
-        except RunStopped:
+        except (Exception, asyncio.CancelledError):
             with suppress(TransportFailed):  # the first error says more
                 await asyncio.to_thread(remove_folder, self.folder)
             raise
@@ -187,7 +187,13 @@ class StoreTransport:
         async with _aborting_chunks(sources):
             while await _write_chunk(ends):
                 pass
-        await gather([*engines.start_all(ReceivesWeights.load_stored, folder)])
+        chunks = await asyncio.to_thread(read_manifest, folder)
+
+        async def load(engine: int) -> None:
+            for chunk in chunks:  # a call for each, because the deadline is that of a bucket
+                await engines.start_one(engine, ReceivesWeights.load_chunk, chunk)
+
+        await gather([load(engine) for engine in engines.ranks])
         await gather([*engines.start_all(ReceivesWeights.receive_weights, version)])
         return await sources.call_one(0, WeightSource.summarize_chunks)
 
@@ -205,4 +211,8 @@ async def _aborting_chunks(sources: Remote[WeightSource]) -> AsyncGenerator[None
         yield
     except RunStopped:  # an engine died, or no transport; where a trainer rank died, this says so
         await sources.call_all(WeightSource.abort_chunks)
+        raise
+    except (Exception, asyncio.CancelledError):
+        with suppress(RunStopped):  # the first error says more
+            await sources.call_all(WeightSource.abort_chunks)
         raise

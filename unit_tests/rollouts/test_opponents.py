@@ -101,7 +101,7 @@ def test_an_opponent_without_a_game_or_of_other_tokens_is_refused(refused, qwen,
     shutil.copytree(tiny_path, old)
     qwen.hf.save_pretrained(old)
     refused(game | {"placement": "colocate"}, "placement is colocate, and rollout.opponent would keep the device")
-    refused(game, "rollout.opponent names the model", "whose vocabulary is not that of model.path")
+    refused(game, "rollout.opponent names the model", "so it cannot play with the same tokens")
 
 
 def test_an_opponents_folder_is_compared_on_every_machine(recipe, tiny_path, tmp_path, sums, monkeypatch):

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,12 +25,14 @@ from core.errors import TransportFailed, UserError
 from core.timing.clock import ActivityTimer
 from core.timing.phases import TRAINER_ACTIVITIES
 from data_feeds.packing.batches import micro_batches
+from driver.checks import weight_store
 from driver.start.weight_sync import choose_store
 from trainers.weight_sync import store
 from trainers.weight_sync.chunks import ChunkWriter
 from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.source import WeightSource
 from trainers.weight_sync.store import read_chunk_bytes, read_manifest, remove_folder, write_chunk, write_manifest
+from trainers.weight_sync.transports import StoreTransport
 from unit_tests.helpers.engines import engine_of
 from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.local_trainers import trainer_of
@@ -86,7 +89,8 @@ def test_an_engine_follows_a_trainer_by_objects(kind, tiny_path, tmp_path):
         while source.write_chunk():
             with pytest.raises(TransportFailed, match=r"cannot read .*/manifest.json"):
                 read_manifest(folder)
-        await engine.load_stored(folder)
+        for chunk in read_manifest(folder):
+            await engine.load_chunk(chunk)
         await engine.receive_weights(version)
         [loaded] = await engine.read_fingerprint()
         assert loaded == source.summarize_chunks().checksums == fingerprint(trainer.model.named_parameters())
@@ -174,6 +178,102 @@ def test_the_folder_that_a_sync_removes_is_never_the_run_folder(tmp_path):
 
 def disk_to(folder: Path) -> WeightSyncConfig:
     return WeightSyncConfig(transport="disk", folder=str(folder))
+
+
+def test_the_object_of_a_check_is_removed_if_it_cannot_be_read(refused, tmp_path, monkeypatch):
+    def unreadable(chunk: str) -> bytes:
+        raise TransportFailed("weights did not get through over disk: cannot read it")
+
+    monkeypatch.setattr(weight_store, "read_chunk_bytes", unreadable)
+    (tmp_path / "store").mkdir()
+    disk = {"backend": "ray", "weight_sync.transport": "disk", "weight_sync.folder": str(tmp_path / "store")}
+    refused(disk, "weight_sync.folder", "cannot read it")
+    assert not [*(tmp_path / "store").iterdir()]
+
+
+class Opening(MemoryFileSystem):
+    """A store that fails to open as it is told, in turn."""
+
+    protocol = "opening"
+    cachable = False
+    failures: ClassVar[list[Exception]] = []
+
+    def __init__(self, **kwargs):
+        if self.failures:
+            raise self.failures.pop(0)
+        super().__init__(**kwargs)
+
+
+fsspec.register_implementation("opening", Opening)
+
+
+def test_a_store_that_does_not_open_is_tried_again():
+    for call in (lambda: write_chunk("opening://b", "0", b"weights"), lambda: remove_folder("opening://b")):
+        Opening.failures = [OSError("no credentials")] * 2
+        call()
+        Opening.failures = [OSError("no credentials")] * 3
+        with pytest.raises(TransportFailed, match=r"cannot .* opening://b: OSError: no credentials"):
+            call()
+
+
+@dataclass
+class Ends:
+    """Endpoints of a sync with one chunk, whose engines load it or fail."""
+
+    failure: BaseException | None = None
+    called: list[str] = field(default_factory=list)
+    ranks: Sequence[int] = (0, 1)
+    max_bytes, scope, coding, folder = 1, "whole", "plain", ""
+
+    def start_one(self, rank: int, method: Callable[..., Any], *args: Any) -> Any:
+        return self._call(method.__name__, *args)
+
+    def start_all(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return [self.start_one(0, method, *args)]
+
+    async def call_all(self, method: Callable[..., Any]) -> None:
+        self.called.append(method.__name__)
+
+    async def call_one(self, rank: int, method: Callable[..., Any]) -> None: ...
+
+    async def gather_collective(self, calls: list[Any]) -> list[Any]:
+        return await asyncio.gather(*calls)
+
+    @property
+    def sources(self) -> Ends:
+        return self
+
+    engines = sources
+
+    async def _call(self, name: str, *args: Any) -> bool:
+        self.called.append(name)
+        if name == "begin_chunks" and args:
+            self.folder = args[2]
+        if name == "write_chunk":
+            n = self.called.count(name)
+            if n == 3 and self.failure is not None:
+                raise self.failure
+            if n < 4:
+                write_chunk(self.folder, str(n), b"weights")
+            else:
+                write_manifest(self.folder, [f"{self.folder}/{n}#7-0" for n in range(3)])
+            return n < 4
+        return True
+
+
+@pytest.mark.parametrize("failure", [TransportFailed("no"), UserError("no"), asyncio.CancelledError()], ids=repr)
+def test_a_sync_that_fails_or_is_cancelled_leaves_no_object(failure, tmp_path):
+    ends: Any = Ends(failure=failure)
+    with pytest.raises(type(failure)):
+        asyncio.run(StoreTransport(f"{tmp_path}/weights").transfer(1, ends))
+    assert ends.called.count("write_chunk") == 3 and ends.called[-1] == "abort_chunks"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_every_stored_chunk_is_a_call_with_a_deadline_of_its_own(tmp_path):
+    ends: Any = Ends()
+    asyncio.run(StoreTransport(f"{tmp_path}/weights").transfer(1, ends))
+    assert ends.called.count("load_chunk") == 3 * 2 and not [*tmp_path.iterdir()]
 
 
 @pytest.fixture
