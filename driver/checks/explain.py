@@ -16,11 +16,12 @@ from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
 from data_feeds.rows.forms import RowKind
+from driver.checks.engine_memory import describe_engine_memory
 from driver.checks.explain_devices import describe_gpus, describe_processes
 from driver.checks.explain_layout import describe_rows
 from driver.checks.explain_rows import find_rows, show_rows
 from driver.checks.explain_texts import describe_texts, find_tokenizer
-from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate, estimate_engine_gib, find_gpu_gib
+from driver.checks.memory_estimate import CUDA_GIB, GIB, BytesEach, MemoryEstimate
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded, with_forms
 from driver.start.devices import check_devices, count_gpus, judge_takes_turns, uses_gpus
@@ -191,18 +192,6 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         rows.append(("memory per engine", describe_engine_memory(loaded.cfg, m)))
         rows += describe_turns(loaded.cfg, m)
     return rows
-
-
-def describe_engine_memory(cfg: RLConfig, memory: MemoryEstimate) -> str:
-    rollout = cfg.rollout
-    weights = f"about {memory.per_engine:.2f} GiB of weights per rank, and its cache"
-    gpu_gib = find_gpu_gib() if uses_gpus(cfg) and rollout.engine.startswith("vllm") else None
-    if gpu_gib is None:
-        return weights
-    share = rollout.gpu_memory_utilization
-    whole = estimate_engine_gib(gpu_gib, utilization=share, enforce_eager=rollout.enforce_eager)
-    of_gpu = f"{whole:.1f} GiB of a GPU's {gpu_gib:.1f}"
-    return f"{weights}: {of_gpu} (rollout.gpu_memory_utilization={share:g}, and graphs)"
 
 
 def describe_images(cfg: RunConfig, memory: MemoryEstimate, *, models: int) -> list[tuple[str, str]]:

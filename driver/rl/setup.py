@@ -27,6 +27,7 @@ from data_feeds.feed import Feed, load_prompts
 from driver.alg_state import restore_algorithm
 from driver.checkpoint import Checkpoint
 from driver.checks.engine import check_images, check_rounded, check_sampling, make_sampling
+from driver.checks.engine_memory import check_engine_memory
 from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
@@ -125,9 +126,9 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     tokenizer = make_tokenizer(cfg.model, cfg.data, skip_special_tokens=cfg.rollout.skip_special_tokens)
     check_template_args(tokenizer, cfg.data)
     loaded = pin_template_date(loaded, tokenizer)
-    cfg = loaded.cfg
-    rollouts = replace(rollouts, data=cfg.data)
+    cfg, rollouts = loaded.cfg, replace(rollouts, data=loaded.cfg.data)
     check_policy(cfg.model, tokenizer, cfg.rollout.opponent)
+    check_engine_memory(cfg)
     allowed_tokens = check_sampling(cfg, tokenizer)
     check_teacher_models(alg, tokenizer, cfg.model)
     check_user_code(cfg)

@@ -16,8 +16,10 @@ from configs.schema import RLConfig, SLConfig
 from core import gpus
 from core.cluster.actor import divide_cores
 from core.cluster.capacity import Resources
+from core.errors import UserError
 from core.gpu_checks import Use
 from driver.checks import explain_devices, memory_estimate
+from driver.checks.engine_memory import check_engine_memory
 from driver.checks.explain import describe_memory
 from driver.checks.explain_devices import describe_processes
 from driver.load_recipe import load_recipe
@@ -193,3 +195,19 @@ def test_explain_says_how_much_of_a_gpu_an_engine_takes(recipe: Recipe, monkeypa
         # of the smaller one, and a GiB of graphs
         of_gpu = ": 35.0 GiB of a GPU's 40.0 (rollout.gpu_memory_utilization=0.85, and graphs)"
         assert said == "about 0.00 GiB of weights per rank, and its cache" + (of_gpu if n else "")
+
+
+def test_an_opponent_counts_on_the_gpu_of_an_engine(
+    rl: Callable[..., RLConfig], recipe: Recipe, tiny_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    game = {"rollout.env": "textarena", "rollout.max_turns": 2, "rollout.opponent": tiny_path}
+    said = dict(describe_memory(load_recipe(RLConfig, recipe(RAY | game), [])))["memory per engine"]
+    assert said.endswith("and its cache; beside it 0.00 GiB of weights of rollout.opponent")
+    gpu = gpus.Gpu(name="GPU", capability=(9, 0), total_gib=20.0, used_gib=0.0)
+    monkeypatch.setattr(memory_estimate, "find_gpus", lambda timeout_s: gpus.Gpus(devices=(gpu,)))
+    for module in (devices, memory_estimate):
+        monkeypatch.setattr(module, "count_gpus", lambda: 1)
+    check_engine_memory(rl(**game, **{"rollout.gpu_memory_utilization": 0.9}))
+    check_engine_memory(rl(**{"rollout.gpu_memory_utilization": 0.95}))
+    with pytest.raises(UserError, match=r"takes 0.60 GiB .* vLLM leaves 0.00 of 20.00 GiB to it"):
+        check_engine_memory(rl(**game, **{"rollout.gpu_memory_utilization": 0.95}))

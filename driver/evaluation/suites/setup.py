@@ -22,6 +22,7 @@ from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.rows.eval_sets import PromptSet, load_sets
 from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
 from driver.checks.engine import check_engine, check_images, check_rounded, check_sampling
+from driver.checks.engine_memory import check_engine_memory
 from driver.checks.explain import format_explanation
 from driver.checks.explain_devices import describe_gpus, describe_processes
 from driver.checks.explain_rows import show_set_rows
@@ -112,6 +113,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     given, plan = given.model_copy(update={"data": data}), replace(plan, data=data)
     check_sampling(cfg, tokenizer)
     check_policy(model, tokenizer, cfg.rollout.opponent)
+    check_engine_memory(cfg)
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_user_code(meta, path=cfg.model.path)
     sets = load_sets(cfg, tokenizer, env_tools)

@@ -1,0 +1,56 @@
+"""Memory of an engine of the policy, with the model of an opponent in its process."""
+
+from __future__ import annotations
+
+from configs.eval_schema import EvalConfig
+from configs.schema import RLConfig
+from core.errors import UserError
+from driver.checks.memory_estimate import CUDA_GIB, GIB, MemoryEstimate, estimate_engine_gib, find_gpu_gib
+from driver.start.devices import uses_gpus
+from modeling.hf_config import ModelUnreadable, meta_model
+
+
+def describe_engine_memory(cfg: RLConfig, memory: MemoryEstimate) -> str:
+    """Describe the memory of an engine's rank for --explain."""
+    text = f"about {memory.per_engine:.2f} GiB of weights per rank, and its cache"
+    if (gpu_gib := find_vllm_gpu_gib(cfg)) is not None:
+        rollout = cfg.rollout
+        share = rollout.gpu_memory_utilization
+        whole = estimate_engine_gib(gpu_gib, utilization=share, enforce_eager=rollout.enforce_eager)
+        of_gpu = f"{whole:.1f} GiB of a GPU's {gpu_gib:.1f}"
+        text += f": {of_gpu} (rollout.gpu_memory_utilization={share:g}, and graphs)"
+    if cfg.rollout.opponent is None:
+        return text
+    try:
+        return f"{text}; beside it {estimate_opponent_gib(cfg):.2f} GiB of weights of rollout.opponent"
+    except ModelUnreadable as error:  # an opponent that is made later
+        return f"{text}; beside it rollout.opponent, unknown: {error}"
+
+
+def check_engine_memory(cfg: RLConfig | EvalConfig) -> None:
+    """Raise UserError, with numbers, if an opponent does not fit on the GPU of an engine of vLLM."""
+    gpu_gib = None if cfg.rollout.opponent is None else find_vllm_gpu_gib(cfg)
+    if gpu_gib is None:
+        return
+    share, eager = cfg.rollout.gpu_memory_utilization, cfg.rollout.enforce_eager
+    # The opponent is loaded after vLLM has taken its share, in another process with a CUDA context of its own.
+    free = gpu_gib - estimate_engine_gib(gpu_gib, utilization=share, enforce_eager=eager)
+    if (needed := estimate_opponent_gib(cfg) + CUDA_GIB) > free:
+        raise UserError(
+            f"rollout.opponent={cfg.rollout.opponent} takes {needed:.2f} GiB of an engine's GPU, and vLLM leaves "
+            f"{max(free, 0):.2f} of {gpu_gib:.2f} GiB to it: lower rollout.gpu_memory_utilization={share:g}, or take a "
+            "smaller model"
+        )
+
+
+def estimate_opponent_gib(cfg: RLConfig | EvalConfig) -> float:
+    """Return the weights of the opponent in GiB. Raises UserError for an unreadable model."""
+    assert cfg.rollout.opponent is not None
+    trusts = cfg.model.trust_remote_code
+    model = meta_model(cfg.rollout.opponent, key="rollout.opponent", trust_remote_code=trusts)
+    return sum(p.numel() for p in model.parameters()) * (2 if cfg.model.dtype == "bfloat16" else 4) / GIB
+
+
+def find_vllm_gpu_gib(cfg: RLConfig | EvalConfig) -> float | None:
+    """Return the memory of the smallest GPU in GiB; None without one, or for an engine other than vLLM."""
+    return find_gpu_gib() if uses_gpus(cfg) and cfg.rollout.engine.startswith("vllm") else None
