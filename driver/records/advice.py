@@ -25,6 +25,8 @@ FEW_ACCEPTED = 0.2
 """Largest fraction of accepted drafts to report."""
 LARGE_SET = 256
 """Smallest mean size of kept sets to report."""
+AT_LIMIT = 0.9
+"""Fraction of truncated replies from which on all have one length."""
 LONG = 20
 """Minimum number of steps to report that something never happens."""
 Line = Mapping[str, float]
@@ -170,7 +172,9 @@ def find_costly_drafts(history: History, settings: Settings) -> str | None:
 def find_reward_of_length(history: History, settings: Settings) -> str | None:
     """Report a reward that follows the length of replies, which have grown by a fifth."""
     corr = history.mean_now(names.REWARD_LENGTH_CORR)
-    if corr is None:  # a policy that has found out writes replies of one length, that of the limit
+    # A policy that has found out writes replies of one length, that of the limit. A correlation is missing also where
+    # all rewards are equal.
+    if corr is None and (history.mean_now(names.ROLLOUT_TRUNCATED) or 0.0) >= AT_LIMIT:
         corr = history.mean_at_start(names.REWARD_LENGTH_CORR)
     then, now = history.mean_at_start(names.ROLLOUT_TOKENS_MEAN), history.mean_now(names.ROLLOUT_TOKENS_MEAN)
     if history.n < FEWEST or corr is None or then is None or now is None or corr < 0.5 or now < 1.2 * then:

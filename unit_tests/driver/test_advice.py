@@ -41,7 +41,7 @@ SPEAKS = [
     ("reward_of_length", grows(20, 0.8, 15.0), "(correlation 0.80 within groups), which grew from 10 to 15 tokens"),
     (
         "reward_of_length",
-        [*grows(10, 0.9, 15.0), *steps(10, "rollout/tokens_mean", lambda i: 15.0)],  # of one length
+        [*grows(10, 0.9, 15.0), *[line(10, rollout__tokens_mean=15.0, rollout__truncated_fraction=0.95)] * 10],
         "(correlation 0.90 within groups), which grew from 10 to 15 tokens",
     ),
     ("judge_blind_spot", evaluates((1, 5), (2, 4), (3, 3)), "rose from 1 to 3, and eval_reward fell from 5 to 3"),
@@ -63,6 +63,12 @@ SILENT = [
     ("replies stay as long", "reward_of_length", grows(20, 0.8, 11.0), RL),
     ("replies grow, whatever they earn", "reward_of_length", grows(20, 0.3, 15.0), RL),
     ("too early", "reward_of_length", grows(14, 0.8, 15.0), RL),
+    (
+        "all rewards are equal",
+        "reward_of_length",
+        [*grows(10, 0.9, 15.0), *[line(10, rollout__tokens_mean=15.0, rollout__truncated_fraction=0.3)] * 10],
+        RL,
+    ),
     ("both rise", "judge_blind_spot", evaluates((1, 5), (2, 6), (3, 7)), RL),
     ("one bad evaluation", "judge_blind_spot", evaluates((1, 5), (2, 6), (3, 4)), RL),
     ("both fall", "judge_blind_spot", evaluates((3, 5), (2, 4), (1, 3)), RL),
