@@ -26,6 +26,23 @@ def _see_error(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` to the end, even if the caller is cancelled meanwhile; CancelledError is raised after it.
+
+    An error of `work` is raised in its place.
+    """
+    task, cancelled = start_task(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    result = task.result()
+    if cancelled is not None:
+        raise cancelled
+    return result
+
+
 async def gather_fail_fast(calls: Iterable[Coroutine[Any, Any, T]], *, grace_s: float = ERROR_GRACE_S) -> list[T]:
     """Await all calls; on the first error cancel the others, which would hang in a collective.
 

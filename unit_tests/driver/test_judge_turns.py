@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,6 +119,59 @@ def test_the_device_goes_from_engines_to_judge_and_to_engines_or_trainers():
     asyncio.run(go())
     turn = ["sleep", "judge wakes", "judge sleeps"]
     assert everyone.notes == [*turn, "wake weights", "wake kv_cache", *turn, "reload_states"]
+    assert devices.turn is ColocationState.TRAINING
+
+
+@pytest.mark.parametrize("call", ["sleep", "judge wakes", "judge sleeps", "wake weights", "wake kv_cache"])
+def test_a_group_cancelled_in_a_switch_leaves_the_device_in_a_known_state(call):
+    """As those that run when stop_when ends a run, before the last evaluation and the last save."""
+
+    class Cancelling(Everyone):
+        async def call_all(self, method: Any, **settings: str) -> None:
+            await super().call_all(method, **settings)
+            await self.cancel_group()
+
+        async def sleep(self) -> None:
+            await super().sleep()
+            await self.cancel_group()
+
+        async def wake(self) -> None:
+            await super().wake()
+            await self.cancel_group()
+
+        async def cancel_group(self) -> None:
+            if self.notes[-1] == call and group is not None:
+                group.cancel()
+            await asyncio.sleep(0)
+
+    group: asyncio.Task[None] | None = None
+    one = cast(Any, Cancelling())
+    devices = Colocation(trainers=one, engines=one, sleepers=one, weights=one, clock=Clock(), judges=one)
+    turns = JudgeTurns(devices)
+
+    async def make() -> None:
+        async with turns.playing():
+            pass
+        async with turns.judging():
+            pass
+
+    async def make_twice() -> None:
+        await make()
+        await make()
+
+    async def go() -> None:
+        nonlocal group
+        group = asyncio.create_task(make_twice())
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        group = None
+        await asyncio.wait_for(make(), 5)
+        await devices.give_to_trainers()
+
+    asyncio.run(go())
+    for parts in (["sleep", "wake weights", "wake kv_cache"], ["judge wakes", "judge sleeps"]):
+        calls = [note for note in one.notes if note in parts]
+        assert calls == list(islice(cycle(parts), len(calls)))
     assert devices.turn is ColocationState.TRAINING
 
 
