@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from core.cluster.ray_workers import Cluster, Remote
 from core.cluster.workers import Local, RankInfo, Workers
 from core.errors import ProcessDied, RunStopped, UserError, quote
 from core.loading import needs_part
+from core.tasks import gather_fail_fast
 from core.timing.deadlines import MEMBERSHIP_POLL_S
 from data_feeds.chat.template_args import list_arguments
 from driver.start.devices import judge_takes_turns, list_cores, share_devices, share_machine, uses_gpus
@@ -187,6 +189,8 @@ class Judges:
     is_awake: bool = True
     """False while others have the devices: then no engine may start again."""
     _restarting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _n_back: Counter[int] = field(default_factory=Counter[int])
+    """Restarts of each engine."""
 
     async def listen(self, rank: int) -> str:
         """Serve requests at the engine's address; return the URL."""
@@ -198,12 +202,19 @@ class Judges:
         return url
 
     async def sleep(self) -> None:
-        """Put all engines to sleep, once none is starting again."""
+        """Put all engines to sleep, once none is starting again. One that dies first is replaced."""
+        async with self._restarting:
+            await gather_fail_fast(self._put_to_sleep(rank) for rank in range(len(self.workers)))
+            self.is_awake = False
+
+    async def _put_to_sleep(self, rank: int) -> None:
         from rollouts.judges.worker import JudgeWorker
 
-        async with self._restarting:
-            await self.workers.call_all(JudgeWorker.sleep)
-            self.is_awake = False
+        while True:
+            try:
+                return await self.workers.call_one(rank, JudgeWorker.sleep)
+            except ProcessDied as death:
+                await self._bring_back(rank, death)
 
     async def wake(self) -> None:
         """Wake all engines."""
@@ -228,11 +239,13 @@ class Judges:
         from rollouts.judges.worker import JudgeWorker
 
         while True:
+            before = self._n_back[rank]
             try:
                 await self.workers.call_one(rank, JudgeWorker.stay, MEMBERSHIP_POLL_S)
             except ProcessDied as death:
                 async with self._restarting:
-                    await self._bring_back(rank, death)
+                    if self._n_back[rank] == before:  # else `sleep` noticed the death first
+                        await self._bring_back(rank, death)
 
     async def _bring_back(self, rank: int, death: ProcessDied) -> None:
         """Replace a dead engine. Raises ProcessDied if the restarts are used up."""
@@ -251,6 +264,7 @@ class Judges:
                         "the run"
                     )
                 await self.listen(rank)
+                self._n_back[rank] += 1
                 return self.say(f"judge {rank} is back")
             except ProcessDied as again:
                 death = again

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from configs.schema import RLConfig
+from core.cluster.ray_workers import Remote
 from core.errors import ProcessDied
 from core.timing.clock import Clock
 from data_prep import tiny_model
@@ -21,6 +22,7 @@ from driver.load_recipe import load_recipe
 from driver.rl.colocation import Colocation, ColocationState
 from driver.start.devices import count_judge_ranks
 from driver.start.judges import Judges, plan_judge, plan_judge_roles
+from rollouts.judges.worker import JudgeWorker
 from rollouts.scheduling.judge_turns import JudgeTurns
 from unit_tests.helpers.runs import evaluations_of, metrics_of, samples_of
 
@@ -180,11 +182,9 @@ def test_a_judge_that_dies_while_others_have_the_device_ends_the_run():
         def __len__(self) -> int:
             return 1
 
-        async def call_all(self, method: Any) -> None:
-            return
-
-        async def call_one(self, *args: Any) -> None:
-            raise ProcessDied("judge 0: its process died", worker=("judge", 0))
+        async def call_one(self, rank: int, method: Any, *args: Any) -> None:
+            if method is JudgeWorker.stay:
+                raise ProcessDied("judge 0: its process died", worker=("judge", 0))
 
     judges = Judges(cast(Any, Dead()), print, 3, [("127.0.0.1", 0)])
     failures: list[Exception] = []
@@ -195,6 +195,48 @@ def test_a_judge_that_dies_while_others_have_the_device_ends_the_run():
 
     asyncio.run(go())
     assert str(failures[0]) == "judge 0: its process died, while others had the device of the judge"
+
+
+def test_a_judge_that_dies_at_the_end_of_its_turn_is_replaced_once():
+    """Both the call to sleep and the watch notice the death."""
+
+    class Dying(Remote[Any]):
+        def __init__(self) -> None:
+            self.restarted, self.died, self.asleep = 0, asyncio.Event(), False
+
+        def __len__(self) -> int:
+            return 1
+
+        async def call_one(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
+            if method is JudgeWorker.listen:
+                return "http://127.0.0.1:9", 9
+            if self.restarted:
+                self.asleep = method is JudgeWorker.sleep or self.asleep
+                return await asyncio.sleep(0.001)
+            if method is JudgeWorker.sleep:
+                self.died.set()
+            await self.died.wait()
+            raise ProcessDied("judge 0: its process died", worker=("judge", 0))
+
+        async def restart(self, rank: int) -> None:
+            await asyncio.sleep(0.001)
+            self.restarted += 1
+
+        async def find_free_address(self, rank: int) -> tuple[str, int]:
+            return "127.0.0.1", 0
+
+    async def go() -> None:
+        workers, said, failures = Dying(), list[str](), list[Exception]()
+        judges = Judges(workers, said.append, 3, [("127.0.0.1", 0)])
+        watching = asyncio.create_task(judges.watch(failures.append))
+        await asyncio.sleep(0)
+        await judges.sleep()
+        await asyncio.sleep(0.01)
+        watching.cancel()
+        assert workers.asleep and not judges.is_awake and workers.restarted == 1 and not failures
+        assert said[-1] == "judge 0 is back"
+
+    asyncio.run(go())
 
 
 def test_what_does_not_go_with_turns_is_refused(refused, judge_path, tmp_path):
