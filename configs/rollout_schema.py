@@ -240,8 +240,8 @@ class RolloutConfig(StrictModel):
     max_turns: int = Field(1, ge=1)
     """Maximum number of replies of the policy in an episode."""
     timeout_s: Seconds = 900.0
-    """Deadline of a group in seconds. A late group is retried once, on another engine if possible; then the run stops.
-    """
+    """Deadline in seconds of a group, or of an episode with `max_concurrency`. A late group is retried once, on another
+    engine if possible; then the run stops."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs; always the case on a CPU."""
     kv_cache_gib: float = Field(1.0, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -279,8 +280,10 @@ class _Episode:
         """Close the environment, also after an error. Return the reason of a failure, or ""."""
         if self.env is not None and _implements(self.env, "close"):
             try:
+                # a deadline of its own: that of the episode may be over, and the others wait for its place
                 with self.rules.in_environment(), _catch_environment_errors():
-                    await self.wait_for(self.env.close(), "Env.close()")
+                    async with asyncio.timeout(self.rules.timeout_s):
+                        await self.wait_for(self.env.close(), "Env.close()")
             except _EnvironmentFailed as error:
                 return str(error)
         return ""

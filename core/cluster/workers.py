@@ -71,6 +71,10 @@ class Workers(Protocol[W_co]):
         """Return an attribute of every worker, as workers themselves."""
         ...
 
+    def with_deadline(self, timeout_s: float, *, key: str) -> Workers[W_co]:
+        """Return the same workers with another deadline of calls, set by the recipe key `key`; inf for none."""
+        ...
+
 
 class Local(Workers[W_co]):
     """Single worker in this process. A breakpoint() in a loss stops in your terminal."""
@@ -108,6 +112,10 @@ class Local(Workers[W_co]):
 
     def attribute(self, name: str) -> Local[Any]:
         return Local(attrgetter(name)(self.worker))
+
+    def with_deadline(self, timeout_s: float, *, key: str) -> Local[W_co]:
+        # in one process a call cannot be interrupted
+        return self
 
 
 def copy_to_groups(shards: Sequence[S], n_workers: int) -> list[S]:

@@ -83,12 +83,12 @@ TABLE = (
         after_it="the run stops; the rank that died or hangs is named",
     ),
     Deadline(
-        waits_for="one group of completions with its rewards, per attempt",
+        waits_for="one group with its rewards, per attempt; with `rollout.max_concurrency` one started episode",
         length="`rollout.timeout_s`",
         after_it="the group is retried once on another engine, then the run stops",
     ),
     Deadline(
-        waits_for="the engine's own report of a group that timed out",
+        waits_for="the engine's own report of a group that timed out (not with `rollout.max_concurrency`)",
         length=f"`rollout.timeout_s` + {_seconds(GROUP_TIMEOUT_GRACE_S)}",
         after_it="the driver counts the group as timed out",
     ),

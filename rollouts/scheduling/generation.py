@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from configs.judge_schema import JudgeBudgetConfig
 from core.cluster.workers import Workers
 from core.errors import ProcessDied, RunStopped
+from core.tasks import start_task
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S
 from core.timing.timeouts import wait_or_cancel
 from core.types.samples import Group, Prompt
@@ -39,9 +41,10 @@ class GroupRequests:
         on the engines' devices. waits_for_places: episodes wait for a place, and only the worker knows how long."""
         self.judges, self.turns = JudgeSpend(judge_budget), turns
         self.engines = engines or EngineAvailability(len(workers))
-        self.workers, self.timeout_s = workers, timeout_s
-        # longer than the worker's own deadline, so that the worker reports first
-        self._patience_s = None if waits_for_places else timeout_s + GROUP_TIMEOUT_GRACE_S
+        self.workers, self.timeout_s, self._waits_for_places = workers, timeout_s, waits_for_places
+        # places, and the rewards of other groups in a judge's turn, may take longer than any call
+        waits = waits_for_places or turns is not None
+        self._groups = workers.with_deadline(math.inf, key="") if waits else workers
         self.n_retries = 0
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
@@ -74,19 +77,35 @@ class GroupRequests:
 
     async def _request(self, rank: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
         """Return a group of an engine; None on timeout, also where the worker reports it."""
-        ask = self.workers.call_one
+        ask = self._groups.call_one
         if self.turns is None:
             call = ask(rank, RolloutWorker.generate_group, ticket, prompt, size)
-            return await wait_or_cancel(call, self._patience_s)
+            return await self._wait_for_episodes(rank, call)
         async with self.turns.playing():
-            is_played = await wait_or_cancel(
-                ask(rank, RolloutWorker.play_group, ticket, prompt, size), self._patience_s
-            )
-        if not is_played:
-            return None
+            call = ask(rank, RolloutWorker.play_group, ticket, prompt, size)
+            if not await self._wait_for_episodes(rank, call):
+                return None
         # without a deadline of the group: each reward has its own, and waits for those of other groups
         async with self.turns.judging():
-            return await ask(rank, RolloutWorker.reward_group, ticket)
+            return await self._wait_while_alive(rank, ask(rank, RolloutWorker.reward_group, ticket))
+
+    async def _wait_for_episodes(self, rank: int, call: Coroutine[Any, Any, T]) -> T | None:
+        """Await the call that samples a group; return None on timeout."""
+        if self._waits_for_places:
+            return await self._wait_while_alive(rank, call)
+        # longer than the worker's own deadline, so that the worker reports first
+        return await wait_or_cancel(call, self.timeout_s + GROUP_TIMEOUT_GRACE_S)
+
+    async def _wait_while_alive(self, rank: int, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call without a deadline. Raises ProcessDied if the engine gives no sign of life meanwhile."""
+        running = start_task(call)
+        try:
+            while not (await asyncio.wait([running], timeout=self.timeout_s))[0]:
+                await self._check_alive(rank)
+            return running.result()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])  # until an engine in this process has stopped the group
 
     async def _choose_engine(self, too_slow: list[int]) -> int:
         """Return the least busy engine. After a timeout, prefer another engine."""

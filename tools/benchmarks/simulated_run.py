@@ -135,6 +135,9 @@ class SimulatedEngines:
     def attribute(self, name: str) -> Any:
         raise NotImplementedError
 
+    def with_deadline(self, timeout_s: float, *, key: str) -> Any:
+        raise NotImplementedError
+
     async def publish_weights(self, version: int, engines: Sequence[int] | None = None) -> dict[str, float]:
         """Take the weights, as trainers.weight_sync.base.WeightSync."""
         self.held_up += self.times.sync

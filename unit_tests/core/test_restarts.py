@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from driver.records.engine_timers import EngineTimers
 from driver.rl.run import Run
 from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability
 from rollouts.scheduling.buffer import ReplayBuffer, Schedule
-from rollouts.scheduling.generation import Generation
+from rollouts.scheduling.generation import Generation, GroupRequests
 from tools.benchmarks.simulated_run import SimulatedEngines, Times, run_in_virtual_time
 
 TIMES = Times(group=1.0, group_std=0.0, train=0.0, sync=0.0)
@@ -190,6 +191,42 @@ def test_a_death_that_is_reported_late_restarts_nobody() -> None:
         assert (engines.serving(), engines.n_restarts, len(said)) == ([0], 1, 2)
 
     run_in_virtual_time(body())
+
+
+class Busy(Mortal):
+    """Engines whose groups wait for places, with a call that takes longer than any deadline of calls."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.deadlines: list[float] = []
+
+    def with_deadline(self, timeout_s: float, *, key: str) -> Busy:
+        self.deadlines.append(timeout_s)
+        return self
+
+    async def check_health(self, rank: int) -> tuple[bool, str]:
+        return rank not in self.dead, f"engine {rank}: no sign of life"
+
+
+def test_a_group_that_waits_for_places_ends_only_with_the_engine() -> None:
+    """After two deadlines of 9 s the engine is stuck; the other one takes the group, and needs 100 s."""
+    workers = Busy(times=Times(group=100.0, group_std=0.0, train=0.0, sync=0.0), engines=2, concurrent=9)
+    requests = GroupRequests(
+        workers,
+        timeout_s=9.0,
+        engines=EngineAvailability(2, restart=workers.restart, budget=2),
+        waits_for_places=True,
+    )
+
+    async def body() -> float:
+        asyncio.get_running_loop().call_later(20, workers.dead.add, 0)
+        group = await requests.generate_group(7, Prompt(id="7", messages=[]), 1)
+        assert group[0].prompt.id == "7"
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(body()) == pytest.approx(127.0)
+    assert workers.asked == [(0, 7), (1, 7)] and requests.n_retries == 0
+    assert workers.deadlines == [math.inf]
 
 
 class Timers:

@@ -13,9 +13,11 @@ from core.types.samples import Prompt, Sample
 from rewards import resolve_reward
 from rewards.rewarder import Rewarder
 from rollouts.engines.base import Completion
-from rollouts.episode import make_seed
+from rollouts.episode import EpisodeRules, make_seed, run_episode
+from rollouts.places import EpisodeTimedOut, Places
 from rollouts.transcript import SharedPrompt
 from rollouts.worker import RolloutWorker
+from tools.benchmarks.simulated_run import run_in_virtual_time
 from unit_tests.helpers.episodes import Scripted, Tool, Words
 from unit_tests.helpers.one_reward import one_reward
 
@@ -227,3 +229,26 @@ def test_time_before_a_place_does_not_count_towards_the_deadline(tmp_path, hangs
     finally:
         pool.close()
     assert group is None if hangs_at >= 0 else group is not None and len(group) == 14
+
+
+def test_an_environment_that_does_not_close_gives_its_place_back():
+    """The episode ends at its deadline, and close() after as long again."""
+
+    class NeverCloses(Tool):
+        async def close(self) -> None:
+            await asyncio.sleep(100)
+
+    rules = EpisodeRules(seed_of_turn=lambda turn: turn, max_new_tokens=20, max_turns=1, timeout_s=9.0)
+
+    async def play_one(places: Places) -> None:
+        async with places.take():
+            await run_episode(Slow(hangs_at=0), lambda prompt: NeverCloses(), PROMPT, SharedPrompt(Words()), rules)
+
+    async def go() -> float:
+        places = Places(1, rules.timeout_s)
+        with pytest.raises(EpisodeTimedOut):
+            await play_one(places)
+        async with places.take():
+            return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(go()) == pytest.approx(18.0)
