@@ -54,6 +54,27 @@ class Tool(Env):
         return [{"role": "tool", "content": self.answer}] if said.startswith("3") else None
 
 
+class Duel(Tool):
+    """Two players in turn; each is shown what the other said."""
+
+    sides = 2
+
+    async def open(self):
+        return [{"role": "user", "content": "7"}]
+
+    async def step(self, reply):
+        if reply.message["content"] == "6":
+            return None
+        self.player = 1 - self.player
+        return [{"role": "user", "content": reply.message["content"]}]
+
+    def scores_of(self, player):
+        return {"won": float(player)}
+
+    def turn_scores(self, player):
+        return [{"won": 0.0}, {"won": 1.0}] if player else []
+
+
 def play(engine, **how):
     [only] = play_all(engine, **how)
     return only

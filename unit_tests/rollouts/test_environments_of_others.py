@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,11 +13,10 @@ from core.types.samples import Prompt
 from data_prep import verifiers as prep
 from rollouts.registry import resolve_agent
 from unit_tests.helpers.agents import MARK, PROMPT, play
-from unit_tests.helpers.runs import ROOT
+from unit_tests.helpers.environments import PAGE, make_environment
 from unit_tests.helpers.scripted_policy import Policy, say_calls
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(1800)]
-PAGE = ROOT / "docs/how_to/environments_of_others.md"
 ADD = say_calls("", ("add", {"a": 3, "b": 4}))
 SUBMIT = {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}
 SCRIPTS = {
@@ -37,18 +31,6 @@ SCRIPTS = {
 @pytest.fixture(autouse=True)
 def _marked(monkeypatch):
     monkeypatch.setenv("TEST_OF_AGENTS", MARK)
-
-
-def make_environment(name: str) -> Path:
-    """Run the page's line that makes an environment, below build/. Return its Python."""
-    folder = ROOT / "build" / "environments" / name
-    if not (folder / "whole").is_file():
-        # the first such line; a second one installs the user's own tasks
-        wanted = re.findall(rf"venv-{name}/bin/pip install (.*)", PAGE.read_text(encoding="utf-8"))[0]
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(folder / "bin/pip"), "install", "-q", *shlex.split(wanted)], check=True)
-        (folder / "whole").touch()
-    return folder / "bin/python"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

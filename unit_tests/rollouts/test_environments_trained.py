@@ -17,10 +17,10 @@ import pytest
 from data_prep import tiny_model
 from data_prep import verifiers as verifiers_rows
 from data_prep.tiny_model import UNKNOWN
+from unit_tests.helpers.environments import make_environment
+from unit_tests.helpers.openenv_server import Server
 from unit_tests.helpers.runs import folder_of, metrics_of, program, samples_of
 from unit_tests.helpers.taught import teach_digits
-from unit_tests.rollouts.test_environments_of_others import make_environment
-from unit_tests.rollouts.test_openenv import Server
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(360)]
 

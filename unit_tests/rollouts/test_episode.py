@@ -11,7 +11,7 @@ from core.errors import RunStopped, UserError
 from core.types.samples import make_sample
 from rollouts.envs.calculator import Calculator
 from rollouts.episode import make_seed
-from unit_tests.helpers.episodes import PROMPT, Scripted, Tool, play, play_all, said
+from unit_tests.helpers.episodes import PROMPT, Duel, Scripted, Tool, play, play_all, said
 
 
 def test_only_what_the_policy_said_is_learnt():
@@ -218,27 +218,6 @@ def test_a_method_that_raises_fails_the_sample(method):
     sample, _ = play(Scripted([5]), env=env)
     assert sample.failure.startswith("OSError: no more disk") and sample.reward_parts == {}
     assert sample.n_sampled == (0 if method == "open" else 1)
-
-
-class Duel(Tool):
-    """Two players in turn; each is shown what the other said."""
-
-    sides = 2
-
-    async def open(self):
-        return [{"role": "user", "content": "7"}]
-
-    async def step(self, reply):
-        if reply.message["content"] == "6":
-            return None
-        self.player = 1 - self.player
-        return [{"role": "user", "content": reply.message["content"]}]
-
-    def scores_of(self, player):
-        return {"won": float(player)}
-
-    def turn_scores(self, player):
-        return [{"won": 0.0}, {"won": 1.0}] if player else []
 
 
 def test_each_player_of_a_game_has_a_sample_of_its_own():

@@ -14,10 +14,9 @@ from core.errors import RunStopped
 from driver.evaluation.suites import setup as eval_setup
 from driver.rl import setup as rl_setup
 from rollouts.episode import Opponent
-from unit_tests.helpers.episodes import Scripted, Tool, play_all
+from unit_tests.helpers.episodes import Duel, Scripted, Tool, play_all
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import file_of
-from unit_tests.rollouts.test_episode import Duel
 
 
 @pytest.mark.parametrize("game", [0, 1, 2])
