@@ -255,8 +255,8 @@ class RolloutConfig(StrictModel):
     mixtures of experts, but with fp8 in vLLM. Unset: `model.dtype`."""
     batch_invariant: bool = False
     """Draw tokens from log-probabilities that are the trainer's to the bit, for any batch, order, packing and number of
-    threads. Each token is compared with the trainer's first pass, before the weights change; the first that differs
-    stops the run. For dense models of text on a CPU, with engine: hf, backend: local and max_staleness: 0.
+    threads. Each trained token is compared with the trainer's first pass, before the weights change; the first that
+    differs stops the run. For dense models of text on a CPU, with engine: hf, backend: local and max_staleness: 0.
     docs/reference/batch_invariant.md has the cost."""
     vllm: dict[str, Any] = Field({})
     """Engine arguments of vLLM by name, such as {max_num_seqs: 512, kv_cache_dtype: fp8}. Names are checked against

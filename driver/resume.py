@@ -39,11 +39,11 @@ BITWISE_ONLY = (
     *("trainer.micro_batch_tokens", "trainer.logits_mib", "trainer.gradient_checkpointing", "trainer.share_prefixes"),
     *("trainer.sequence_parallel", "trainer.offload", "trainer.compile"),
     *("rollout.num_engines", "rollout.num_engines.", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
-    *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
+    *("rollout.batch_invariant", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
     *("judge.num_engines", "judge.tensor_parallel_size", "judge.placement"),
 )
-"""Keys that may change so that a run can continue after running out of memory. The gradient is equal in exact
-arithmetic, but not to the last bit; the log says so."""
+"""Keys that may change so that a run can continue after running out of memory, or without equal bits. The gradient is
+equal in exact arithmetic, but not to the last bit; the log says so."""
 EVALUATION = (
     "eval_every",
     "eval_samples",

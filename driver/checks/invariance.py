@@ -44,6 +44,7 @@ def _list_refused(cfg: RLConfig, name: str, can: Capabilities) -> list[tuple[boo
             "min_p out",
         ),
         (rollout.router_replay != "off", "a mixture of experts has no fixed order: leave rollout.router_replay out"),
+        (cfg.trainer.compile, "compiled blocks have no fixed order: leave trainer.compile out"),
         (model.attention != "auto", "it has an attention of its own: set model.attention to auto"),
         (reads_images, "images have no fixed order: set model.images to off"),
     ]

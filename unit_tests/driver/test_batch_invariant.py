@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import main_rl
+from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from core.errors import RunStopped, UserError
 from driver.checks.engine import check_engine
@@ -17,6 +18,7 @@ from driver.program import launch_run
 from driver.rl.run import Run
 from driver.rl.setup import prepare, start
 from modeling.attention_fixed import use_fixed_order
+from unit_tests.helpers.seeing import make_config
 
 CLAIM = {"rollout.batch_invariant": True, "rollout.max_new_tokens": 24, "rollout.temperature": 0.7, "steps": 1}
 
@@ -87,6 +89,7 @@ def test_another_order_of_keys_in_the_trainer_alone_stops_the_run(recipe):
         ({"rollout.quantization": "int8"}, "leave it out"),
         ({"rollout.top_k": 4}, "leave rollout.top_p, top_k and min_p out"),
         ({"rollout.router_replay": "watch"}, "leave rollout.router_replay out"),
+        ({"trainer.compile": True}, "leave trainer.compile out"),
         ({"model.attention": "eager"}, "set model.attention to auto"),
     ],
     ids=str,
@@ -94,3 +97,13 @@ def test_another_order_of_keys_in_the_trainer_alone_stops_the_run(recipe):
 def test_what_has_another_order_is_refused(recipe, changes, words):
     with pytest.raises(UserError, match=f"rollout.batch_invariant is true, and .*{words}"):
         check_engine(load_recipe(RLConfig, recipe(CLAIM | changes), []).cfg)
+
+
+def test_images_and_an_evaluation_have_no_claim(recipe, tmp_path):
+    make_config("qwen2_5_vl").save_pretrained(tmp_path / "sees")
+    with pytest.raises(UserError, match=r"rollout.batch_invariant is true, and images .*set model.images to off"):
+        check_engine(load_recipe(RLConfig, recipe(CLAIM | {"model.path": str(tmp_path / "sees")}), []).cfg)
+    evaluation = {"name": "eval", "model": {"path": "here"}, "data": {"sets": [{"path": "rows.jsonl"}]}}
+    evaluation |= {"reward": {"function": "arithmetic"}, "rollout": {"engine": "hf", "batch_invariant": True}}
+    with pytest.raises(UserError, match=r"batch_invariant is a claim about a trainer, .* leave it out"):
+        check_engine(EvalConfig.model_validate(evaluation))

@@ -365,6 +365,12 @@ def test_held_out_prompts_move_last_bits_where_an_engine_answers_them():
     assert bitwise_only_changes(now | rl, now | rl) == []
 
 
+def test_a_run_whose_bits_differ_may_be_resumed_without_the_claim():
+    then = {"rollout.batch_invariant": True, "trainer.lr_schedule": "constant"}
+    check_settings(then, now := then | {"rollout.batch_invariant": False})
+    assert bitwise_only_changes(then, now) == ["rollout.batch_invariant"]
+
+
 def test_a_run_without_a_checkpoint_cannot_be_resumed(recipe, tmp_path):
     path = recipe(kind="sl")
     assert run_here(main_sl, "--config", path, "steps=1", "name=first")[0] == 0
