@@ -38,6 +38,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         # a checkpoint from before there were scales has none
         scaled = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], Tensor):  # of an optimizer that is compiled
-            group["lr"].fill_(scaled)
+            # a tensor of its own: torch gives the one of the defaults to all groups
+            group["lr"] = torch.full_like(group["lr"], scaled)
         else:
             group["lr"] = scaled

@@ -20,6 +20,7 @@ from trainers.local import TorchLearner
 from trainers.muon import list_matrices, orthogonalize
 from trainers.optimizer import make_optimizer
 from trainers.optimizer_probe import check_optimizer, probe_optimizer
+from trainers.parameter_groups import set_lr
 from unit_tests.helpers.models import random_model
 
 
@@ -224,6 +225,15 @@ def test_moments_in_eight_bits_run_in_one_process_and_are_cleared():
         if update == 0:
             learner.clear_moments()
     assert moved == pytest.approx([0.5, 0.5, 1.0], rel=0.01), "the rate of the update; momentum begins anew"
+
+
+def test_a_rate_that_is_a_tensor_is_scaled_for_each_group():
+    weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    groups = [{"params": [w], "lr_scale": scale} for w, scale in zip(weights, (0.5, 2.0), strict=True)]
+    optimizer = InEightBits(groups, lr=0.0)
+    for lr in (0.5, 0.25):
+        set_lr(optimizer, lr)
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5 * lr, 2 * lr]
 
 
 @pytest.mark.parametrize(
