@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,7 +77,7 @@ def compile_blocks(models: Iterable[nn.Module]) -> None:
 
     check_compiler()
     AttentionInterface.register(BY_SEQUENCE, torch.compiler.disable(attend_by_sequence))
-    for model in models:
+    for model in dict.fromkeys(models):  # several teachers may be the same frozen model
         hf: Any = model
         probe = find_probe(model)
         if probe.by_path or probe.level == "padded":
@@ -95,23 +96,38 @@ class Rank(Protocol):
     def find_largest(self, value: Tensor) -> Tensor: ...
 
 
-class CompileMetrics(Observer):
-    """Counter of compilations since the last step, of the rank with the most of them."""
+class Compilations:
+    """Counter of all compilations of this process."""
 
-    def __init__(self, rank: Rank):
-        self.rank = rank
+    def __init__(self) -> None:
         self.count, self.seconds, self.began = 0, 0.0, 0.0
-        watch_compilation(self._begin, self._end)
 
-    def _begin(self, _: Any) -> None:
+    def begin(self, _: Any) -> None:
         self.began = time.perf_counter()
 
-    def _end(self, _: Any) -> None:
+    def end(self, _: Any) -> None:
         self.count += 1
         self.seconds += time.perf_counter() - self.began
 
+
+@cache
+def count_compilations() -> Compilations:
+    """Return the counter of this process. It is never unregistered, so there is only one, which holds no trainer."""
+    counter = Compilations()
+    watch_compilation(counter.begin, counter.end)
+    return counter
+
+
+class CompileMetrics(Observer):
+    """Compilations since the last step, of the rank with the most of them."""
+
+    def __init__(self, rank: Rank):
+        self.rank, self.counter = rank, count_compilations()
+        self.count, self.seconds = self.counter.count, self.counter.seconds
+
     def finish(self) -> dict[str, float]:
-        own = torch.tensor([float(self.count), self.seconds], dtype=torch.float64, device=self.rank.device)
+        found = [self.counter.count - self.count, self.counter.seconds - self.seconds]
+        self.count, self.seconds = self.counter.count, self.counter.seconds
+        own = torch.tensor(found, dtype=torch.float64, device=self.rank.device)
         count, seconds = self.rank.find_largest(own).tolist()
-        self.count, self.seconds = 0, 0.0
         return {COMPILE_COUNT: count, COMPILE_SECONDS: seconds}

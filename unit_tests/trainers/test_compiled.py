@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from algs.grpo import GRPO
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError
 from data_feeds.packing.batches import micro_batches
-from trainers.compiled import CompileMetrics, check_compile
+from modeling.attention import BY_SEQUENCE
+from trainers.compiled import CompileMetrics, check_compile, compile_blocks
 from unit_tests.helpers.examples import families, some_groups, with_values
 from unit_tests.helpers.local_trainers import trainer_of
+from unit_tests.helpers.models import random_model
 
 HAS_COMPILER = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").is_file()
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs g++ and Python.h")
@@ -40,6 +43,29 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch, trainer, model, how, se
             ModelConfig.model_validate({"path": "here"} | model),
             **{"is_sharded": False, "replays_routes": False} | how,
         )
+
+
+@needs_compiler
+def test_a_model_that_is_listed_twice_is_compiled_once(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled.append(forward) or forward)
+    model = random_model("llama", BY_SEQUENCE)
+    compile_blocks([model, model])
+    assert compiled == [block.forward for block in model.model.layers]
+
+
+def test_compilations_before_a_trainer_are_not_counted_in_it():
+    from torch._dynamo.callback import callback_handler
+
+    rank, seen, watchers = SimpleNamespace(device="cpu", find_largest=lambda value: value), [], set[int]()
+    for _ in range(2):
+        metrics = CompileMetrics(rank)
+        watchers.add(len(callback_handler.start_callbacks))
+        callback_handler.run_start_callbacks(None)
+        callback_handler.run_end_callbacks(None)
+        seen += [metrics.finish()["compile/count"], metrics.finish()["compile/count"]]
+    assert seen == [1, 0, 1, 0]
+    assert len(watchers) == 1, "a watcher stays for good, and would keep its trainer"
 
 
 def learn(path: str, alg, *, compile: bool, **how):
