@@ -99,14 +99,16 @@ def probe_layout(
     layout: Setting = "auto",
     agree: Callable[[Tensor], Tensor] = lambda worst: worst,
     key: str = "this model",
+    has_images: bool = True,
 ) -> LayoutProbe:
     """Find the best layout of a model, set the attention accordingly, and keep the result on the model.
 
     module: the callable (DeepSpeed's engine, or the model itself). layout: only these are tried. agree: largest values
-    over all ranks, which all call this together. Raises UserError if no layout is exact, or not the given one.
+    over all ranks, which all call this together. has_images: as in `draw_segments`. Raises UserError if no layout is
+    exact, or not the given one.
     """
     begin = time.monotonic()
-    bench = _Bench(module, model, torch.device(device), agree)
+    bench = _Bench(module, model, torch.device(device), agree, has_images=has_images)
     with torch.no_grad():
         found = bench.find_first(_list_attempts(read_attention(_config(model)), layout))
     if found is None:
@@ -168,11 +170,17 @@ class _Bench:
     """Sequences scored alone, and the comparison of layouts with them."""
 
     def __init__(
-        self, module: nn.Module, model: nn.Module, device: torch.device, agree: Callable[[Tensor], Tensor]
+        self,
+        module: nn.Module,
+        model: nn.Module,
+        device: torch.device,
+        agree: Callable[[Tensor], Tensor],
+        *,
+        has_images: bool = True,
     ) -> None:
         self.module, self.model, self.device, self.agree = module, model, device, agree
         self.attention = read_attention(_config(model))
-        self.segments = draw_segments(model)
+        self.segments = draw_segments(model, has_images=has_images)
         self.sequences = list_sequences(self.segments)
         self.paths: PathLayers | None = None
         self.refuted: list[str] = []

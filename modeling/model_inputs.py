@@ -138,7 +138,8 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
         )
     if kernel in TAKE_SEGMENTS:
         return {"segments": segments}
-    if find_blocks(model.config) is not None:
+    blocks = find_blocks(model.config)
+    if blocks is not None and (batch.input_ids == blocks.token).any():
         raise ValueError(
             f"packed rows under {kernel} attention are causal, and the tokens of an image attend in both directions "
             "in this model: set trainer.layout=padded"

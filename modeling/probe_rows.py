@@ -23,12 +23,16 @@ LONGEST_WINDOW = 256
 """Largest sliding window, in tokens, that the probe exceeds."""
 
 
-def draw_segments(model: nn.Module) -> list[Tensor]:
-    """Return the tokens of D, P, a, b and C. The last is longer than a short window of the model."""
+def draw_segments(model: nn.Module, *, has_images: bool = True) -> list[Tensor]:
+    """Return the tokens of D, P, a, b and C. The last is longer than a short window of the model.
+
+    has_images: with image tokens if those attend in both directions.
+    """
     hf: Any = model
     config = hf.config.get_text_config()
     # a placeholder of an image would ask for features
-    special = {v for name, v in hf.config.to_dict().items() if name.endswith("token_id") and isinstance(v, int)}
+    marks = ("token_id", "token_index")
+    special = {v for name, v in hf.config.to_dict().items() if name.endswith(marks) and isinstance(v, int)}
     known = torch.tensor([i for i in range(min(config.vocab_size, 4096)) if i not in special] or [0])
     windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
     beyond = max((w + 5 for w in windows if isinstance(w, int) and w <= LONGEST_WINDOW), default=0)
@@ -37,7 +41,7 @@ def draw_segments(model: nn.Module) -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
     lengths = [ALONE, PREFIX, *REPLIES, last]
     segments = [known[torch.randint(len(known), (min(n, most),), generator=random)] for n in lengths]
-    if (blocks := find_blocks(hf.config)) is not None and blocks.token < config.vocab_size:
+    if has_images and (blocks := find_blocks(hf.config)) is not None and blocks.token < config.vocab_size:
         # An image in D, P and C, without pixels: what counts here is which tokens attend to which.
         for segment in (segments[0], segments[1], segments[-1]):
             segment[2:7] = blocks.token

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from configs.trainer_schema import TrainerConfig
+from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.types.batch import RowLayout
-from modeling.hf_config import ImageUse
+from modeling.hf_config import ImageUse, is_text_use
 from modeling.layout_probe import can_share_prefixes, find_probe, layout_for, probe_layout
 from modeling.text_use import list_unused
 from trainers.learner import Learner
 
 
 def measure_layouts(
-    path: str,
+    settings: ModelConfig,
     policy: Learner,
     critic: Learner | None,
     frozen: Mapping[str, nn.Module],
@@ -28,17 +28,20 @@ def measure_layouts(
 ) -> None:
     """Measure the best row layout of every model, and set the attention. All ranks call it together.
 
-    path: model.path, for errors. frozen: by the name of the teacher. agree: as in `probe_layout`.
+    settings: section `model` of the recipe. frozen: by the name of the teacher. agree: as in `probe_layout`.
     """
     given: dict[str, Any] = {"device": device, "layout": cfg.layout, "agree": agree}
+    path, images = settings.path, settings.images
     learners = {f"model.path={path}": policy}
     if critic is not None:
         learners[f"model.path={path}, as a value model"] = critic
     for name, learner in learners.items():
-        probe_layout(learner.module, learner.model, key=name, **given)
+        has_images = not is_text_use(learner.model.config, images)
+        probe_layout(learner.module, learner.model, key=name, has_images=has_images, **given)
     # several teachers may have the same model
     for model, name in {model: name for name, model in frozen.items()}.items():
-        probe_layout(model, model, key=f"alg, the model of {name}", **given)
+        has_images = not is_text_use(model.config, images)
+        probe_layout(model, model, key=f"alg, the model of {name}", has_images=has_images, **given)
 
 
 def combine_layouts(policy: nn.Module, others: list[nn.Module], cfg: TrainerConfig, *, images: ImageUse) -> RowLayout:

@@ -108,7 +108,7 @@ class Trainer:
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, images=model.images, **kind)
-        measure_layouts(model.path, self.policy, self.critic, self.frozen, cfg, agree=self.find_largest, device=device)
+        measure_layouts(model, self.policy, self.critic, self.frozen, cfg, agree=self.find_largest, device=device)
         if cfg.compile:
             compile_blocks(self.list_models())
         self.layout = layout_for(cfg.layout, self.model)

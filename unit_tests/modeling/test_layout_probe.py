@@ -204,9 +204,9 @@ def test_the_path_of_a_segment_begins_at_its_root():
 def test_attention_that_is_causal_within_an_image_is_noticed(family, monkeypatch):
     """Gemma's tokens of an image attend to each other; with a causal kernel only transformers' own mask is left."""
     model = make_model(family)
-    for part in (model.config.get_text_config(), *model.modules()):
-        if getattr(part, "sliding_window", None):
-            part.sliding_window = 4  # shorter than an image of the probe
+    windowed = [m for m in (model.config.get_text_config(), *model.modules()) if getattr(m, "sliding_window", None)]
+    for part in windowed:
+        part.sliding_window = 4  # shorter than an image of the probe
     attend_by_sequence_if_able(model)
     assert measure(model).level == "shared"
     monkeypatch.setattr(ImageEnds, "for_layer", lambda self, window: None)
@@ -214,3 +214,6 @@ def test_attention_that_is_causal_within_an_image_is_noticed(family, monkeypatch
     assert (found.level, found.attention) == ("padded", "sdpa") and len(found.refuted) == 3
     with pytest.raises(UserError, match=r"packed rows .sdpa attention.: packed rows under sdpa attention are causal"):
         measure(model, layout="packed")
+    for part in windowed:
+        part.sliding_window = 1024
+    assert measure(model, layout="packed", has_images=False).level == "packed", "text alone is causal"
