@@ -115,7 +115,7 @@ def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelC
 def check_frozen(path: str, tokenizer: ChatTokenizer, model: ModelConfig, *, key: str, use: str) -> None:
     """Raise UserError for a frozen model that cannot be loaded, or whose vocabulary differs from the policy's.
 
-    use: a verb phrase of what the model is for, with the policy's tokens.
+    use: a verb phrase, the use of the model with the policy's tokens.
     """
     trusts = model.trust_remote_code
     check_model_folder(path, key=key, trust_remote_code=trusts)

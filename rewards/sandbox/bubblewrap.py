@@ -183,7 +183,7 @@ def mount_system() -> list[str]:
 
 
 def _share_output(pid: int) -> None:
-    """Let every user open the output of a process by its name, /dev/stdout or /dev/stderr: the program is not root."""
+    """Let every user open the output of a process by name, /dev/stdout or /dev/stderr: the program is not root."""
     for number in (1, 2):
         with suppress(OSError):  # it has ended
             os.chmod(f"/proc/{pid}/fd/{number}", 0o666)

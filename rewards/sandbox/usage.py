@@ -16,7 +16,7 @@ MOST_CLOSED = 64
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Folder of this user that was opened for a moment, since its own mode forbids to read it."""
+    """Folder of this user that was opened for a moment, since the mode forbids to read it."""
 
     handle: int
     mode: int

@@ -70,7 +70,7 @@ async def play(given: dict[str, Any], tasks: list[Any], settings: dict[str, Any]
 def is_policy_limit(trace: Any) -> bool:
     """Tell whether an episode ended because the policy had used up its turns or tokens.
 
-    Whatever the harness makes of the refusal, the policy did that: it keeps what its environment gave until then, or 0.
+    Whatever the harness makes of the refusal, the policy did that: it keeps the return of the environment so far, or 0.
     """
     refused = [call.error.message for call in trace.calls[-1:] if call.error is not None]
     said = " ".join([trace.last_error.message, *refused])

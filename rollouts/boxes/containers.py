@@ -102,7 +102,7 @@ class ContainerBox:
         await self._end()
 
     async def _start(self) -> None:
-        """Start the container, with a limit on its disk if the storage of this machine's program knows one."""
+        """Start the container, with a limit on the disk if the storage of this machine's program knows one."""
         name = self._program.name
         limit_disk = name not in UNLIMITED
         words, ran = await self._try_start(limit_disk=limit_disk)

@@ -19,7 +19,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 """Two-sided 95 % quantiles of Student's t with 1, 2, ... degrees of freedom."""
 SIDES = {"ours": "FeynRL", "trl": "TRL 1.16"}
 WHOLE_GROUPS = "trl_groups"
-"""Side of TRL without the shuffle of a step's samples over its updates, in GRPO."""
+"""Side of TRL without the shuffle of a step's samples over the updates, in GRPO."""
 LOOKS = {"ours": Look(BLUE), "trl": Look(COLOURS[0], "7 5", 2)}
 """TRL's line is dashed and above ours, so that equal curves show both."""
 WIDTH, HEIGHT, PANEL_WIDTH, PANEL_HEIGHT = 1000, 284, 250, 170

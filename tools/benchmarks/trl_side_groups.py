@@ -1,4 +1,4 @@
-"""trl_side.py with whole groups in an update: TRL 1.16 without its shuffle of a step's samples over the updates.
+"""trl_side.py with whole groups in an update: TRL 1.16 without the shuffle of a step's samples over the updates.
 
 python trl_side_groups.py grpo TASK.json
 """

@@ -213,7 +213,7 @@ def test_a_verifiers_path_is_the_images_but_for_folders_of_the_policy():
     assert order_path(f"/root/.local/bin:.::/usr/../app:{system}") == f"{system}:/root/.local/bin:/usr/../app"
 
 
-def test_a_folder_of_the_path_that_is_a_link_to_one_of_the_policy_comes_last(tmp_path):
+def test_a_folder_that_is_a_link_to_one_of_the_policy_comes_last(tmp_path):
     for name, target in {"venv": "/app/.venv", "up": "..", "circle": "circle", "conda": "../usr/conda"}.items():
         (tmp_path / "opt").mkdir(exist_ok=True)
         (tmp_path / "opt" / name).symlink_to(target)
