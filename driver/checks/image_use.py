@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from configs.eval_schema import EvalConfig
 from core.errors import UserError
-from modeling.hf_config import ImageUse, ModelUnreadable, needs_images, read_config
+from modeling.hf_config import ImageUse, ModelUnreadable, check_model_folder, needs_images, read_config
 from rollouts.registry import load_engine_class, resolve_engine
 
 
@@ -16,6 +16,7 @@ def settle_images(given: ImageUse, path: str, *, engine: str, trust_remote_code:
     if given == "off":
         return given
     try:
+        check_model_folder(path, trust_remote_code=trust_remote_code)  # before the hub is asked for a local path
         if not needs_images(path, trust_remote_code=trust_remote_code):
             return given
     except ModelUnreadable:  # a recipe may name a model that is made later

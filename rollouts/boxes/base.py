@@ -15,7 +15,7 @@ from rewards.sandbox.base import Limits, Ran
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WRITABLE = ("app", "home", "logs", "root", "solution", "tests", "tmp", "workspace")
 """Folders of the root to which the policy may write in every box."""
-NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+NAME = re.compile(r"[^\s=*\0]+")
 """Name of a variable."""
 MOST_LINKS = 40
 """Maximum number of links on the way to a folder, as in the kernel."""
@@ -47,10 +47,10 @@ def check_variables(environment: Mapping[str, object], of: str) -> None:
     """
     for name, value in environment.items():
         # podman takes a name that ends in * for all variables of this machine that begin so
-        if not NAME.fullmatch(name) or "\0" in str(value) or not is_text(str(value)):
+        if not NAME.fullmatch(name) or "\0" in str(value) or not is_text(f"{name}{value}"):
             raise UserError(
-                f"{of} sets the variable {quote(name)} to {quote(str(value))}: the name must consist of letters of "
-                "ASCII, digits and _, and the value may have no NUL and no broken characters"
+                f"{of} sets the variable {quote(name)} to {quote(str(value))}: a name may not be empty nor have "
+                "=, *, spaces or NUL, and the value may have no NUL and no broken characters"
             )
 
 

@@ -27,7 +27,7 @@ MOST_STARTS = 4
 LARGEST_ARCHIVE = 64 * 2**20
 """Maximum size of an archive that is read, in bytes."""
 STARTING = asyncio.Semaphore(MOST_STARTS)
-NO_LIMIT = (b"storage-opt", b"storage option", b"pquota", b"project quota", b"not enabled quotas")
+NO_LIMIT = (b"storage-opt", b"storage option", b"pquota", b"project quota", b"btrfs quota", b"not enabled quotas")
 """Words of the programs for storage that cannot limit the disk of a container. A quota may also be used up."""
 UNLIMITED: set[str] = {"apptainer"}
 """Programs that cannot limit the disk here, as far as this process knows."""

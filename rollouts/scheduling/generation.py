@@ -12,6 +12,7 @@ from configs.judge_schema import JudgeBudgetConfig
 from core.cluster.workers import Workers
 from core.errors import ProcessDied, RunStopped
 from core.tasks import start_task
+from core.timing.clock import ActivityTimer
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S
 from core.timing.timeouts import wait_or_cancel
 from core.types.samples import Group, Prompt
@@ -96,12 +97,19 @@ class GroupRequests:
         # longer than the worker's own deadline, so that the worker reports first
         return await wait_or_cancel(call, self.timeout_s + GROUP_TIMEOUT_GRACE_S)
 
-    async def _wait_while_alive(self, rank: int, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call without a deadline. Raises ProcessDied if the engine gives no sign of life meanwhile."""
-        running = start_task(call)
+    async def _wait_while_alive(self, rank: int, call: Coroutine[Any, Any, T]) -> T | None:
+        """Await a call without a deadline; return None if the engine's event loop is blocked.
+
+        Raises ProcessDied if the engine gives no sign of life meanwhile.
+        """
+        running, timer = start_task(call), self.workers.attribute("timer")
         try:
             while not (await asyncio.wait([running], timeout=self.timeout_s))[0]:
                 await self._check_alive(rank)
+                # the health check has a thread of its own, and says nothing of an environment that never awaits
+                answer = timer.call_one(rank, ActivityTimer.read_seconds)
+                if await wait_or_cancel(answer, self.timeout_s) is None:
+                    return None
             return running.result()
         finally:
             running.cancel()

@@ -199,6 +199,16 @@ class Busy(Mortal):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.deadlines: list[float] = []
+        self.blocked = set[int]()
+
+    def attribute(self, name: str) -> Busy:
+        return self
+
+    async def call_one(self, rank: int, method: Callable[..., Any], *args: Any) -> Any:
+        if method is not ActivityTimer.read_seconds:
+            return await super().call_one(rank, method, *args)
+        await asyncio.sleep(1000 if rank in self.blocked else 0)
+        return {}
 
     def with_deadline(self, timeout_s: float, *, key: str) -> Busy:
         self.deadlines.append(timeout_s)
@@ -208,7 +218,8 @@ class Busy(Mortal):
         return rank not in self.dead, f"engine {rank}: no sign of life"
 
 
-def test_a_group_that_waits_for_places_ends_only_with_the_engine() -> None:
+@pytest.mark.parametrize("how", ["dead", "blocked"])
+def test_a_group_that_waits_for_places_ends_only_with_the_engine(how: str) -> None:
     """After two deadlines of 9 s the engine is stuck; the other one takes the group, and needs 100 s."""
     workers = Busy(times=Times(group=100.0, group_std=0.0, train=0.0, sync=0.0), engines=2, concurrent=9)
     requests = GroupRequests(
@@ -219,13 +230,14 @@ def test_a_group_that_waits_for_places_ends_only_with_the_engine() -> None:
     )
 
     async def body() -> float:
-        asyncio.get_running_loop().call_later(20, workers.dead.add, 0)
+        asyncio.get_running_loop().call_later(20, getattr(workers, how).add, 0)
         group = await requests.generate_group(7, Prompt(id="7", messages=[]), 1)
         assert group[0].prompt.id == "7"
         return asyncio.get_running_loop().time()
 
-    assert run_in_virtual_time(body()) == pytest.approx(127.0)
-    assert workers.asked == [(0, 7), (1, 7)] and requests.n_retries == 0
+    waited = 9.0 if how == "blocked" else 0.0  # for the answer of its event loop
+    assert run_in_virtual_time(body()) == pytest.approx(127.0 + waited)
+    assert workers.asked == [(0, 7), (1, 7)] and requests.n_retries == (1 if how == "blocked" else 0)
     assert workers.deadlines == [math.inf]
 
 

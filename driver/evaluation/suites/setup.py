@@ -179,7 +179,12 @@ def explain_eval(cfg: EvalConfig) -> str:
         "a sample passes": f"with a reward of {cfg.pass_reward:g} or more",
     }
     devices = [*describe_gpus(), *describe_processes(cfg)]
-    model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
+    model = ModelConfig(
+        path=cfg.model.path,
+        dtype=cfg.model.dtype,
+        trust_remote_code=cfg.model.trust_remote_code,
+        images=settle_eval_images(cfg),
+    )
     # the hub is not asked: a recipe is explained at once
     is_here = os.path.isdir(cfg.model.path)
     tokenizer = find_tokenizer(model, cfg.data) if is_here else f"model.path={cfg.model.path} is no folder here"
