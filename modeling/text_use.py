@@ -16,11 +16,13 @@ from modeling.hf_config import ImageUse, is_text_use
 
 
 def list_unused(model: nn.Module, images: ImageUse = "auto") -> list[str]:
-    """Return the names of parameters that text never reaches; [] if there are none."""
+    """Return the names of parameters that no input reaches: with images those for sound, else all but text's."""
     wrapped: Any = model
     base: Any = wrapped.get_base_model() if hasattr(model, "peft_config") else wrapped
     if not is_text_use(base.config, images):
-        return []
+        # rows have images, but never sound
+        sound = getattr(base.config, "audio_config", None) is not None
+        return [name for name, _ in base.named_parameters() if sound and "audio" in name]
     parts = (base.get_decoder(), base.get_output_embeddings())
     used = {id(p) for part in parts if part is not None for p in part.parameters()}
     return [name for name, p in base.named_parameters() if id(p) not in used]

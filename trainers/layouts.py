@@ -54,6 +54,7 @@ def combine_layouts(policy: nn.Module, others: list[nn.Module], cfg: TrainerConf
     able = not padded and all(can_share_prefixes(m) for m in models)
     shares = able and cfg.share_prefixes == "auto"
     measured = find_probe(policy).describe()
-    if list_unused(policy, images):
+    hf: Any = policy
+    if is_text_use(hf.config, images) and list_unused(policy, images):
         measured += "; used for text only, all other parts of the model are frozen"
     return RowLayout(padded=padded, shares_prefixes=shares, measured=measured)

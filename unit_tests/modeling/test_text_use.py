@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, Gemma4AudioConfig
 
 from algs.sft import SFT
 from configs.data_schema import TemplateConfig
@@ -27,7 +27,7 @@ from rollouts.engines.vllm_support.architectures import can_import
 from rollouts.engines.vllm_support.settings import engine_args, find_use
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.local_trainers import trainer_of
-from unit_tests.helpers.seeing import draw_image, save_model
+from unit_tests.helpers.seeing import draw_image, make_config, save_model
 from unit_tests.helpers.shared_prefixes import check_alike, laid_out
 
 TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -101,6 +101,17 @@ def test_an_adapter_is_of_the_language_part(tmp_path):
     model = load_model(save(tmp_path, "mistral3"), dtype="float32", attention="auto", lora=LoraConfig(r=4))
     adapted = [name for name, p in model.named_parameters() if p.requires_grad]
     assert adapted and all("language_model" in name for name in adapted)
+
+
+def test_a_model_that_reads_images_does_not_train_its_part_for_sound():
+    config = make_config("gemma4")
+    config.audio_config = Gemma4AudioConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    unused = list_unused(model)
+    assert {name.split(".")[1] for name in unused} == {"audio_tower", "embed_audio"}
+    config.audio_config = None
+    assert list_unused(model) == []
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma4", marks=pytest.mark.slow)])
