@@ -481,7 +481,7 @@ def test_chunks_bring_what_a_stream_brings_even_after_a_broken_update(lab: Lab, 
             await lab.engine.receive_weights(25)
         with pytest.raises(TransportFailed, match=r"did not get through over disk: .*No such file"):
             await lab.engine.begin_chunks()
-            await lab.engine.load_chunk(str(tmp_path / "nowhere"))
+            await lab.engine.load_chunk(f"{tmp_path}/nowhere#7-00")
 
         lab.sender = TamperingSender(timeout_s=TIMEOUT_S)
         await lab._join()

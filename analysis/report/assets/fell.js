@@ -37,7 +37,7 @@ const lowestFirst = (rows) => rows.sort((x, y) => (x.change ?? 0) - (y.change ??
 /** The logged mean rewards of both steps: of the whole, of the parts, and of the sources of a mixture. */
 function changesOf(run, a, b) {
   const at = (name, step) => run.values[name][indexOfStep(run, step)];
-  const kind = (name) => (run.values[`data/${name.slice(7)}/rows`] ? "source" : ["reward/mean", "reward/std", "reward/mean_drawn"].includes(name) ? "whole" : "part");
+  const kind = (name) => (run.values[`data/${name.slice(7)}/rows`] ? "source" : ["reward/mean", "reward/std", "reward/mean_drawn", "reward/length_corr", "reward/others"].includes(name) ? "whole" : "part");
   const rows = Object.keys(run.values)
     .filter((name) => name.startsWith("reward/"))
     .map((name) => ({ name, kind: kind(name), change: changeOf(at(name, a), at(name, b)) }));
