@@ -18,10 +18,8 @@ LONGEST = {
 """Most files and lines of each walk; a file of more than 350 lines counts twice."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n == "weights" else pytest.mark.verify) for n in WALKS],
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("name", WALKS)
 def test_a_walk_is_the_one_on_the_page_and_no_longer(name):
     files, others = run_walk(name)
     title = WALKS[name].title
