@@ -52,9 +52,7 @@ class Rewarder:
         self, prompt: Prompt, conversations: list[list[Message]], *, is_group: bool
     ) -> list[RewardResult]:
         kinds = [kind for kind in self._list_kinds(prompt.source) if kind.is_group == is_group]
-        asked = [self._pools[kind].compute_group(prompt, conversations) for kind in kinds]
-        # most recipes have one kind, and need no task to wait for it
-        found = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        found = await asyncio.gather(*(self._pools[kind].compute_group(prompt, conversations) for kind in kinds))
         results = [merge_results([("", of_kind[i]) for of_kind in found]) for i in range(len(conversations))]
         if stop := next((result.stop for result in results if result.stop), ""):
             raise UserError(stop)

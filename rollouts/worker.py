@@ -214,8 +214,6 @@ class RolloutWorker:
             return Episode(played=played, results=[await self._compute_reward(played[0])], is_shared=True)
 
     async def _reward_players(self, played: list[Played]) -> Episode:
-        if len(played) == 1:  # without a task, which costs as much as the reward of a short reply
-            return Episode(played=played, results=[await self._compute_reward(played[0])])
         return Episode(played=played, results=await asyncio.gather(*map(self._compute_reward, played)))
 
     async def _compute_reward(self, played: Played) -> RewardResult:
@@ -257,9 +255,9 @@ class RolloutWorker:
         sample, prompt = played.sample, played.sample.prompt
         if sample.failure:
             return sample
-        said: dict[str, Any] = {"notes": [*result.notes], "counts": sample.counts | result.counts}
+        sample = replace(sample, notes=[*result.notes], counts=sample.counts | result.counts)
         if result.failure:
-            return replace(sample, **said, failure=result.failure, reward_parts={})
+            return replace(sample, failure=result.failure, reward_parts={})
         # a silent overwrite would drop one of the two numbers
         twice = result.reward_parts.keys() & sample.reward_parts.keys()
         # the number of replies, which that reward returns for want of another, gives way to the environment's own
@@ -275,10 +273,9 @@ class RolloutWorker:
             turns = join_turns(sample, played.turn_scores, result.turn_parts)
             sample = add_token_rewards(sample, result, weights, self.tokenizer.decode)
         except ValueError as error:
-            return replace(sample, **said, failure=str(error), reward_parts={})
+            return replace(sample, failure=str(error), reward_parts={})
         return replace(
             sample,
-            **said,
             reward_parts=parts,
             reward=weigh_parts(self.reward, parts, prompt.source),
             turn_rewards=weigh_turns(weights, turns),

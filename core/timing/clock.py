@@ -57,9 +57,14 @@ class ActivityTimer:
         self.seconds: dict[str, float] = dict.fromkeys([*activities, IDLE], 0.0)
         self.charged_until = time.perf_counter()
 
-    def measure(self, activity: Activity) -> Measured:
-        """Charge the body of a `with` to `activity`."""
-        return Measured(self, activity)
+    @contextmanager
+    def measure(self, activity: Activity) -> Generator[None]:
+        """Charge the body to `activity`."""
+        self.begin_activity(activity)
+        try:
+            yield
+        finally:
+            self.end_activity(activity)
 
     def begin_activity(self, activity: Activity) -> None:
         """Charge time to `activity` until `end_activity`. An unlisted activity comes last."""
@@ -88,16 +93,3 @@ class ActivityTimer:
                 break
         self.seconds[charged] += now - self.charged_until
         self.charged_until = now
-
-
-class Measured:
-    """Context manager of `ActivityTimer.measure`: a class, because every sample enters several."""
-
-    def __init__(self, timer: ActivityTimer, activity: Activity) -> None:
-        self.timer, self.activity = timer, activity
-
-    def __enter__(self) -> None:
-        self.timer.begin_activity(self.activity)
-
-    def __exit__(self, *_: object) -> None:
-        self.timer.end_activity(self.activity)
