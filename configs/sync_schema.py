@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from core.strict_model import Seconds, StrictModel
-from core.text.secrets import has_secret
+from core.text.secrets import refuse_secret
 
 PauseMode = Literal["keep", "wait", "abort"]
 PROBE_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
@@ -55,12 +55,8 @@ class WeightSyncConfig(StrictModel):
     @field_validator("folder")
     @classmethod
     def holds_no_secret(cls, value: str | None) -> str | None:
-        if value is not None and has_secret(value):
-            raise ValueError(
-                "the address holds a user, a password or a token, and a recipe is copied into the run folder: put them "
-                "into the environment variables that the store's package reads, such as AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY"
-            )
+        names = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        refuse_secret(value, f"them into the environment variables that the store's package reads, such as {names}")
         return value
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from core.strict_model import StrictModel
-from core.text.secrets import has_secret
+from core.text.secrets import refuse_secret
 
 
 class TrackingConfig(StrictModel):
@@ -46,12 +46,9 @@ class TrackingConfig(StrictModel):
     @field_validator("mlflow_uri")
     @classmethod
     def holds_no_secret(cls, value: str | None) -> str | None:
-        if value is not None and has_secret(value):
-            raise ValueError(
-                "the address holds a user, a password or a token, and a recipe is copied into the run folder: put the "
-                "whole address into the variable MLFLOW_TRACKING_URI, or the user and the password into "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-            )
+        names = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        where = f"into the variable MLFLOW_TRACKING_URI, or the user and the password into {names}"
+        refuse_secret(value, f"the whole address {where}")
         return value
 
     def find_unused(self, trackers: Collection[str]) -> str | None:

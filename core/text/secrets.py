@@ -37,6 +37,15 @@ def has_secret(address: str) -> bool:
     return hide_secrets(address) != address
 
 
+def refuse_secret(address: str | None, instead: str) -> None:
+    """Raise ValueError for the address of a recipe that contains a secret. instead: the fix, after "put"."""
+    if address is not None and has_secret(address):
+        raise ValueError(
+            "the address holds a user, a password or a token, and a recipe is copied into the run folder: put "
+            f"{instead}"
+        )
+
+
 def hide_settings(value: Any, key: str = "") -> Any:
     """Return a configuration without secrets: texts under keys such as api_key, and those in addresses.
 
