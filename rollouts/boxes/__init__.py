@@ -30,7 +30,7 @@ async def open_box(backend: str, spec: BoxSpec) -> Box:
     Raises UserError for an image or a variable that cannot be used, and SandboxUnavailable if the start fails.
     """
     check_variables(spec.environment, "a box")
-    if not is_text(spec.folder + spec.image) or "\0" in spec.folder + spec.image:
+    if not is_text(spec.folder + spec.image):
         raise UserError(
             f"the image {quote(spec.image)} or the working folder {quote(spec.folder)} is no name of a file"
         )

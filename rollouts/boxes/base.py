@@ -47,7 +47,7 @@ def check_variables(environment: Mapping[str, object], of: str) -> None:
     """
     for name, value in environment.items():
         # podman takes a name that ends in * for all variables of this machine that begin so
-        if not NAME.fullmatch(name) or "\0" in str(value) or not is_text(f"{name}{value}"):
+        if not NAME.fullmatch(name) or not is_text(f"{name}{value}"):
             raise UserError(
                 f"{of} sets the variable {quote(name)} to {quote(str(value))}: a name may not be empty nor have "
                 "=, *, spaces or NUL, and the value may have no NUL and no broken characters"
@@ -55,16 +55,15 @@ def check_variables(environment: Mapping[str, object], of: str) -> None:
 
 
 def is_text(text: str) -> bool:
-    """Tell whether a text can be encoded.
+    """Tell whether a process can be given a text: it has neither NUL nor half of a character.
 
-    >>> is_text("a\\n"), is_text("\\ud800")
-    (True, False)
+    >>> is_text("a\\n"), is_text("\\ud800"), is_text("\\0")
+    (True, False, False)
     """
     try:
-        text.encode()
+        return b"\0" not in text.encode()
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def order_path(path: str, writable: Collection[str] = WRITABLE, root: Path | None = None) -> str:

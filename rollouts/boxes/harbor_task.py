@@ -20,7 +20,7 @@ from typing import Any
 
 from core.errors import UserError, quote
 from core.text.text_files import read_text
-from rollouts.boxes.base import check_variables
+from rollouts.boxes.base import check_variables, is_text
 
 LARGEST_REWARD_FILE = 2**16
 ROUNDING = 0.01
@@ -66,7 +66,10 @@ class HarborTask:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """Read a task. Raises UserError if it is none, or asks for more than a box."""
+    """Read a task of Harbor's format: instruction.md, task.toml, tests/test.sh.
+
+    Raises UserError for another folder, a link in it, or a task that asks for more than a box.
+    """
     if not (folder / "tests" / "test.sh").is_file():
         raise UserError(f"the task {quote(folder)} has no tests/test.sh, so it is no task of Harbor's format")
     check_links(folder)
@@ -181,7 +184,7 @@ class _Reader:
     def text(self, table: dict[str, Any], key: str) -> str:
         """Return a text, "" without the key."""
         value = table.get(key.partition(".")[2]) or ""
-        if not isinstance(value, str) or "\0" in value:
+        if not isinstance(value, str) or not is_text(value):
             raise UserError(f"{self.folder}/task.toml: {key} is {value!r:.60}, where a text without NUL is expected")
         return value
 

@@ -53,7 +53,10 @@ class Image:
 
 
 def prepare_image(name: str) -> Image:
-    """Return an image, unpacked into the cache folder if need be. Raises UserError if the digest differs."""
+    """Return an image, unpacked into the cache folder if need be.
+
+    name: "host", or FOLDER@sha256:DIGEST of an OCI layout. Raises UserError if the digest differs or a file is damaged.
+    """
     if name == HOST:
         return Image(root=None)
     path, _, digest = name.partition("@")
@@ -76,7 +79,7 @@ def prepare_image(name: str) -> Image:
         raise UserError(f"the image {quote(name)} is damaged: its config is no table")
     root = unpack(folder, digest, manifest)
     listed, work = config.get("Env") or [], config.get("WorkingDir") or "/"
-    if not isinstance(listed, list) or not isinstance(work, str) or "\0" in work or not is_text(work):
+    if not isinstance(listed, list) or not isinstance(work, str) or not is_text(work):
         raise UserError(
             f"the image {quote(name)} is damaged: its Env is no list, or its WorkingDir no text without NUL"
         )
