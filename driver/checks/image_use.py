@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from configs.eval_schema import EvalConfig
 from core.errors import UserError
-from modeling.hf_config import ImageUse, ModelUnreadable, check_model_folder, needs_images, read_config
+from modeling.hf_config import ImageUse, ModelUnreadable, check_model_folder, read_config, vision_family
 from rollouts.registry import load_engine_class, resolve_engine
 
 
@@ -17,13 +17,14 @@ def settle_images(given: ImageUse, path: str, *, engine: str, trust_remote_code:
         return given
     try:
         check_model_folder(path, trust_remote_code=trust_remote_code)  # before the hub is asked for a local path
-        if not needs_images(path, trust_remote_code=trust_remote_code):
-            return given
+        config = read_config(path, trust_remote_code=trust_remote_code)
     except ModelUnreadable:  # a recipe may name a model that is made later
         return given
+    if vision_family(config) is None:
+        return given
+    engine_class = load_engine_class(resolve_engine(engine))
     try:
-        config = read_config(path, trust_remote_code=trust_remote_code)
-        load_engine_class(resolve_engine(engine)).check_images(config, path=path)
+        engine_class.check_images(config, path=path)
     except UserError:
         return "off"
     return given
