@@ -37,7 +37,7 @@ class ImageEnds:
         return None if self.in_windows_only and window is None else self.ends
 
 
-def find_blocks(config: Any) -> ImageBlocks | None:
+def find_image_blocks(config: Any) -> ImageBlocks | None:
     """Return the image tokens that attend in both directions, by the model's config; None if attention is causal."""
     text = config.get_text_config()
     if config.model_type == "gemma3":

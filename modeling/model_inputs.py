@@ -17,7 +17,7 @@ from core.types.kept_sets import KeptTokens
 from core.types.routes import PADDING
 from core.types.samples import Batch
 from modeling.attention import TAKE_BORDERS, TAKE_SEGMENTS
-from modeling.image_blocks import find_blocks, find_ends, mark_types
+from modeling.image_blocks import find_ends, find_image_blocks, mark_types
 from modeling.segments import Segments
 from modeling.sequence_parallel import SequenceGroup
 
@@ -112,7 +112,7 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
 
 def _mark_images(model: nn.Module, input_ids: Tensor, sequences: Tensor) -> dict[str, Any]:
     """Return the inputs for attention among the tokens of an image, of rows [B, T] with sequences [B * T]."""
-    blocks = find_blocks(model.config)
+    blocks = find_image_blocks(model.config)
     if blocks is None:
         return {}
     if read_attention(model.config.get_text_config()) not in TAKE_SEGMENTS:
@@ -138,7 +138,7 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
         )
     if kernel in TAKE_SEGMENTS:
         return {"segments": segments}
-    blocks = find_blocks(model.config)
+    blocks = find_image_blocks(model.config)
     if blocks is not None and (batch.input_ids == blocks.token).any():
         raise ValueError(
             f"packed rows under {kernel} attention are causal, and the tokens of an image attend in both directions "

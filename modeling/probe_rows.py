@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core.types.samples import Batch, Tokens
-from modeling.image_blocks import find_blocks
+from modeling.image_blocks import find_image_blocks
 
 ALONE, PREFIX, REPLIES, LAST = 11, 13, (9, 16), 21
 """Tokens of D, P, a and b, and C."""
@@ -41,7 +41,7 @@ def draw_segments(model: nn.Module, *, has_images: bool = True) -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
     lengths = [ALONE, PREFIX, *REPLIES, last]
     segments = [known[torch.randint(len(known), (min(n, most),), generator=random)] for n in lengths]
-    if has_images and (blocks := find_blocks(hf.config)) is not None and blocks.token < config.vocab_size:
+    if has_images and (blocks := find_image_blocks(hf.config)) is not None and blocks.token < config.vocab_size:
         # An image in D, P and C, without pixels: what counts here is which tokens attend to which.
         for segment in (segments[0], segments[1], segments[-1]):
             segment[2:7] = blocks.token

@@ -189,4 +189,9 @@ class Patches:
         return {name: found[name] for name in ("pixel_values", "image_grid_thw")}, (rows, columns)
 
     def collate(self, each: Sequence[Tensors]) -> Tensors:
-        return {name: torch.cat([one[name] for one in each]) for name in ("pixel_values", "image_grid_thw")}
+        return join_tensors(each)
+
+
+def join_tensors(each: Sequence[Tensors]) -> Tensors:
+    """Join the tensors of images along their first axis. All images have the same tensors."""
+    return {name: torch.cat([one[name] for one in each]) for name in each[0]}

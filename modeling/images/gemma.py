@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from core.errors import UserError
 from core.types.images import ImageRefused
-from modeling.images.families import Grid, Tensors
+from modeling.images.families import Grid, Tensors, join_tensors
 
 
 class Squares:
@@ -57,7 +55,7 @@ class Squares:
         return {"pixel_values": found["pixel_values"]}, (1, self.tokens)
 
     def collate(self, each: Sequence[Tensors]) -> Tensors:
-        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+        return join_tensors(each)
 
 
 class Pools:
@@ -108,4 +106,4 @@ class Pools:
         return tensors, (rows // pool, columns // pool)
 
     def collate(self, each: Sequence[Tensors]) -> Tensors:
-        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+        return join_tensors(each)

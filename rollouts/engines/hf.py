@@ -33,7 +33,7 @@ from core.types.weights import Bucket
 from modeling.export import saved_buffers
 from modeling.fixed_order import fixed_order
 from modeling.hf_config import needs_images
-from modeling.image_blocks import find_blocks
+from modeling.image_blocks import find_image_blocks
 from modeling.softmax import normalize
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
 from rollouts.engines.hf_support.invariance import check_batch_invariance
@@ -197,22 +197,13 @@ class HfEngine(Engine):
 
     def _make_rows(self, live: Sequence[tuple[list[int], Sequence[PlacedImage]]]) -> Rows:
         """Return inputs with all tokens and images of the requests, and an empty cache."""
-        return make_rows(live, self.make_cache(), self.processor, self.device, find_blocks(self.model.config))
+        return make_rows(live, self.make_cache(), self.processor, self.device, find_image_blocks(self.model.config))
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
     def _sample_tokens(self, rows: Rows, live: list[EngineRequest]) -> list[EngineRequest]:
         """Sample a token for each live request. Return the unfinished requests, with their rows prepared."""
         with nullcontext() if self.routers is None else self.routers.recording() as found:
-            out = self.model(
-                input_ids=rows.ids,
-                attention_mask=rows.mask,
-                position_ids=rows.positions,
-                past_key_values=rows.cache,
-                use_cache=True,
-                # only the last position is sampled from; logits of all, [B, L, V], would need far more memory
-                logits_to_keep=1,
-                **rows.media,
-            )
+            out = self.model(**rows.arguments())
         if self.routers is not None and found is not None:
             keep_routes(live, found.stack(), rows, experts=self.routers.experts)
         logits = rows.split(out.logits[:, -1])

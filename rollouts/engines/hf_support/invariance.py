@@ -77,14 +77,7 @@ def _decode(model: nn.Module, sequences: list[Tensor]) -> Tensor:
     rows = make_rows([(s[:-DECODED].tolist(), ()) for s in sequences], DynamicCache(), None, "cpu")
     found: list[Tensor] = []
     for chosen in torch.stack([s[-DECODED:] for s in sequences], 1):  # [sequences] each
-        out = model(
-            input_ids=rows.ids,
-            attention_mask=rows.mask,
-            position_ids=rows.positions,
-            past_key_values=rows.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        out = model(**rows.arguments())
         logp = normalize(EVERY_TOKEN.restrict(out.logits[:, -1], 1.0))
         found.append(logp.gather(-1, chosen[:, None])[:, 0])
         rows.append_tokens(chosen)

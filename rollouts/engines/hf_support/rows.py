@@ -76,6 +76,19 @@ class Rows:
     shared: Tensor | None = None
     """[requests] int64, the row of each request before the first pass. None: one row per request."""
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the model's arguments for the next pass, with logits of the last position alone."""
+        return {
+            "input_ids": self.ids,
+            "attention_mask": self.mask,
+            "position_ids": self.positions,
+            "past_key_values": self.cache,
+            "use_cache": True,
+            # only the last position is sampled from; logits of all, [B, L, V], would need far more memory
+            "logits_to_keep": 1,
+            **self.media,
+        }
+
     def split(self, logits: Tensor) -> Tensor:
         """Give each request a separate row after the first pass. Return the logits, [B, V] -> [requests, V]."""
         if self.shared is None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from core.errors import RunStopped, UserError
 from core.timing.deadlines import VLLM_IMPORT_TIMEOUT_S
-from modeling.image_blocks import find_blocks
+from modeling.image_blocks import find_image_blocks
 
 PACKAGES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("torchvision",)),
@@ -51,7 +51,7 @@ def check_images(config: Any, *, path: str) -> None:
     """Raise UserError for a model whose images vLLM computes otherwise than transformers, or was not seen to."""
     if config.model_type == "gemma3":
         reason = "vLLM writes line breaks around an image itself, so its prompt is not the one that is trained on"
-    elif find_blocks(config) is not None:
+    elif find_image_blocks(config) is not None:
         reason = "the tokens of an image attend in both directions, and vLLM's attention on a CPU is causal"
     elif config.model_type == "gemma4":
         reason = "vLLM's image tokens were not compared with the trainer's"
