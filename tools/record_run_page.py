@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import io
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -81,10 +81,8 @@ def make_run(home: Path) -> Path:
         "capture.every": STEPS - 1,
         "display": "quiet",
     }
-    here = os.getcwd()
-    os.chdir(ROOT)
-    main_rl.run(str(ROOT / "configs/quickstart.yaml"), [f"{key}={value}" for key, value in changes.items()])
-    os.chdir(here)
+    with contextlib.chdir(ROOT):
+        main_rl.run(str(ROOT / "configs/quickstart.yaml"), [f"{key}={value}" for key, value in changes.items()])
     [run] = home.iterdir()
     return run
 

@@ -18,11 +18,12 @@ import torch
 
 from algs.sft import SFT
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.types.samples import Prompt, Sample, make_sample
+from core.types.samples import Prompt, Sample
 from data_feeds.packing.batches import pack
 from modeling.hf_config import read_config
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.hf import HfEngine
+from rollouts.transcript import Conversation
 from trainers.invariant import InvariantTrainer
 from trainers.local import LocalTrainer
 
@@ -85,14 +86,10 @@ def measure(args: argparse.Namespace, *, fixed: bool) -> Cost:
 
 def make_row(prompt: list[int], done: Completion) -> Sample:
     """Return the sample of a completion."""
-    n = len(prompt)
-    return make_sample(
-        prompt=Prompt(id="made", messages=[]),
-        token_ids=prompt + done.token_ids,
-        action_mask=[False] * n + [True] * len(done.token_ids),
-        rollout_logp=[0.0] * n + done.logp,
-        versions=[-1] * n + done.versions,
-    )
+    conversation = Conversation()
+    conversation.append_context(prompt)
+    conversation.append_reply(done)
+    return conversation.make_sample(Prompt(id="made", messages=[]))
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from algs.sft import SFT
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError
-from core.types.samples import Prompt, Sample, make_sample
+from core.types.samples import Sample
 from data_feeds.packing.batches import pack
 from modeling.attention_fixed import use_fixed_order
 from modeling.fixed_order import fixed_order
@@ -21,19 +21,9 @@ from rollouts.engines.hf_support.invariance import check_batch_invariance
 from trainers.invariant import InvariantTrainer
 from unit_tests.helpers.engines import PROMPTS, engine_of, several
 from unit_tests.helpers.models import packed, random_model, some_samples
+from unit_tests.helpers.plain_vision import as_sample
 
 THREADS = 3
-
-
-def sample_of(prompt: list[int], done: Completion) -> Sample:
-    n = len(prompt)
-    return make_sample(
-        prompt=Prompt(id="p", messages=[]),
-        token_ids=prompt + done.token_ids,
-        action_mask=[False] * n + [True] * len(done.token_ids),
-        rollout_logp=[0.0] * n + done.logp,
-        versions=[-1] * n + done.versions,
-    )
 
 
 def score(trainer: InvariantTrainer, samples: list[Sample], families: list[int] | None = None) -> list[float]:
@@ -57,7 +47,7 @@ def test_a_drawn_token_has_the_trainers_bits_in_any_batch_and_packing(tiny_path,
     assert [together[i].logp for i in (0, 4)] == [c.logp for c in alone]
     model, settings = ModelConfig(path=tiny_path, dtype=dtype), TrainerConfig()
     trainer = InvariantTrainer(model, settings, SFT(), temperature=0.7, total_updates=1)
-    samples = [sample_of(p, c) for p, c in zip(prompts, together, strict=True)]
+    samples = [as_sample(p, (), c) for p, c in zip(prompts, together, strict=True)]
     drawn = [logp for c in together for logp in c.logp]
     assert score(trainer, samples) == drawn
     assert [logp for s in samples for logp in score(trainer, [s])] == drawn
@@ -120,7 +110,7 @@ def test_a_hundred_thousand_draws_follow_the_trainers_probabilities(tmp_path):
             done = [
                 Completion(token_ids=[*context, i], logp=[0.0] * n, versions=[0] * n, stop="length") for i in range(8)
             ]
-            logp = torch.tensor(score(trainer, [sample_of(prompt, c) for c in done])).view(8, -1)[:, -1]
+            logp = torch.tensor(score(trainer, [as_sample(prompt, (), c) for c in done])).view(8, -1)[:, -1]
             assert abs(float(logp.exp().sum()) - 1) < 1e-5
             expected = logp.exp() * seen.sum()
             live = expected > 5
