@@ -1,4 +1,4 @@
-"""Attention whose result for a query does not depend on the batch: on its length, padding, packing, or a cache.
+"""Attention in fixed order: a query has the same bits in every batch, at any length, padding, packing, or cache.
 
 The keys of a sequence are read in blocks of KEY_BLOCK from the first token on, with an online softmax in float32. Its
 queries are in tiles of TILE positions, and position p has place p % TILE in the tile. So every matrix product has one
@@ -184,7 +184,7 @@ def _multiply(tiles: Tensor, matrix: Tensor) -> Tensor:
 
 
 class _OtherBackward(torch.autograd.Function):
-    """Compute one attention forward, and the gradient of another that differs by rounding."""
+    """Function with the values of an attention, and the gradient of another that differs by rounding."""
 
     @staticmethod
     def forward(

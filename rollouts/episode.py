@@ -92,7 +92,7 @@ async def run_episode(
     rules: EpisodeRules,
     opponent: Opponent | None = None,
 ) -> list[Played]:
-    """Run one episode of `prompt`. Return one sample per player, with the environment's scores as reward parts.
+    """Run an episode of a prompt; return a sample per player, with the environment's scores as reward parts.
 
     With an opponent only the policy's side has a sample, which fails if the game ended before its first reply.
     An environment that raises yields failed samples. Raises RunStopped if the environment blocks the process too long,

@@ -28,7 +28,7 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One browser with one page, to be used as a context. `events` holds everything that it reported."""
+    """Browser with a page, as a context manager. `events` holds all events of the page."""
 
     def __init__(self, program: str, profile: Path, *, width: int = 1400, height: int = 1000) -> None:
         commands, self._commands = os.pipe()

@@ -171,7 +171,7 @@ class Trainer:
         return [self.model, *self.frozen.values(), *([self.critic.model] if self.critic is not None else [])]
 
     def step(self, updates: list[list[Batch]]) -> dict[str, float]:
-        """Make one optimizer update per inner list of micro-batches; return metrics, the same on every rank.
+        """Update the weights once per inner list of micro-batches; return metrics, the same on every rank.
 
         The metrics are averages over the updates that were made; a skipped update is only counted.
         """
@@ -326,7 +326,7 @@ class Trainer:
             save_state(state, folder)
 
     def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote."""
+        """Restore the state that `save_state` wrote."""
         self.updates_done, self.skipped_in_a_row = load_state(self._rank_state(), folder)
 
     def _rank_state(self) -> RankState:

@@ -20,7 +20,7 @@ def check_batch_invariant(cfg: RLConfig | EvalConfig, name: str, can: Capabiliti
 
 
 def _list_refused(cfg: RLConfig, name: str, can: Capabilities) -> list[tuple[bool, str]]:
-    """Return conditions, each with the reason and the fix."""
+    """Return conditions, each with the reason and the fix: all parts whose sums have another order on one side."""
     model, rollout = cfg.model, cfg.rollout
     reads_images = needs_images(model.path, trust_remote_code=model.trust_remote_code, images=model.images)
     return [

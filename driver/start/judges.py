@@ -115,7 +115,7 @@ def find_judge_length(cfg: RLConfig) -> int:
 
 
 def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
-    """Return the plan of the judge's own engines. key: of requests."""
+    """Return the plan of the judge's own engines, which sample text alone. key: of requests."""
     from rollouts.judges.endpoint import Served
     from rollouts.judges.worker import JudgePlan
 

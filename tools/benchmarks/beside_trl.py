@@ -1,4 +1,4 @@
-"""What the supervised benchmarks beside TRL share: both sides in processes of their own, in turns, on the same rows.
+"""Shared parts of the supervised benchmarks beside TRL: two sides in separate processes, in turns, on the same rows.
 
     tools/benchmarks/sft_vs_trl.py    SFTTrainer
     tools/benchmarks/dpo_vs_trl.py    DPOTrainer

@@ -108,7 +108,7 @@ def read_path(text: str) -> Path:
 
 
 def learn(args: argparse.Namespace, work: Work, side: str) -> Learnt:
-    """Run one side with one seed, and measure the model that it saves."""
+    """Run a side with a seed; return the measures of the run and of the saved model, with the commit and the load."""
     state = read_git_state()
     commit = state if isinstance(state, str) else state["commit"][:12] + ("+" if state["changed_files"] else "")
     with tempfile.TemporaryDirectory() as place:

@@ -165,7 +165,7 @@ def make_versions(version: int) -> Ids:
 
 @dataclass(repr=False)  # asyncio writes the result of a task at its end, and nobody reads it
 class SimulatedRun:
-    """Implement what main_rl.train needs of a Run, in simulated time. Keeps trained groups and the end of each step.
+    """Run for main_rl.train in simulated time. It keeps the trained groups and the end of each step.
 
     How weights reach engines, also those that come later, is driver/rl/run.py's own code.
     """

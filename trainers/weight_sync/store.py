@@ -110,7 +110,7 @@ def _retry(call: Callable[[], T], what: str) -> T:
 
 
 def explain_failure(error: BaseException) -> str:
-    """Return what is wrong with a store if no further attempt would help, else ""."""
+    """Return the reason, as a clause, why no further attempt at a store would help, or "" if one may."""
     if isinstance(error, NotImplementedError):
         return "this kind of store takes no objects"
     cause: BaseException | None = error
