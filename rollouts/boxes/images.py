@@ -55,7 +55,7 @@ class Image:
 def prepare_image(name: str) -> Image:
     """Return an image, unpacked into the cache folder if need be.
 
-    name: "host", or FOLDER@sha256:DIGEST of an OCI layout. Raises UserError if the digest differs or a file is damaged.
+    name: a form of this file's docstring. Raises UserError if the digest differs or a file is damaged.
     """
     if name == HOST:
         return Image(root=None)
