@@ -1,0 +1,47 @@
+"""Models of other families learn the quickstart's task through Ray, DeepSpeed and vLLM. `make verify`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from data_prep import arithmetic
+from data_prep.tiny_model import make_tokenizer, save_model
+from tools.zoo.models import BASE, BFLOAT16, ZOO
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(1800)]
+
+
+def make_model(name: str, folder: Path) -> None:
+    """Write a random model of this family with the tokenizer of the quickstart."""
+    tokenizer = make_tokenizer()
+    own = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **BASE | ZOO[name] | own, bos_token_id=None, initializer_range=0.05)
+    save_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer, folder)
+
+
+def run(program: str, recipe: str, *changes: str) -> None:
+    subprocess.run([sys.executable, program, "--config", f"configs/{recipe}.yaml", *changes], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral", "qwen3_5_text", "gemma3_text", "granitemoe"])
+def test_a_family_learns_addition_through_ray_and_vllm(name, tmp_path):
+    make_model(name, tmp_path / "random")
+    sizes = ["--max", "49", "--padded", "--train", "475", "--eval", "200", "--sft", "600", "--copies", "24"]
+    arithmetic.main(["--out", str(tmp_path / "data"), *sizes, "--wrong-share", "0.66"])
+    own = f"model.dtype={'bfloat16' if name in BFLOAT16 else 'float32'}"
+    warm_up = [f"model.path={tmp_path}/random", f"data.train={tmp_path}/data/sft.parquet", f"save_to={tmp_path}/warm"]
+    run("main_sl.py", "quickstart_sft", *warm_up, f"run_dir={tmp_path}/sl", own)
+    data = [f"data.{split}={tmp_path}/data/{split}.parquet" for split in ("train", "eval")]
+    run("main_rl.py", "quickstart", f"model.path={tmp_path}/warm", *data, f"run_dir={tmp_path}/rl", own)
+    [summary] = (tmp_path / "rl").glob("*/summary.json")
+    told = json.loads(summary.read_text())
+    print(name, told["before"]["reward/correct"], told["after"]["reward/correct"])
+    assert told["before"]["reward/correct"] <= 0.6
+    assert told["after"]["reward/correct"] >= 0.8
