@@ -13,7 +13,7 @@ from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.values import find_value, parse_list
 
 PROBED = 200
-"""Rows at the beginning of a data set that its form must fit."""
+"""Rows at the beginning of a data set that its form must fit, with later ones that have a column that these lack."""
 FOREIGN = ("human", "gpt", "bot", "model", "function_call", "observation", "function_response")
 """Roles that only other forms have."""
 PAIR_KEYS = (("user", "assistant"), ("human", "assistant"), ("input", "output"), ("question", "answer"))
@@ -64,6 +64,8 @@ class FormFit:
     form: Form
     begins_with_prompt: bool = False
     """Whether chosen and rejected are texts that begin with the text of the prompt."""
+    unseen: frozenset[str] = frozenset()
+    """Columns that would change the reading of a row, and that no row had when the form was found."""
 
     @property
     def name(self) -> str:
@@ -90,7 +92,7 @@ def find_form(kind: RowKind, rows: Sequence[Row], *, key: str, path: str, given:
     key, path: the source in the recipe, for errors. Raises UserError, with the fix, for a form that does not fit, and
     if no form fits or several do.
     """
-    probe = Probe(rows[:PROBED])
+    probe = Probe([*rows[:PROBED], *_list_rows_with_new_columns(rows)])
     found = list_fitting(kind, probe) if given == "auto" else [_check_given(kind, probe, key=key, given=given)]
     if len(found) > 1:
         a, b = (_resolve(form, probe) for form in found[:2])
@@ -101,12 +103,24 @@ def find_form(kind: RowKind, rows: Sequence[Row], *, key: str, path: str, given:
     if found and found[0].refusal:
         raise UserError(f"{key}: {found[0].refusal}")
     if found:
-        return _resolve(found[0], probe, key)
+        # a recipe that names the form means it, whatever other columns there are
+        return _resolve(found[0] if given == "auto" else replace(found[0], excludes=()), probe, key)
     # its rows are invalid one by one, which tells more
     own = next(form for form in FORMS if form.name == OURS and form.kind == kind)
     if all(any(need in row for row in rows) for need in own.needs):
         return FormFit(form=own)
     raise UserError(f"{key} {_explain_misfit(kind, probe, key=key, path=path)}")
+
+
+def _list_rows_with_new_columns(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows after the first PROBED that have a column that all rows before them lack."""
+    seen = Probe(rows[:PROBED]).columns.copy()
+    found: list[Row] = []
+    for row in rows[PROBED:]:
+        if row.keys() - seen and (new := {name for name, value in row.items() if value is not None} - seen):
+            seen |= new
+            found.append(row)
+    return found
 
 
 def list_fitting(kind: RowKind, probe: Probe) -> list[Form]:
@@ -203,7 +217,15 @@ def _resolve(form: Form, probe: Probe, key: str | None = None) -> FormFit:
         parts = {name: choose(getattr(source, name)) for name in ("system", "history", "whole", "assistant")}
         fields[ours] = Turns(user=tuple(filter(None, map(choose, source.user))), **parts)
     resolved = replace(form, fields=fields)
-    return FormFit(form=resolved, begins_with_prompt=form.kind == "pairs" and _begin_with_prompt(resolved, probe.rows))
+    begins = form.kind == "pairs" and _begin_with_prompt(resolved, probe.rows)
+    return FormFit(form=resolved, begins_with_prompt=begins, unseen=_list_unseen(form, probe))
+
+
+def _list_unseen(form: Form, probe: Probe) -> frozenset[str]:
+    """Return the columns of a form's fields, and those that would make it another form, that no row of `probe` has."""
+    parts = [p for s in form.fields.values() for p in (s.columns if isinstance(s, Turns) else (s,))]
+    names = [name for path in (*parts, *form.excludes) for name in path.split("|")]
+    return frozenset(name.split(".")[0] for name in names) - probe.columns
 
 
 def _write_choice(form: Form, probe: Probe, path: str, column: str) -> str:

@@ -103,7 +103,13 @@ class RecordPlan:
     fit: FormFit
 
     def make(self, row: dict[str, Any], i: int) -> Record:
-        """Return the record of row number `i`."""
+        """Return the record of row number `i`. Raises UserError for a column by which its form would be another."""
+        for name in self.fit.unseen & row.keys():
+            if row[name] is not None:
+                raise UserError(
+                    f"{self.key}, row {i} has {name}, which no row had when form {self.fit.name} was recognised, so it "
+                    f"would not be read: move a row with {name} to the beginning of the file"
+                )
         return _make_record(row, i, self.names, f"{self.key}, row {i}", self.fills_gaps, self.fit)
 
 

@@ -177,6 +177,27 @@ def test_the_start_says_what_is_read_and_what_is_not(qwen, tmp_path):
     assert "the column solution may hold one: write answer: solution into columns" in note
 
 
+LATE = {
+    "system": {"messages": TALK} | {"system": None},
+    "input": {"instruction": "Add.", "output": "3"},
+}
+
+
+@pytest.mark.parametrize("column", LATE)
+def test_a_column_that_comes_late_is_read_too(qwen, tmp_path, column):
+    """No recognition has looked at rows after the first 200; a column may begin there, as in joined data sets."""
+    rows = [LATE[column]] * 200 + [LATE[column] | {column: "Be brief."}]
+    *_, last = load(qwen, tmp_path, "conversations", rows).all()
+    assert "Be brief." in qwen.hf.decode(last[0].token_ids.tolist())
+
+
+def test_a_late_column_on_disk_stops_the_run(qwen, tmp_path):
+    rows = [LATE["system"]] * 300 + [LATE["system"] | {"system": "Be brief."}]
+    with pytest.raises(UserError, match=r"row 300 has system, .* move a row with system to the beginning"):
+        load(qwen, tmp_path, "conversations", rows, lazy=True).all()
+    load(qwen, tmp_path, "conversations", rows, lazy=True, form="ours").all()
+
+
 JUNK: list[Any] = [None, 5, [], {}, "", "[", [[1]], {"from": [], "value": 3}, [{"role": ["x"], "content": "y"}], [None]]
 
 
