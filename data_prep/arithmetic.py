@@ -148,8 +148,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with one wrong digit")
     options = read_options(parser, argv)
     ops = options.pop("ops")
-    if not ops or set(ops) - set("+-*"):
-        parser.error(f"--ops {ops!r}: give some of + - *")
+    if not ops or set(ops) - set("+-*") or len(set(ops)) < len(ops):
+        parser.error(f"--ops {ops!r}: give some of + - *, each once")
     form, padded = options.pop("prompt_form"), options.pop("padded")
     task = Task(ops=ops, largest=options.pop("max"), padded=padded, prompt_form=form)
     write_task(parser, partial(make, task), **options)

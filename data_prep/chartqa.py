@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
-        records = read_records(*args.files) or read_hub(HUB_ID, args.split)
+        records = read_records(*args.files) if args.files else read_hub(HUB_ID, args.split)
         reader = make_reader(args.files[0].parent if args.files else None)
         return make(records, reader, split=args.split, sft=args.sft, prompt_form=args.prompt_form)
 

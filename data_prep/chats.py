@@ -23,6 +23,7 @@ from data_feeds.rows.convert_form import convert_row
 from data_feeds.rows.find_form import FormFit, Probe, find_form, list_fitting
 from data_feeds.rows.forms import RowKind
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.rows.sources import read_extra
 from data_feeds.rows.values import to_text
 from data_prep.rows import Record, Row, filter_records, number_records, read_hub, read_records
 from data_prep.script import conversion_parser, convert, run_script
@@ -119,8 +120,7 @@ def _write_reply(turns: list[Message], asked: list[Message], column: str) -> str
 
 def _write_extra(others: dict[str, Any]) -> str | None:
     """Return the other columns as JSON, or None if there are none."""
-    given = others.pop("extra", None) or {}
-    whole = others | (json.loads(given) if isinstance(given, str) else given)
+    whole = others | read_extra(others.pop("extra", None) or {})
     try:
         return json.dumps(whole, ensure_ascii=False) if whole else None
     except TypeError as error:

@@ -24,6 +24,7 @@ from data_feeds.chat.template_args import make_tokenizer
 from data_feeds.feed import load_groups
 from data_prep.rows import Row, write_rows
 from data_prep.script import read_options, rows_file, run_script, whole
+from driver.checks.models import check_frozen
 from modeling.hf_config import check_model_folder
 from modeling.layout_probe import set_exact_attention
 from modeling.load import load_model
@@ -39,16 +40,32 @@ def make(config: str, model: str, out: Path, *, top: int = 16) -> None:
     """Write the rows of a recipe with a teacher's `top` likeliest tokens. Raises UserError for a bad file or key."""
     cfg: SLConfig = validate(SLConfig, read_recipe(config), prefix="")
     check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    check_model_folder(model, key="--model")
     tokenizer = make_tokenizer(cfg.model, cfg.data)
+    check_frozen(model, tokenizer, cfg.model, key="--model", use="name likely tokens of the same rows")
     feed = load_groups(cfg.data, "train", tokenizer, rows="conversations", seed=cfg.seed)
+    if lazy := [source.name for source in feed.sources if source.is_lazy]:
+        raise UserError(f"data.train: {lazy[0]} is read from disk row by row, and all rows are needed: set lazy: false")
+    if unfit := next((row for [row] in feed.all() if not _is_json(row.prompt.extra)), None):
+        raise UserError(f"the row {unfit.prompt.id} has a column that cannot be written as JSON, such as a date")
     teacher = load_model(model, dtype="float32", attention="auto", key="--model")
     set_exact_attention(teacher, device="cpu")
-    write_rows(out, [describe(sample, teacher, top) for [sample] in feed.all()])
+    ids_below = 1 + max(tokenizer.hf.get_vocab().values())
+    write_rows(out, [describe(sample, teacher, top, ids_below) for [sample] in feed.all()])
 
 
-def describe(sample: Sample, teacher: nn.Module, top: int) -> Row:
-    """Return the row of a sample, with the teacher's likeliest tokens in `extra`."""
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+def describe(sample: Sample, teacher: nn.Module, top: int, ids_below: int) -> Row:
+    """Return the row of a sample, with the teacher's likeliest tokens in `extra`.
+
+    ids_below: first id that the tokenizer lacks. A model may have more, which the student's need not have.
+    """
     import torch
 
     prompt = sample.prompt
@@ -60,9 +77,7 @@ def describe(sample: Sample, teacher: nn.Module, top: int) -> Row:
     hf: Any = teacher
     with torch.inference_mode():
         scores = hf(ids[None]).logits[0, at].float().log_softmax(-1)
-    if int(ids.max()) >= scores.shape[-1]:
-        raise UserError(f"--model has {scores.shape[-1]} tokens, and the row {prompt.id} has token {int(ids.max())}")
-    logp, likeliest = scores.topk(min(top, scores.shape[-1]))
+    logp, likeliest = scores[:, :ids_below].topk(min(top, ids_below))
     stored = {
         "topk_tokens": ids[at + 1].tolist(),
         "topk_ids": likeliest.tolist(),

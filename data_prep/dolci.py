@@ -65,6 +65,8 @@ def read_turns(record: Record) -> list[Message]:
     """Return the turns of the prompt. Raises InvalidRow unless they end with the user's."""
     turns = record.get("source_prompt")
     if turns:
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise InvalidRow("bad_messages", "its source_prompt is not a list of turns")
         messages: list[Message] = [{"role": turn.get("role"), "content": turn.get("content")} for turn in turns]
         if messages[-1]["role"] != "user" or any(m["role"] not in ROLES or not m["content"] for m in messages):
             raise InvalidRow("bad_messages", "its source_prompt ends with no turn of the user's, or one is empty")
@@ -82,7 +84,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--verifier", default="math", choices=VERIFIERS, help="default %(default)s")
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local files instead of the hub")
     args = parser.parse_args(argv)
-    convert(parser, args, lambda: make(read_records(*args.files) or read_hub(HUB_ID, "train"), verifier=args.verifier))
+    convert(
+        parser,
+        args,
+        lambda: make(read_records(*args.files) if args.files else read_hub(HUB_ID, "train"), verifier=args.verifier),
+    )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
-        records = read_records(*args.files) or read_hub(HUB_ID, SPLIT)
+        records = read_records(*args.files) if args.files else read_hub(HUB_ID, SPLIT)
         reader = make_reader(args.files[0].parent if args.files else None)
         return make(records, reader, prompt_form=args.prompt_form)
 

@@ -6,24 +6,41 @@ python -m data_prep.regroup BIG.parquet --out NEW.parquet
 from __future__ import annotations
 
 import argparse
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 
 from core.errors import UserError, first_line
+from core.text.atomic_write import replacing
 from data_prep.script import run_script, whole
 
 
 def regroup(source: Path, out: Path, rows: int) -> int:
     """Write the rows of a Parquet file in groups of `rows`; return their number. Raises UserError otherwise."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _reading(source):
+        file = pyarrow.parquet.ParquetFile(source)
+    with file, replacing(out) as partial, pyarrow.parquet.ParquetWriter(partial, file.schema_arrow) as writer:
+        batches = file.iter_batches(batch_size=rows)
+        while (batch := _read_next(batches, source)) is not None:
+            writer.write_batch(batch, row_group_size=rows)
+        return file.metadata.num_rows
+
+
+def _read_next(batches: Iterator[pyarrow.RecordBatch], source: Path) -> pyarrow.RecordBatch | None:
+    with _reading(source):
+        return next(batches, None)
+
+
+@contextmanager
+def _reading(source: Path) -> Generator[None]:
     try:
-        with pyarrow.parquet.ParquetFile(source) as file:
-            with pyarrow.parquet.ParquetWriter(out, file.schema_arrow) as writer:
-                for batch in file.iter_batches(batch_size=rows):
-                    writer.write_batch(batch, row_group_size=rows)
-            return file.metadata.num_rows
-    except (pyarrow.ArrowException, FileNotFoundError) as error:
+        yield
+    # a damaged page is an OSError
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{source} cannot be read as Parquet: {first_line(error)}") from error
 
 

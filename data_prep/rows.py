@@ -12,6 +12,7 @@ from typing import Any
 
 from core.errors import UserError, first_line
 from core.hub import describe_hub, prepare_hub
+from core.text.atomic_write import replacing
 from core.text.text_files import decode_text, parse_json, read_bytes
 from core.types.messages import Message, find_images
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
@@ -64,10 +65,11 @@ def write_rows(path: Path, rows: list[Row]) -> None:
     for row in rows:
         messages = [write_turn(turn, save, as_parts=images and not is_jsonl) for turn in row.messages]
         plain.append({name: getattr(row, name) for name in names} | {"messages": messages})
-    if is_jsonl:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain), encoding="utf-8")
-    else:
-        _write_parquet(path, plain, names, turn_type(calls=calls, images=images, others=others))
+    with replacing(path) as partial:
+        if is_jsonl:
+            partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain), encoding="utf-8")
+        else:
+            _write_parquet(partial, plain, names, turn_type(calls=calls, images=images, others=others))
     print(f"{path}: {len(rows)} rows")
 
 

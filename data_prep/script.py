@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from core.cli import run_guarded
-from core.errors import UserError
+from core.errors import RunStopped, UserError
 from data_feeds.rows.invalid_rows import InvalidRows
 from data_prep.rows import Row, write_rows
 
@@ -22,6 +22,8 @@ def run_script(main: Callable[[], None]) -> NoReturn:
             main()
         except OSError as error:  # of --out: a folder that cannot be written, a full disk
             raise UserError(f"{error.filename or '--out'} cannot be written: {error.strerror or error}") from error
+        except RunStopped as error:
+            raise UserError(str(error)) from error
         return 0
 
     sys.exit(run_guarded(run))

@@ -235,7 +235,7 @@ def _make_record(
         }
         # A column extra is unpacked: the scripts in data_prep/ write it, since Parquet columns need one type.
         extra = {k: v for k, v in made.items() if k not in names.values() and k != "extra"}
-        extra |= _read_extra(row.get("extra") or {})
+        extra |= read_extra(row.get("extra") or {})
         if COMPLETION in columns:
             both = Turns(user=("messages",), assistant=COMPLETION)
             columns = columns | {"messages": build_turns(both, columns)}
@@ -245,7 +245,7 @@ def _make_record(
     return Record(id=row_id, where=where, columns=columns, extra=extra, flaw=flaw, fills_gaps=fills_gaps)
 
 
-def _read_extra(given: Any) -> dict[str, Any]:
+def read_extra(given: Any) -> dict[str, Any]:
     """Return the object in a column extra, or in JSON text of it. Raises InvalidRow for anything else."""
     try:
         extra = load_json(given) if isinstance(given, str) else given

@@ -185,6 +185,11 @@ def test_regroup_writes_the_same_rows_in_groups_that_can_be_lazy(tmp_path):
     assert new.sizes == [6, 6, 6, 2] and [new.read(row) for row in range(20)] == rows_of(20)
     with pytest.raises(UserError, match=r"no.parquet cannot be read as Parquet"):
         regroup(tmp_path / "no.parquet", tmp_path / "x.parquet", 6)
+    whole = Path(path).read_bytes()
+    Path(path).write_bytes(whole[:40] + b"x" * 60 + whole[100:])
+    with pytest.raises(UserError, match=r"rows.parquet cannot be read as Parquet"):
+        regroup(Path(path), tmp_path / "x.parquet", 6)
+    assert not list(tmp_path.glob("x.parquet*")), "a shorter file that is whole would be trained on"
 
 
 def test_a_resolved_recipe_says_which_sources_are_lazy(tmp_path, tokenizer):

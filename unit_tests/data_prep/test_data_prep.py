@@ -23,6 +23,7 @@ from data_feeds.feed import load_groups
 from data_feeds.rows.sources import read_records as read_records_of
 from data_prep import (
     arithmetic,
+    chartqa,
     chats,
     code_tasks,
     deepscaler,
@@ -30,6 +31,7 @@ from data_prep import (
     gsm8k,
     hh_rlhf,
     math_sets,
+    mathvista,
     script,
     smollm2,
     tiny_model,
@@ -191,6 +193,8 @@ def test_dolci_takes_the_rows_of_one_verifier() -> None:
         {**math, "prompt": "user: 2+3=?"},
         {**math, "prompt": "user: C?", "source_prompt": asked},
         {**math, "prompt": "user: A?\nassistant: B\nuser: C?"},
+        {**math, "prompt": "user: x", "source_prompt": "user: x"},
+        {**math, "prompt": "user: x", "source_prompt": ["x"]},
         {**math, "prompt": "user: x", "ground_truth": ["5", "6"]},
         {**math, "prompt": "user: x", "dataset": ["code"]},
     ]
@@ -200,7 +204,7 @@ def test_dolci_takes_the_rows_of_one_verifier() -> None:
         ("dolci/1", asked),
     ]
     assert (rows[0].answer, rows[0].extra) == ("5", '{"original_dataset": "some/math"}')
-    assert {reason: case.rows for reason, case in invalid.cases.items()} == {"bad_messages": 1, "bad_answer": 1}
+    assert {reason: case.rows for reason, case in invalid.cases.items()} == {"bad_messages": 3, "bad_answer": 1}
 
 
 def test_hh_rlhf_is_cut_where_the_two_conversations_part(tmp_path: Path) -> None:
@@ -281,11 +285,18 @@ def test_chats_that_would_be_misread_are_counted() -> None:
         {"prompt": "?"},
         {"prompt": "?", "completion": "!", "response": "!"},
         {"conversations": [turn | {"value": ""}]},
+        {"messages": [USER], "extra": "no JSON"},
+        {"messages": [USER], "extra": ["a"]},
     ]
     [row], unfit = chats.make(records, name="talk")
     assert (row.id, row.answer) == ("a", "3")
     found = {reason: (case.rows, case.example) for reason, case in unfit.cases.items()}
-    assert found == {"bad_messages": (3, "talk/1"), "missing_column": (2, "talk/4"), "empty": (1, "talk/6")}
+    assert found == {
+        "bad_messages": (3, "talk/1"),
+        "missing_column": (2, "talk/4"),
+        "empty": (1, "talk/6"),
+        "bad_extra": (2, "talk/7"),
+    }
 
 
 KEPT = {
@@ -349,6 +360,10 @@ def test_a_file_not_of_the_original_form_ends_a_script_with_one_sentence(
         with pytest.raises(SystemExit):
             chats.main(["--from", str(tmp_path / name), "--out", str(tmp_path / "out.jsonl")])
         assert said in capsys.readouterr().err
+    for module in (dolci, chartqa, mathvista):
+        with pytest.raises(SystemExit):
+            module.main(["--from", str(tmp_path / "empty.jsonl"), "--out", str(tmp_path / "out.jsonl")])
+        assert "it is empty" in capsys.readouterr().err, "an empty file is not the hub's"
     with pytest.raises(UserError, match="no such file"):
         read_records(tmp_path / "nowhere.jsonl")
     with pytest.raises(SystemExit):

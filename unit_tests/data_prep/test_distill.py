@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main_sl
 from core.cli import run_guarded
@@ -77,10 +77,28 @@ def test_stored_log_probabilities_are_the_teachers(home):
     torch.testing.assert_close(torch.tensor(stored["topk_logp"]), want, atol=1e-4, rtol=0)
 
 
-def test_a_teacher_that_is_not_there_is_one_sentence(home, capsys):
+WRONG = {
+    "there is no such model": ("nobody", {}, "--model"),
+    "a teacher with another tokenizer": ("other", {}, "whose vocabulary is not that of model.path"),
+    "rows that are not all read": ("teacher", {"lazy": True}, "set lazy: false"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_would_store_other_distributions_is_refused(home, capsys, wrong):
+    teacher, source, said = WRONG[wrong]
+    tiny_model.main(["--out", str(home / "other"), "--tools"])
+    tokenizer = AutoTokenizer.from_pretrained(home / "other")
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(home / "other")
+    recipe = yaml.safe_load((home / "sft.yaml").read_text())
+    recipe["data"]["train"] = [{"path": recipe["data"]["train"], **source}]
+    (home / "wrong.yaml").write_text(yaml.safe_dump(recipe))
+
     def run() -> int:
-        distill.main(["--config", f"{home}/sft.yaml", "--model", f"{home}/nobody", "--out", f"{home}/x.parquet"])
+        distill.main(["--config", f"{home}/wrong.yaml", "--model", f"{home}/{teacher}", "--out", f"{home}/x.parquet"])
         return 0
 
     assert run_guarded(run) == 2
-    assert "--model" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+    assert not (home / "x.parquet").exists()
