@@ -21,8 +21,9 @@ def make_model(name: str, folder: Path) -> None:
     """Write a random model of this family with the tokenizer of the quickstart."""
     tokenizer = make_tokenizer()
     own = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    own |= {"bos_token_id": None, "initializer_range": 0.05}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **BASE | ZOO[name] | own, bos_token_id=None, initializer_range=0.05)
+    config = AutoConfig.for_model(name, **BASE | ZOO[name] | own)
     save_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer, folder)
 
 
