@@ -29,7 +29,8 @@ from core.types.measures import Measure
 from core.types.samples import Group, Policy, ScoredColumn, Tokens
 from core.types.terms import TokenLoss
 
-OF_EACH = ("correction", "kl", "overlong", "entropy_coef", "loss_norm")
+OF_EACH = (*(PolicyGradient.model_fields.keys() - Algorithm.model_fields.keys()), "loss_norm")
+"""Terms and mean of every policy-gradient algorithm."""
 
 
 class BySource(PolicyGradient):

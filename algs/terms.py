@@ -155,6 +155,7 @@ class KL(Controller):
             with_optimizer=self.reset_optimizer,
         )
 
+    @model_validator(mode="after")
     def adapts_a_penalty(self) -> KL:
         if self.target is not None and self.coef == 0:
             raise ValueError("target adapts coef, and 0 stays 0: set coef, such as to 0.1")

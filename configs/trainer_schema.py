@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from core.errors import suggest_name
 from core.metrics import EVAL_LOSS
 from core.strict_model import LearningRate, StrictModel
 
@@ -89,6 +90,13 @@ OURS_OF_DEEPSPEED = (
     *("bf16", "fp16", "data_types", "optimizer", "scheduler", "data_parallel_size", "sequence_parallel_size"),
 )
 """DeepSpeed keys that are derived from other keys of the recipe, and change the gradient."""
+OF_DEEPSPEED = (
+    *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "checkpoint"),
+    *("communication_data_type", "seq_parallel_communication_data_type", "disable_allgather", "disable_python_gc"),
+    *("comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown", "timers", "steps_per_print"),
+    *("dump_state", "log_level", "tensorboard", "wandb", "comet", "csv_monitor"),
+)
+"""DeepSpeed keys that a recipe may set. DeepSpeed itself reads past a misspelt one."""
 
 
 class TrainerConfig(StrictModel):
@@ -245,6 +253,8 @@ class TrainerConfig(StrictModel):
         # These keys are merged last, so they would silently override the recipe's own.
         if taken := [key for key in given if key in OURS_OF_DEEPSPEED] + nested:
             raise ValueError(f"{taken[0]} follows from other keys of the recipe: leave it out here")
+        if unknown := [key for key in given if key not in OF_DEEPSPEED]:
+            raise ValueError(f"{unknown[0]} is no key that may be set here{suggest_name(unknown[0], OF_DEEPSPEED)}")
         return given
 
 

@@ -134,7 +134,7 @@ class RunContext:
         """Report skipped updates. Raises RunStopped if all were skipped, since the model is unchanged."""
         if not self.updates_skipped:
             return
-        why = "because its gradient was not finite"
+        why = "because its gradient was not finite or it had no token to train on"
         if not self.updates_made:
             raise RunStopped(
                 f"all {self.updates_skipped} updates of the run were skipped, each {why}: the model is unchanged; "

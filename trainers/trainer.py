@@ -171,13 +171,13 @@ class Trainer:
         return [self.model, *self.frozen.values(), *([self.critic.model] if self.critic is not None else [])]
 
     def step(self, updates: list[list[Batch]]) -> dict[str, float]:
-        """Update the weights once per inner list of micro-batches; return metrics, the same on every rank.
+        """Update the weights once per list of micro-batches that is not empty; return metrics, equal on every rank.
 
         The metrics are averages over the updates that were made; a skipped update is only counted.
         """
         with self.timer.measure(Activity.TRAIN):
             self.observers.begin_step()
-            for micro_batches in updates:
+            for micro_batches in filter(None, updates):
                 self.observers.begin_update()
                 for batch in self.with_totals(micro_batches):
                     with torch.set_grad_enabled(self.alg.trains_policy):
@@ -190,6 +190,7 @@ class Trainer:
                         found.metrics |= {"value/loss": value_loss, **of_values}
                     self.observers.on_batch(BatchSeen.detached(batch, policy, found))
                 self.observers.on_update(self._update_weights())
+            self.updates_done += updates.count([])  # the schedule goes on without those that train nothing
             return self.observers.finish() | {"lr": self.get_lr(self.updates_done - 1)}
 
     def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Objective]:
@@ -314,8 +315,7 @@ class Trainer:
 
     def flatten_weights(self) -> Tensor:
         """Return all trained weights as a flat float32 vector on the CPU, for tests."""
-        learners = [self.policy, *([self.critic] if self.critic is not None else [])]
-        buckets = (bucket for learner in learners for bucket in learner.export_weights(2**28))
+        buckets = (bucket for own in (self.policy, self.critic) if own for bucket in own.export_weights(2**28))
         return torch.cat([t.flatten().float().cpu() for bucket in buckets for _, t in bucket])
 
     def save_state(self, folder: Path) -> None:

@@ -45,6 +45,12 @@ def find_tokens(term: Term, groups: list[Group]) -> tuple[list[Mask], list[list[
     return masks, [[next(sizes) for _ in group] for group in groups], _find_has(term, samples, masks)
 
 
+def has_tokens(groups: list[Group], terms: Sequence[Term]) -> bool:
+    """Tell whether an update on these groups trains a token: of the policy, or of a term of the objective."""
+    sampled = any(s.n_trained for group in groups for s in group)
+    return sampled or any(mask.any() for term in terms for mask in find_tokens(term, groups)[0])
+
+
 def _find_has(term: Term, samples: Sequence[Sample], masks: Sequence[Mask]) -> Has:
     """Return the columns that exist at all tokens of a term, decided by the whole update and not by a micro-batch."""
     match term.on:

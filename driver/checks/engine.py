@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from algs.base import Algorithm, PolicyGradient
+from algs.by_source import BySource
 from configs.eval_schema import EvalConfig, EvalModelConfig
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig
@@ -94,14 +95,24 @@ def check_delta(cfg: RLConfig, name: str, can: Capabilities) -> None:
 
 
 def check_corrected(cfg: RLConfig, alg: Algorithm) -> None:
-    """Raise UserError if the engine samples from a rounded policy, and the loss does not correct for it."""
-    if cfg.rollout.quantization is None or not isinstance(alg, PolicyGradient) or alg.anchored_on_rollout:
-        return
-    if alg.correction.level == "none":
-        raise UserError(
-            f"rollout.quantization is {cfg.rollout.quantization}, so the engine samples from another policy than the "
-            "trainer's, and alg.correction.level is none: set it to token"
-        )
+    """Raise UserError if a loss does not correct for an engine that samples from a rounded policy, or for no drift."""
+    of_sources = alg.algorithms if isinstance(alg, BySource) else {}
+    each = {f"alg.by_source.{name}": own for name, own in of_sources.items()} or {"alg": alg}
+    for key, own in each.items():
+        if not isinstance(own, PolicyGradient):
+            continue
+        is_rounded = cfg.rollout.quantization is not None and not own.anchored_on_rollout
+        if is_rounded and own.correction.level == "none":
+            raise UserError(
+                f"rollout.quantization is {cfg.rollout.quantization}, so the engine samples from another policy than "
+                f"the trainer's, and {key}.correction.level is none: set it to token"
+            )
+        is_first = cfg.updates_per_step == 1 and "prox_logp" not in alg.required_columns
+        if own.correction.max_drift is not None and own.correction.drift_from == "prox" and is_first:
+            raise UserError(
+                f"{key}.correction.drift_from is prox, and with updates_per_step: 1 that is the policy itself, which "
+                "never drifts: set it to rollout, or leave it out"
+            )
 
 
 def check_rounded(model: ModelConfig | EvalModelConfig, rollout: RolloutConfig) -> None:

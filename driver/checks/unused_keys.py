@@ -156,6 +156,11 @@ TERM_RULES = (
         why="alg.correction.level is none",
     ),
     Rule(
+        keys=("alg.correction.drift_from",),
+        is_unused=lambda alg: alg.correction.max_drift is None,
+        why="alg.correction.max_drift is unset",
+    ),
+    Rule(
         keys=("alg.correction.low",),
         is_unused=lambda alg: alg.correction.level == "none" or alg.correction.mode == "truncate",
         why="alg.correction.mode is truncate, or its level none, and no weight has a lower bound",

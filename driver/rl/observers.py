@@ -41,10 +41,13 @@ class PlannedStep:
     """[update]"""
     batches: list[list[list[Batch]]]
     """[update][rank][micro-batch]"""
+    skipped: int = 0
+    """Updates that are not made, because no token would be trained."""
 
     def shard(self, n_workers: int) -> list[list[list[Batch]]]:
         """Return the batches of each worker, [worker][update][micro-batch]; a sequence group has equal batches."""
-        return copy_to_groups([list(updates) for updates in zip(*self.batches, strict=True)], n_workers)
+        skipped: list[list[Batch]] = [[] for _ in range(self.skipped)]
+        return copy_to_groups([[*updates, *skipped] for updates in zip(*self.batches, strict=True)], n_workers)
 
     def measure(self) -> dict[str, float]:
         """Return the padding and the sharing of the rows, averaged over the updates."""

@@ -23,6 +23,7 @@ from core.types.samples import Group, Prompt, ScoredColumn
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed
 from data_feeds.packing.batches import Plan, plan_update
+from data_feeds.packing.terms import has_tokens
 from driver.alg_state import measure_algorithm, move_algorithm, state_to_json
 from driver.checkpoint import RunState
 from driver.context import RunContext
@@ -146,6 +147,7 @@ class Run:
                 self.time.prefetch_trainer_timers()
             self.steps_done += 1
         metrics = name_train_metrics(measured) | step.measure() | measure_algorithm(step.alg)
+        metrics[names.TRAIN_SKIPPED] += step.skipped
         metrics |= await self.observers.on_step(step, measured, metrics)
         self.alg = await move_algorithm(self.alg, self.trainers, groups, measured)
         with clock.phase(Phase.TRAIN):
@@ -155,11 +157,17 @@ class Run:
     def _plan_step(self, groups: list[Group]) -> PlannedStep:
         """Distribute the groups of a step over updates, ranks and micro-batches."""
         k = self.cfg.updates_per_step
-        # every k-th group, so that neighbours in time are spread over the updates
-        of_updates = [prepare_update(self.alg, groups[i::k]) for i in range(k)]
-        plans = [self._plan(own) for own in of_updates]
+        # every k-th group, so that neighbours in time are spread over the updates; those that train nothing come last
+        dealt = sorted(groups, key=lambda group: not has_tokens([group], self.alg.terms))
+        of_updates = [dealt[i::k] for i in range(k)]
+        # at least one, whose plan says why nothing is trained
+        made = [own for own in of_updates if has_tokens(own, self.alg.terms)] or of_updates[:1]
+        made = [prepare_update(self.alg, own) for own in made]
+        plans = [self._plan(own) for own in made]
         batches = [plan.batches() for plan in plans]
-        return PlannedStep(step=self.steps_done, alg=self.alg, groups=of_updates, plans=plans, batches=batches)
+        return PlannedStep(
+            step=self.steps_done, alg=self.alg, groups=made, plans=plans, batches=batches, skipped=k - len(made)
+        )
 
     def _plan(self, groups: list[Group], *, apart: bool = False) -> Plan:
         """Split groups into micro-batches. apart: samples need not be together."""

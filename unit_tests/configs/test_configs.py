@@ -54,6 +54,18 @@ BROKEN = {
     "unknown algorithm": ({"alg.name": "grop"}, ["alg.name", "did you mean 'grpo'"]),
     "algorithm of the other program": ({"alg": {"name": "sft"}}, ["main_sl.py"]),
     "k1 in the loss": ({"alg.kl": {"coef": 0.1, "estimator": "k1"}}, ["alg.kl", "expected gradient of zero"]),
+    "a target that nothing adapts to": ({"alg.kl": {"target": 0.1}}, ["target adapts coef, and 0 stays 0"]),
+    "a drift from the policy itself": (
+        {"alg.correction": {"max_drift": 0.1, "drift_from": "prox"}},
+        ["alg.correction.drift_from is prox", "which never drifts"],
+    ),
+    "rounding that the loss of a source does not correct": (
+        {
+            "rollout.quantization": "int8",
+            "alg": {"by_source": {"a": {"name": "grpo", "correction": {"level": "none"}}}},
+        },
+        ["alg.by_source.a.correction.level is none"],
+    ),
     "a correction too many": ({"alg": {"name": "p3o", "correction": {"level": "token"}}}, ["correction.level to none"]),
     "a clip that never binds": ({"alg": {"name": "gspo", "clip_high": 0.2}}, ["clip_high=0.2 never binds"]),
     "missing teacher": ({"alg": {"name": "opd", "teacher": "/nowhere/t"}}, ["/nowhere/t does not exist"]),
@@ -84,6 +96,10 @@ BROKEN = {
     "a key of ours for DeepSpeed": (
         {"trainer.deepspeed": {"gradient_accumulation_steps": 8}},
         ["gradient_accumulation_steps follows from other keys"],
+    ),
+    "a key that DeepSpeed has not": (
+        {"trainer.deepspeed": {"zero_optimisation": {"offload_optimizer": {"device": "cpu"}}}},
+        ["zero_optimisation is no key", "did you mean 'zero_optimization'"],
     ),
     "tensor parallelism of the hf engine": (
         {"backend": "ray", "rollout.tensor_parallel_size": 2},

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.weight_decay": (0.5, {}),
     "trainer.max_grad_norm": (0.5, {}),
     "trainer.micro_batch_tokens": (41, {}),
-    "trainer.deepspeed": ({"prescale": True}, {}),
+    "trainer.deepspeed": ({"wall_clock_breakdown": True}, {}),
     "stop_when.metric": ("train/loss", {"stop_when": {"metric": "train/lr", "above": 2.0}}),
     "stop_when.above": (5.0, {"stop_when": {"metric": "train/lr", "above": 2.0}}),
     "stop_when.below": (1.0, {"stop_when": {"metric": "train/lr", "below": 9.0}}),

@@ -31,7 +31,7 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.lora.vision": (True, {"model.path": "models/made_later"}),
     "weight_sync.whole_every": (3, {"weight_sync.delta": True}),
     "trainer.zero_stage": (2, {}),
-    "trainer.deepspeed": ({"prescale": True}, {}),
+    "trainer.deepspeed": ({"wall_clock_breakdown": True}, {}),
     "trainer.offload": (True, {"trainer.strategy": "fsdp2"}),
 }
 TERMS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -48,6 +48,7 @@ TERMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "alg.overlong.coef": (0.5, {"alg.overlong.mode": "penalty", "alg.overlong.buffer": 4}),
     "alg.correction.mode": ("mask", {}),
     "alg.correction.high": (3.0, {}),
+    "alg.correction.drift_from": ("rollout", {"alg.correction.max_drift": 0.1}),
     "alg.correction.low": (0.1, {"alg.correction.mode": "clip"}),
     "alg.correction.token_high": (3.0, {"alg.correction.level": "geometric", "alg.correction.mode": "mask"}),
 }

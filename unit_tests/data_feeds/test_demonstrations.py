@@ -154,6 +154,7 @@ def test_the_sources_of_a_mixture_are_those_of_its_terms(chat, tmp_path):
     ("settings", "why"),
     [
         ({"by_source": {"a": {"name": "grpo"}}, "kl": {"coef": 0.1}}, "kl is a setting of each source"),
+        ({"by_source": {"a": {"name": "grpo"}}, "adaptive_entropy": {"target": 0.3}}, "adaptive_entropy is a setting"),
         ({"by_source": {"a": {"name": "grpo"}}, "coefs": {"b": 0.5}}, "coefs names b"),
         ({"by_source": {"a": {"name": "ppo"}}}, "PPO has a value model"),
         ({"by_source": {"a": {"name": "dpo"}}}, "DPO compares completions"),

@@ -104,6 +104,19 @@ def test_advantages_are_those_of_the_whole_step(recipe):
             assert advantage == pytest.approx(sign * 0.5 / rewards.std().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(("teaching", "made"), [((0, 2), 2), ((2,), 1), ((), 2)])
+def test_scalerl_makes_the_updates_that_have_a_group_that_teaches(recipe, teaching, made):
+    """Groups 0 and 2 would be in one update. Without any group that teaches, all are trained at advantage 0."""
+    groups = [
+        [replace(s, reward=float(n == 0 and i in teaching)) for n, s in enumerate(g)]
+        for i, g in enumerate(some_groups(4, 3))
+    ]
+    done = step(recipe({"alg": {"name": "scalerl"}, "updates_per_step": 2}), groups)
+    assert done.metrics["train/updates_skipped"] == 2 - made
+    assert done.trainer.updates_done == 2, "the learning rate goes on"
+    assert done.metrics["train/tokens"] == trained_tokens([groups[i] for i in teaching] or groups)
+
+
 HALVES = """
 import numpy as np
 from dataclasses import replace
