@@ -239,6 +239,10 @@ class Plan:
         return batch
 
 
+GROUP_TOO_LARGE = (
+    "the samples of a group have {} tokens together, more than trainer.micro_batch_tokens={}; this loss compares them, "
+    "so they must be in one micro-batch: raise it"
+)
 EPISODE_TOO_LARGE = (
     "the samples of an episode have {} tokens, more than trainer.micro_batch_tokens={}; this loss compares episodes as "
     "wholes, so they must be in one micro-batch: raise it, or use a ratio per token (another alg, "
@@ -290,9 +294,8 @@ def plan_update(
         else:
             bins = pack_units([len(s.token_ids) - 1 for s in samples], units, max_tokens, ranks=ranks, padded=padded)
     except TooLarge as error:
-        if are_single:
-            raise
-        raise RunStopped(EPISODE_TOO_LARGE.format(error.tokens, max_tokens)) from error
+        too_large = GROUP_TOO_LARGE if whole_groups else str(error) if are_single else EPISODE_TOO_LARGE
+        raise RunStopped(too_large.format(error.tokens, max_tokens)) from error
     return Plan(
         samples=samples,
         weights=[weights[i] for i in places],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from algs.base import Algorithm, GroupRelative
 from configs.schema import RLConfig
 from core.errors import UserError
+from core.types.messages import find_images
 from core.types.samples import Prompt
 from data_feeds.feed import Feed
 
@@ -24,9 +25,16 @@ def check_sources(alg: Algorithm, prompts: Feed[Prompt]) -> None:
 
 
 def check_given(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:
-    """Raise UserError for replies of the data set that the algorithm or the reward cannot use."""
+    """Raise UserError for replies or images of the data set that the algorithm or the reward cannot use."""
     check_demonstrated(cfg, alg, prompts)
     check_recorded(cfg, alg, prompts)
+    # a file of the user's may return None for rows with images
+    is_shown = cfg.alg.get("file") is None and any(teacher.prompt is not None for teacher in alg.teachers.values())
+    if is_shown and (seen := next((p for p in prompts.all() if find_images(p.messages)), None)):
+        raise UserError(
+            f"data.train has images (as in {seen.id}), and the teacher of {type(alg).__name__} reads text only: remove "
+            "these rows, or use another algorithm"
+        )
 
 
 def check_demonstrated(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:

@@ -22,6 +22,7 @@ from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_groups
 from data_feeds.packing.batches import Plan, plan_update
+from data_feeds.packing.splice import find_first_sampled
 from driver.alg_state import measure_algorithm, move_algorithm, restore_algorithm, state_to_json
 from driver.checkpoint import Checkpoint, RunState
 from driver.checks.hub_upload import check_hub_upload
@@ -84,6 +85,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     if cfg.precompute_ref_logp and (lazy := [source.name for source in rows.sources if source.is_lazy]):
         raise UserError(f"precompute_ref_logp computes all rows before the start, and {lazy[0]} is lazy: leave it out")
     check_teacher_sources(alg.teachers, {group[0].prompt.source for group in rows.all()})
+    check_groups(cfg, alg, rows)
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
@@ -100,6 +102,19 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         settings=settings,
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
+
+
+def check_groups(cfg: SLConfig, alg: Algorithm, rows: Feed[Group]) -> None:
+    """Raise UserError for a row whose completions, which the loss compares, are too long for one micro-batch."""
+    budget = cfg.trainer.micro_batch_tokens
+    for group in rows.all() if alg.whole_groups else ():
+        # at best they share the tokens of their prompt
+        shared = min(find_first_sampled(sample) for sample in group)
+        if (tokens := shared + sum(len(sample.token_ids) - shared for sample in group)) > budget:
+            raise UserError(
+                f"the {len(group)} completions of row {group[0].prompt.id} have {tokens} tokens and must be in one "
+                f"micro-batch, and trainer.micro_batch_tokens={budget} has no room for them: raise it"
+            )
 
 
 def check_rows(cfg: SLConfig, alg: Algorithm) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.errors import RunStopped
 from core.types.samples import Batch
 from data_feeds.packing.batches import micro_batches, pack, plan_update
 from data_feeds.packing.bin_packing import estimate_cost
@@ -130,7 +131,7 @@ def test_a_group_is_cut_where_it_does_not_fit_or_a_rank_would_be_idle():
     assert sorted(map(len, bins_of([group], 10_000))) == [8]
     assert sorted(map(len, bins_of([group], 200))) == [4, 4]
     assert sorted(map(len, bins_of([group], 10_000, ranks=4))) == [2, 2, 2, 2]
-    with pytest.raises(ValueError, match=r"trainer\.micro_batch_tokens=50"):
+    with pytest.raises(RunStopped, match=r"trainer\.micro_batch_tokens=50"):
         bins_of([group], 50)
 
 

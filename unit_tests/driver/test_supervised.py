@@ -240,6 +240,16 @@ def test_a_reward_model_learns_and_then_rewards(tmp_path, tiny_path):
     assert sum(text.count("7") for text in said) / len(said) > 4, said[:3]
 
 
+def test_completions_that_fit_no_micro_batch_are_refused_at_the_start(tmp_path, tiny_path):
+    row = {"messages": [{"role": "user", "content": "?"}]}
+    rows = [row | {"completions": ["7" * 90] * n, "rewards": [0.5] * n} for n in (2, 8)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "x.jsonl"), "max_tokens": 100}
+    how = {"alg": {"name": "offline_dro"}, "data": data, "trainer": {"micro_batch_tokens": 300}}
+    with pytest.raises(UserError, match=r"the 8 completions of row 1 have .* raise it"):
+        prepare(load_recipe(SLConfig, recipe_of(tmp_path, tiny_path, **how), []))
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

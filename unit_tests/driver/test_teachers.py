@@ -24,12 +24,14 @@ from analysis.capture.losses import NamedLoss, credit_groups
 from configs.schema import RLConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped, UserError
+from core.types.images import EncodedImage
 from core.types.kept_sets import KeptSets
 from core.types.samples import Group, Prompt, Sample
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import plan_update
 from data_feeds.packing.splice import align, splice
 from driver.checks.explain import estimate_memory
+from driver.checks.terms import check_given
 from driver.load_recipe import load_recipe
 from driver.rl.teachers import Reader, check_teacher_sources, move_teachers, score_groups
 from unit_tests.helpers.examples import run_here, sample_of
@@ -49,6 +51,16 @@ def toy_logp(ids) -> list[float]:
         logits = torch.tensor([1.5 * math.sin(2.3 * h + 0.9 * v + 0.1 * v * h) for v in range(12)], dtype=torch.float64)
         found.append(float(logits.log_softmax(0)[own]))
     return found
+
+
+def test_images_of_a_teacher_that_reads_text_are_refused_at_the_start(recipe):
+    cfg = load_recipe(RLConfig, recipe({}), []).cfg
+    image = {"type": "image", "image": EncodedImage(b"", width=1, height=1, hash="")}
+    seen = Prompt(id="7", messages=[{"role": "user", "content": "?", "parts": [cast(Any, image)]}])
+    prompts = cast(Any, SimpleNamespace(all=lambda: [seen]))
+    check_given(cfg, OPD(teacher="t"), prompts)
+    with pytest.raises(UserError, match=r"images \(as in 7\), and the teacher of OPSD reads text only"):
+        check_given(cfg, OPSD(), prompts)
 
 
 @pytest.mark.parametrize(

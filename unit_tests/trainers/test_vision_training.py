@@ -32,7 +32,6 @@ from core.types.messages import Message
 from core.types.samples import Batch, Group, Policy, Prompt, Sample
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import Plan, plan_update
-from data_feeds.packing.bin_packing import TooLarge
 from driver.checks.explain import GIB, describe_memory, estimate_memory
 from driver.load_recipe import load_recipe
 from modeling.export import saved_buffers
@@ -107,7 +106,7 @@ def in_one_row(alg: Algorithm, groups: list[Group]) -> tuple[list[Sample], Batch
 def in_pieces(alg: Algorithm, groups: list[Group]) -> list[Batch]:
     """The smallest micro-batches that hold all samples, with shared beginnings."""
     for max_tokens in range(50, 1000, 25):
-        with suppress(RunStopped, TooLarge):
+        with suppress(RunStopped):
             pieces = plan_of(alg, groups, max_tokens, shared=True).batches()[0]
             assert len(pieces) > 1 and any(b.images for b in pieces)
             return pieces
