@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from core.strict_model import StrictModel
 
+FOLDER = "profile"
+"""Folder of the files in the run folder."""
+
 
 class ProfileConfig(StrictModel):
     """Keys of `profile`."""

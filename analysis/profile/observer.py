@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from configs.profile_schema import ProfileConfig
+from configs.profile_schema import FOLDER, ProfileConfig
 from configs.schema import RLConfig
 from core.errors import UserError
 from core.timing.trace import Tracer
@@ -20,9 +20,6 @@ from rollouts.scheduling.availability import list_running
 from rollouts.worker import RolloutWorker
 from trainers.observers import Observer
 from trainers.trainer import Trainer
-
-FOLDER = "profile"
-"""Folder in the run folder."""
 
 
 def plan_observer(loaded: Loaded[RLConfig]) -> ProfilePlan:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from analysis.report.run_files import RunRecord
+from configs.profile_schema import FOLDER as PROFILE
 from core import metrics as names
 from core.metrics import PHASE_MEANINGS, find_metric
 from core.timing.phases import (
@@ -41,6 +45,12 @@ def describe_run(run: RunRecord, key: str) -> dict[str, Any]:
         "packages": summary.get("packages", {}),
         "devices": summary.get("devices", {}),
     }
+
+
+def list_profile(run: RunRecord, page: Path) -> list[list[str]]:
+    """Return the files of `profile`: the name of each, and a link that is relative to the page."""
+    files = sorted((run.folder / PROFILE).glob("*"))
+    return [[file.name, quote(os.path.relpath(file, page.absolute().parent))] for file in files]
 
 
 def list_facts(run: RunRecord, flat: dict[str, str]) -> dict[str, str]:

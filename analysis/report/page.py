@@ -10,7 +10,7 @@ from analysis.capture.tokens import captured_steps
 from analysis.report.assemble import UPLOT, join_scripts, make_html, save_page
 from analysis.report.captured import read_captured_step, select_captured
 from analysis.report.embed import data_element, pack
-from analysis.report.header import describe_metrics, describe_run, describe_time
+from analysis.report.header import describe_metrics, describe_run, describe_time, list_profile
 from analysis.report.run_files import RunRecord, is_unfinished, read_run, read_samples
 from analysis.report.step_data import average_groups, make_step, make_whole_step
 from analysis.report.token_account import PARTS, account_tokens
@@ -59,6 +59,7 @@ def write_page(folders: list[Path], out: Path, *, samples: int, everything: bool
     blocks: list[str] = []
     for number, run in enumerate(runs):
         description, own = describe_with_blocks(run, f"r{number}", samples, beside, notes)
+        description["profile"] = list_profile(run, out)
         descriptions.append(description)
         blocks += own
     head = {

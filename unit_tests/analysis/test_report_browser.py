@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ def runs(recipe, tmp_path) -> list[Path]:
     reward = file_of(tmp_path / "sevens.py", SEVENS)
     for name, lr in (("first", 1e-2), ("second", 3e-3)):
         changes = {"name": name, "steps": 3, "trainer.lr": lr, "reward.function": reward}
+        changes |= {"profile": {"steps": [1]}} if name == "first" else {}
         code, err = run_here(main_rl, "--config", recipe(changes))
         assert code == 0, err
     made = sorted((tmp_path / "runs").iterdir())
@@ -58,6 +60,8 @@ def test_the_page_of_two_real_runs(browser, runs, tmp_path):
     write_page(runs, page, samples=16, everything=False)
     browser.open(page)
     logs = [metrics_of(run) for run in runs]
+    traces = browser.ask("[...document.querySelectorAll('[data-fact=profile] a')].map((e) => e.href)")
+    assert {Path(unquote(urlsplit(href).path)) for href in traces} == {*(runs[0] / "profile").iterdir()} != set()
     browser.ask("document.querySelectorAll('details').forEach((e) => (e.open = true))")
     names = {name for log in logs for line in log for name in line} - {"step"}
     browser.wait_for("document.querySelectorAll('.card').length")

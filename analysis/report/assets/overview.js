@@ -12,6 +12,7 @@ function runCard(run) {
     RUNS.length > 1 && runTitle(run),
     el("p", null, el("span", { class: good ? "badge good" : "badge bad", "data-fact": "exit" }, run.exit_reason), outcome(run)),
     el("dl", null, run.facts.map(([label, text]) => el("div", null, el("dt", null, label), el("dd", { "data-fact": label }, text)))),
+    run.profile.length > 0 && el("p", { "data-fact": "profile" }, "profile: ", run.profile.map(([name, href]) => [el("a", { href, download: name }, name), " "])),
     run.warnings.length > 0 && el("ul", { class: "warnings" }, run.warnings.map((one) => el("li", null, isNumber(one.step) && el("button", { onclick: () => openStep(run.key, one.step) }, `step ${one.step}`), " ", one.text))),
   );
 }
