@@ -15,7 +15,7 @@ from data_feeds.rows.episodes import Sampling
 from driver.checks.image_use import settle_eval_images
 from driver.checks.invariance import check_batch_invariant
 from driver.start.devices import uses_gpus
-from modeling.hf_config import is_text_use, meta_model, needs_images, read_config
+from modeling.hf_config import meta_model, needs_images, read_config
 from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.engines.base import Capabilities
 from rollouts.registry import load_engine_class, resolve_engine
@@ -128,18 +128,16 @@ def check_images(cfg: RLConfig | EvalConfig) -> None:
     # a recipe's value is settled when it is read
     images = cfg.model.images if isinstance(cfg, RLConfig) else settle_eval_images(cfg)
     config = read_config(path, trust_remote_code=trusts)
-    reads = needs_images(path, trust_remote_code=trusts, images=images)
-    if not reads and not is_text_use(config, images):
-        return
     engine = load_engine_class(resolve_engine(cfg.rollout.engine))
-    if reads and not engine.capabilities.images:
+    engine.check_family(config.model_type, path=path)
+    if not needs_images(path, trust_remote_code=trusts, images=images):
+        return
+    if not engine.capabilities.images:
         raise UserError(
             f"model.path={quote(path)} is a vision-language model, and rollout.engine={cfg.rollout.engine} does not "
             "support images: set rollout.engine to vllm or hf"
         )
-    if reads:
-        engine.check_images(config, path=path)
-    engine.check_family(config.model_type, path=path)
+    engine.check_images(config, path=path)
 
 
 def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> AllowedTokens:

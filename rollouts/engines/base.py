@@ -193,7 +193,7 @@ class Engine(ReceivesWeights, Protocol):
 
     @classmethod
     def check_family(cls, family: str, *, path: str) -> None:
-        """Raise UserError if the engine cannot run this family of vision models. family: the config's `model_type`."""
+        """Raise UserError if the engine cannot run this family of models. family: the config's `model_type`."""
         return
 
     @classmethod

@@ -25,6 +25,7 @@ from modeling.text_use import leave_out, list_unused
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.architectures import can_import
 from rollouts.engines.vllm_support.settings import engine_args, find_use
+from tools.zoo.models import make_model
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.seeing import draw_image, make_config, save_model
@@ -134,11 +135,14 @@ def test_a_known_family_may_be_used_for_text(tmp_path, family):
         assert (reads, without_tower) == ((True, False) if images == "auto" else (False, True))
 
 
-def test_vllm_without_torchvision_is_refused_before_the_start(tmp_path, recipe):
-    changes = {"model.path": save(tmp_path, "qwen3_5_moe"), "rollout.engine": "vllm"}
-    cfg = load_recipe(RLConfig, recipe(changes), []).cfg
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5_text"])
+def test_vllm_without_torchvision_is_refused_before_the_start(tmp_path, recipe, family):
+    if family == "qwen3_5_text":  # a folder of the text model alone
+        make_model(family, tmp_path / "text")
+    path = str(tmp_path / "text") if family == "qwen3_5_text" else save(tmp_path, family)
+    cfg = load_recipe(RLConfig, recipe({"model.path": path, "rollout.engine": "vllm"}), []).cfg
     if not can_import("torchvision"):
-        with pytest.raises(UserError, match=r"is a qwen3_5_moe model, which vLLM loads only with torchvision"):
+        with pytest.raises(UserError, match=rf"is a {family} model, which vLLM loads only with torchvision"):
             check_images(cfg)
     else:
         check_images(cfg)

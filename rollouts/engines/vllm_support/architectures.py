@@ -17,9 +17,10 @@ PACKAGES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("torchvision",)),
     # also for text: vLLM imports their image processors
     **dict.fromkeys(("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"), ("torchvision",)),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("torchvision",)),
     "smolvlm": ("torchvision", "num2words"),
 }
-"""Packages that vLLM requires for families of vision models."""
+"""Packages that vLLM requires for families, by `model_type`."""
 CODE = """
 import sys
 from vllm.model_executor.models.registry import ModelRegistry
@@ -38,7 +39,7 @@ def check_user_code(model: nn.Module, *, path: str) -> None:
 
 
 def check_family(family: str, *, path: str) -> None:
-    """Raise UserError if vLLM lacks a package for this family of vision models, or a build that loads here."""
+    """Raise UserError if vLLM lacks a package for this family of models, or a build that loads here."""
     if lacking := [name for name in PACKAGES.get(family, ()) if not can_import(name)]:
         build = " (on a CPU the build of PyTorch's index whl/cpu, as PyPI's is for CUDA)"
         raise UserError(
