@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from data_prep import arithmetic
 from data_prep.tiny_model import make_tokenizer, save_model
 from tools.zoo.models import BASE, BFLOAT16, ZOO
+from unit_tests.helpers.torchvision_beside import environment_with_torchvision
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(1800)]
@@ -28,7 +29,8 @@ def make_model(name: str, folder: Path) -> None:
 
 
 def run(program: str, recipe: str, *changes: str) -> None:
-    subprocess.run([sys.executable, program, "--config", f"configs/{recipe}.yaml", *changes], cwd=ROOT, check=True)
+    command = [sys.executable, program, "--config", f"configs/{recipe}.yaml", *changes]
+    subprocess.run(command, cwd=ROOT, env=environment_with_torchvision(), check=True)  # vLLM's Qwen3.5 imports it
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral", "qwen3_5_text", "gemma3_text", "granitemoe"])
