@@ -221,7 +221,8 @@ class RolloutConfig(StrictModel):
     token, and metrics count where the trainer's routers choose others. replay: the trainer uses the recorded experts,
     in training and for prox_logp. A record takes k bytes per token and block of experts."""
     max_new_tokens: int = Field(256, ge=1)
-    """Token budget of an episode, over all turns, including the environment's."""
+    """Token budget of an episode, over all turns, including the environment's. Requests that an agent makes at the same
+    time may each use what was left when they began."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
     """Texts that end a reply, besides the model's stop tokens. The reply ends with the token that completes the first
     match, and includes it. Special tokens are not in that text, unless skip_special_tokens is false; list them in

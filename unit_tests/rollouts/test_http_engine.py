@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import httpx
@@ -83,7 +85,31 @@ def test_a_server_with_other_settings_is_refused_with_the_command(wrong):
         HttpEngine._check_settings(engine, SETTINGS | {section: SETTINGS[section] | {name: value}})
 
 
+class Portal(BaseHTTPRequestHandler):
+    """A server that is not vLLM: a page, and JSON of other keys."""
+
+    said = b""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.said)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("said", [b"<html>log in</html>", b"{}", b'{"vllm_config": {"model_config": []}}', b"[]"])
+def test_a_server_that_is_not_vllm_is_one_sentence(said):
+    with HTTPServer(("127.0.0.1", 0), type("Own", (Portal,), {"said": said})) as there:
+        Thread(target=there.handle_request, daemon=True).start()
+        with pytest.raises(UserError, match="does not tell its settings as vLLM does: start it with"):
+            HttpEngine(engine_config("m", server=f"http://127.0.0.1:{there.server_port}"))
+
+
 def test_servers_that_do_not_answer_or_do_not_fit_are_one_sentence(recipe):
+    with pytest.raises(UserError, match="http://there:80OO does not answer: InvalidURL"):
+        HttpEngine(engine_config("m", server="http://there:80OO"))
     with pytest.raises(UserError, match="does not answer: ConnectError"):
         HttpEngine(engine_config("m", server=f"http://127.0.0.1:{find_free_port()}"))
     with pytest.raises(UserError, match="servers has 1 addresses, and engine=hf with num_engines=1 needs 0"):
