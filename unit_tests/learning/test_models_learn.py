@@ -23,6 +23,8 @@ def make_model(name: str, folder: Path) -> None:
     tokenizer = make_tokenizer()
     own = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     own |= {"bos_token_id": None, "initializer_range": 0.05}
+    if name == "granitemoe":  # by default scores are not divided by the root of the head's size, 32 here
+        own |= {"attention_multiplier": 32**-0.5}
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **BASE | ZOO[name] | own)
     save_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer, folder)
