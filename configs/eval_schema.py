@@ -24,6 +24,9 @@ class EvalModelConfig(StrictModel):
     """Folder of a LoRA adapter in PEFT's format, merged into the model. Unset: no adapter."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights."""
+    images: Literal["auto", "off"] = "auto"
+    """Images of a vision-language model, as in training. off: text only; then the policy may also sample tokens that
+    stand for images, and vLLM starts without the model's other parts."""
     trust_remote_code: bool = False
     """Run code shipped with the model. Read that code first."""
 

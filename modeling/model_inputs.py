@@ -17,7 +17,7 @@ from core.types.kept_sets import KeptTokens
 from core.types.routes import PADDING
 from core.types.samples import Batch
 from modeling.attention import TAKE_BORDERS, TAKE_SEGMENTS
-from modeling.image_blocks import find_ends, find_image_blocks, mark_types
+from modeling.image_blocks import ImageBlocks, find_ends, find_image_blocks, mark_types
 from modeling.segments import Segments
 from modeling.sequence_parallel import SequenceGroup
 
@@ -99,7 +99,7 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
             inputs["position_ids"] = rope.new_zeros(3, n_rows, width)
             inputs["position_ids"][:, batch.segment_ids, batch.position_ids] = rope
         rows = torch.arange(n_rows).repeat_interleave(width)
-        inputs |= batch.media | _mark_images(model, inputs["input_ids"], rows)
+        inputs |= batch.media | _mark_images(model, batch, inputs["input_ids"], rows)
         return (batch.segment_ids, batch.position_ids), inputs
     row = torch.zeros_like(batch.segment_ids)
     column = torch.arange(len(row), device=row.device)
@@ -107,18 +107,24 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
     if rope is not None:  # [4, 1, T]: a mask is made of the first, and positions are the rest
         inputs["position_ids"] = torch.cat([inputs["position_ids"], rope])[:, None]
     inputs |= batch.media | _sequence_boundaries(model, batch)
-    return (row, column), inputs | _mark_images(model, batch.input_ids[None], batch.segment_ids)
+    return (row, column), inputs | _mark_images(model, batch, batch.input_ids[None], batch.segment_ids)
 
 
-def _mark_images(model: nn.Module, input_ids: Tensor, sequences: Tensor) -> dict[str, Any]:
+def _mark_images(model: nn.Module, batch: Batch, input_ids: Tensor, sequences: Tensor) -> dict[str, Any]:
     """Return the inputs for attention among the tokens of an image, of rows [B, T] with sequences [B * T]."""
-    blocks = find_image_blocks(model.config)
+    blocks = _find_blocks(model, batch)
     if blocks is None:
         return {}
     if read_attention(model.config.get_text_config()) not in TAKE_SEGMENTS:
         return mark_types(blocks, input_ids)
     ends = find_ends(blocks, input_ids.flatten(), sequences)
     return {} if ends is None else {"image_ends": ends}
+
+
+def _find_blocks(model: nn.Module, batch: Batch) -> ImageBlocks | None:
+    """Return the image tokens of a batch that attend in both directions; None if its attention is causal."""
+    # Engines mark the tokens of images alone. With model.images=off a policy may sample such tokens, and they are text.
+    return find_image_blocks(model.config) if batch.images or batch.has_bare_images else None
 
 
 def choose_padding(model: nn.Module) -> int:
@@ -138,7 +144,7 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
         )
     if kernel in TAKE_SEGMENTS:
         return {"segments": segments}
-    blocks = find_image_blocks(model.config)
+    blocks = _find_blocks(model, batch)
     if blocks is not None and (batch.input_ids == blocks.token).any():
         raise ValueError(
             f"packed rows under {kernel} attention are causal, and the tokens of an image attend in both directions "

@@ -80,4 +80,5 @@ def _make_batch(segments: Sequence[Tensor], parents: list[int], paths: list[list
         at=at,
         labels=torch.cat([ids[1:] for _, ids in rows]),
         tokens=Tokens(weight=torch.zeros(len(at))),
+        has_bare_images=True,
     )

@@ -154,6 +154,9 @@ class Batch:
     tokens: Tokens
     images: tuple[EncodedImage, ...] = ()
     """Images of the input tokens, in their order; an image shared by sequences occurs once."""
+    has_bare_images: bool = False
+    """Whether image tokens without images attend like those of an image, as in a layout probe. Otherwise they are
+    text, as a policy may sample it."""
     rope_ids: Tensor | None = None
     """[3, T] int64, positions by time, row and column, for model families with three position axes (M-RoPE)."""
     media: dict[str, Tensor] = field(default_factory=dict)

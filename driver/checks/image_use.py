@@ -33,4 +33,4 @@ def settle_images(given: ImageUse, path: str, *, engine: str, trust_remote_code:
 def settle_eval_images(cfg: EvalConfig) -> ImageUse:
     """Return the use of images in an evaluation."""
     model = cfg.model
-    return settle_images("auto", model.path, engine=cfg.rollout.engine, trust_remote_code=model.trust_remote_code)
+    return settle_images(model.images, model.path, engine=cfg.rollout.engine, trust_remote_code=model.trust_remote_code)

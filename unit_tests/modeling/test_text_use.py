@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,17 +18,22 @@ from core.errors import UserError
 from data_feeds.chat.template_args import make_tokenizer
 from driver.checks.engine import check_images
 from driver.load_recipe import load_recipe
+from modeling.attention import BY_SEQUENCE, set_attention
+from modeling.forward import forward
 from modeling.hf_config import is_text_use, needs_images, read_config
 from modeling.layout_probe import find_probe
 from modeling.load import check_weights, load_model
+from modeling.model_inputs import Layout
+from modeling.probe_rows import make_batch
 from modeling.text_use import leave_out, list_unused
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.architectures import can_import
 from rollouts.engines.vllm_support.settings import engine_args, find_use
 from tools.zoo.models import make_model
+from unit_tests.helpers import seeing
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.local_trainers import trainer_of
-from unit_tests.helpers.seeing import draw_image, make_config, save_model
+from unit_tests.helpers.seeing import SOFT, draw_image, make_config, save_model
 from unit_tests.helpers.shared_prefixes import check_alike, laid_out
 
 TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -133,6 +138,22 @@ def test_a_known_family_may_be_used_for_text(tmp_path, family):
         args = engine_args(config, on_cpu=True, sees=reads, text_only=without_tower)
         assert args.get("language_model_only", False) == without_tower
         assert (reads, without_tower) == ((True, False) if images == "auto" else (False, True))
+
+
+@pytest.mark.parametrize("family", SOFT)
+def test_image_tokens_without_images_attend_causally(family):
+    """A policy used for text may sample them, and no engine knows an image then."""
+    model = seeing.make_model(family)
+    batch = make_batch([torch.tensor([40, SOFT[family], SOFT[family], SOFT[family], 41])])
+    batch = replace(batch, has_bare_images=False)
+    with torch.no_grad():
+        logits = model(batch.input_ids[None]).logits[0, :-1]
+        want = logits.float().log_softmax(-1).gather(-1, batch.labels[:, None])[:, 0]
+        for attention in ("sdpa", BY_SEQUENCE):
+            set_attention(model, attention)
+            for layout in get_args(Layout):
+                got = forward(model, model, batch, layout=layout, temperature=1.0).logp
+                torch.testing.assert_close(got, want, msg=f"{attention}, {layout}")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5_text"])

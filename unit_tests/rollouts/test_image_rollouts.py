@@ -379,6 +379,8 @@ def test_gemma_is_used_for_text_where_the_engine_cannot_read_its_images(engine, 
         }
     )
     assert settle_eval_images(evaluated) == images
+    text = evaluated.model_copy(update={"model": evaluated.model.model_copy(update={"images": "off"})})
+    assert settle_eval_images(text) == "off"
 
 
 @pytest.mark.slow
