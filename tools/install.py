@@ -4,6 +4,8 @@
     python3 tools/install.py standard    and the trackers, and what vLLM's server wants: make install
     python3 tools/install.py test        and what tests, lint and types need: make test
     python3 tools/install.py --newest    all of it in its newest versions, in a new .venv-newest
+    python3 tools/install.py --without-vllm    the set run in its newest versions, which vLLM may not allow, in a new
+                                               .venv-without-vllm
 
 For the CPU the lines of constraints.txt are installed as they stand: they are complete (tools/lock.py), so pip resolves
 nothing. For a GPU pip resolves within constraints-gpu.txt, and for the newest versions freely. An install that was
@@ -39,8 +41,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wanted", nargs="?", choices=SETS, default="standard", help="which set")
     parser.add_argument("--newest", action="store_true", help="ignore constraints.txt, install into a new .venv-newest")
+    parser.add_argument("--without-vllm", action="store_true", help="the same without vLLM: .venv-without-vllm")
     args = parser.parse_args()
-    wanted, venv = ("test", ROOT / ".venv-newest") if args.newest else (args.wanted, ROOT / ".venv")
+    newest = args.newest or args.without_vllm
+    wanted, venv = ("test", ROOT / ".venv-newest") if newest else (args.wanted, ROOT / ".venv")
+    if args.without_vllm:
+        wanted, venv = "run", ROOT / ".venv-without-vllm"
     sys.path.insert(0, str(ROOT))  # the folder of this script is there, and not the clone
     from tools.builds import choose_build, find_builds
 
@@ -49,7 +55,7 @@ def main() -> None:
     # the stamp is written last, so an install that was stopped is never taken for a whole one
     stamped = stamp.read_text().split() if stamp.is_file() else []  # build, set, hash; the build alone: unfinished
     python = str(venv / "bin" / "python")
-    usable = stamped[:1] == [build] and find_builds(venv) <= {build} and os.access(python, os.X_OK) and not args.newest
+    usable = stamped[:1] == [build] and find_builds(venv) <= {build} and os.access(python, os.X_OK) and not newest
     # a Python that was upgraded or moved leaves a .venv that cannot run any more
     usable = usable and subprocess.run([python, "-c", "import pip"], capture_output=True).returncode == 0
     if usable and stamped[1:] in [[name, inputs] for name in SETS[SETS.index(wanted) :]]:
@@ -64,10 +70,10 @@ def main() -> None:
     for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
         if not (folder / "RECORD").is_file():  # pip writes it last, and takes a package without it for installed
             shutil.rmtree(folder)
-    if build == "cpu" and not args.newest:
+    if build == "cpu" and not newest:
         install_lines(python, wanted)
     else:
-        install_resolved(python, build, wanted, newest=args.newest)
+        install_resolved(python, build, wanted, newest=newest, vllm=not args.without_vllm)
     if (found := " and ".join(sorted(find_builds(venv)))) != build:
         sys.exit(
             f"pip has installed torch or vLLM for {found or 'nothing'}: does `pip config list` name an index of it?"
@@ -75,7 +81,7 @@ def main() -> None:
     say("importing once what a run imports: this shows that it loads, and compiles it")
     # the import is to leave compiled files behind, which make the first run start quickly
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    run(*([python, "-c", f"import {names}"] for names in IMPORTS))
+    run(*([python, "-c", f"import {names}"] for names in IMPORTS[args.without_vllm :]))
     stamp.write_text(f"{build} {wanted} {inputs}")
     say(f"{venv.name} is ready, after {time.monotonic() - started:.0f} s")
 
@@ -109,13 +115,15 @@ def install_cpu_torch(python: str, version: str) -> list[str]:
     return TORCH_CPU_INDEX
 
 
-def install_resolved(python: str, build: str, wanted: str, *, newest: bool) -> None:
-    """Install versions that pip resolves, for a GPU or the newest."""
+def install_resolved(python: str, build: str, wanted: str, *, newest: bool, vllm: bool) -> None:
+    """Install versions that pip resolves, for a GPU or the newest. vllm: also vLLM."""
     options = install_cpu_torch(python, pinned(wanted)["torch"]) if build == "cpu" else []
     # without --upgrade pip keeps any version that is good enough
     newer = ["--upgrade", *PYPROJECT["build-system"]["requires"]]
     options += newer if newest else ["--constraint", str(ROOT / "constraints-gpu.txt")]
-    run([python, *PIP, *options, "--editable", f"{ROOT}[{','.join([build, *EXTRAS[wanted]])}]"])
+    # pip refuses empty brackets
+    extras = f"[{','.join(found)}]" if (found := [build] * vllm + EXTRAS[wanted]) else ""
+    run([python, *PIP, *options, "--editable", f"{ROOT}{extras}"])
     if wanted == "test":
         run([python, *PIP, "--no-deps", *PYPROJECT["tool"]["feynrl"]["alone"]])
     # pip has installed what packages ask for and no CPU run needs; CUDA's torchvision even breaks vLLM's imports

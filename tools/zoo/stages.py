@@ -231,7 +231,5 @@ STAGES: dict[str, Callable[[Subject], Numbers]] = {
     "routes": check_routes,
 }
 """Stages by name, in order."""
-OF_VLLM = ("vllm", "saved_vllm")
-"""Stages that start vLLM."""
 OF_RANKS = ("ranks",)
 """Stages that start processes."""

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from modeling.load import load_model
 from rollouts.engines.vllm_support.settings import engine_args
 from tools.zoo.__main__ import main
-from tools.zoo.models import BASE, ZOO
-from tools.zoo.page import make_page, read_lines, stored_lines, write_lines
-from tools.zoo.stages import OF_VLLM, STAGES
+from tools.zoo.models import BASE, CAUSES, ZOO
+from tools.zoo.page import OF_VLLM, has_vllm, make_page, read_lines, stored_lines, write_lines
+from tools.zoo.stages import OF_RANKS, STAGES
 from tools.zoo.subject import Subject
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,14 +82,25 @@ def test_the_page_has_a_row_a_model_and_numbers_the_reasons(tmp_path):
     assert a.split(" | ")[1:3] == ["failed (1)", "padded"] and a.count("failed") == 2, "the last line of a stage counts"
     assert b.split(" | ")[1] == "refused (3)" and "failed (2)" in a and "failed (2)" in b
     assert page[-3:] == ["1. late", "2. it broke", "3. no"]
+    other = {"model": "a", "stage": "load", "state": "ok", "versions": "transformers 9"}
+    write_lines(stored, [*read_lines(stored), other])
+    first, second = make_page(read_lines(stored)).split("## Without vLLM")
+    assert first.splitlines()[:-1] == page[: len(first.splitlines()) - 1] and "(transformers 9)" in second
+    assert "| model | load |\n|---|---|\n| `a` | ok |\n" in second, "stages that were not run there have no column"
 
 
 def test_the_stored_page_has_every_model_and_stage():
     """vLLM's stages take a minute each; those that have not been run are empty cells."""
-    stored = {(line["model"], line["stage"]) for line in read_lines(ROOT / "docs" / "reference" / "models.jsonl")}
+    lines = read_lines(ROOT / "docs" / "reference" / "models.jsonl")
+    stored = {(line["model"], line["stage"]) for line in lines if has_vllm(line)}
     every = {(name, stage) for name in ZOO for stage in STAGES}
     on_vllm = {(name, stage) for name, stage in every if stage in OF_VLLM and name not in ON_VLLM}
     assert every - on_vllm <= stored <= every
+    alone = {(line["model"], line["stage"]) for line in lines if not has_vllm(line)}
+    needed = {(name, stage) for name, stage in every if stage not in (*OF_VLLM, *OF_RANKS)}
+    assert not alone or needed <= alone <= every, "the second table is whole, or not there"
+    failed = {line["model"] for line in lines if line["stage"] in OF_VLLM and line["state"] == "failed"}
+    assert {*CAUSES} <= failed, "a cause is of a gap"
 
 
 def test_a_model_whose_files_cut_the_rows_of_a_tensor_is_loaded_whole(tmp_path):
