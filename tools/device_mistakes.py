@@ -15,7 +15,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tools.mutants import LIST, ROOT, Mutant, read_list, run_all
@@ -130,36 +130,41 @@ def list_mutants(only: str) -> list[Mutant]:
     return mutants
 
 
-def find_reason(mutant: Mutant) -> str:
-    return next((why for part, why in REASONS.items() if part in f"{mutant.file}:{mutant.breaks}"), "")
+def find_reason(mutant: Mutant, reasons: Mapping[str, str] = REASONS) -> str:
+    return next((why for part, why in reasons.items() if part in f"{mutant.file}:{mutant.breaks}"), "")
 
 
-def main() -> None:
-    """Plant the mistakes, and print the share that was noticed."""
-    parser = argparse.ArgumentParser(prog="python -m tools.device_mistakes", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="", help="text that the path of the file must hold")
-    parser.add_argument("--list", action="store_true", help="print the mistakes and plant none")
-    args = parser.parse_args()
+def plant_all(mutants: list[Mutant], reasons: Mapping[str, str]) -> bool:
+    """Plant the mistakes, print the share that was noticed, and return whether each other one has a reason."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     sys.dont_write_bytecode = True
-    mutants = list_mutants(args.only)
-    if args.list:
-        print(*(f"{m.file}:{m.breaks}" for m in mutants), f"{len(mutants)} mistakes", sep="\n")
-        return
     for module in read_list(LIST)[1]:
         importlib.import_module(module)
     noticed, unexplained = 0, 0
     with tempfile.TemporaryDirectory(prefix="mistakes_", ignore_cleanup_errors=True) as folder:
         for outcome in run_all(mutants, ROOT, Path(folder), jobs=1):
-            reason = find_reason(outcome.mutant)
+            reason = find_reason(outcome.mutant, reasons)
             noticed += outcome.killed
             unexplained += not outcome.killed and not reason
             told = "noticed " if outcome.killed else "SURVIVED"
             place = f"{outcome.mutant.file}:{outcome.mutant.breaks}"
             print(f"{told} {outcome.seconds:5.1f} s  {place}{reason and f'; reason: {reason}'}", flush=True)
     print(f"{noticed} of {len(mutants)} were noticed, {unexplained} were not and have no reason")
-    sys.exit(unexplained > 0)
+    return not unexplained
+
+
+def choose(doc: str, name: str, list_mutants: Callable[[str], list[Mutant]], reasons: Mapping[str, str]) -> None:
+    """Plant the mistakes that the command line chooses. doc and name: of the module that is run."""
+    parser = argparse.ArgumentParser(prog=f"python -m tools.{name}", description=doc.split("\n")[0])
+    parser.add_argument("--only", default="", help="text that the path of the file must hold")
+    parser.add_argument("--list", action="store_true", help="print the mistakes and plant none")
+    args = parser.parse_args()
+    mutants = list_mutants(args.only)
+    if args.list:
+        print(*(f"{m.file}:{m.breaks}" for m in mutants), f"{len(mutants)} mistakes", sep="\n")
+        return
+    sys.exit(not plant_all(mutants, reasons))
 
 
 if __name__ == "__main__":
-    main()
+    choose(__doc__ or "", "device_mistakes", list_mutants, REASONS)

@@ -62,14 +62,19 @@ def test_a_cap_and_sinks_together_are_refused():
         attend_by_sequence(nn.Identity(), x, x, x, None, softcap=1.0, s_aux=torch.zeros(1))
 
 
-def test_values_narrower_than_queries_keep_their_width():
-    """As in latent attention, with sinks too."""
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_values_narrower_than_queries_keep_their_width(cap, scaling):
+    """As in latent attention, with sinks too, or a cap."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 7, 12), torch.randn(1, 2, 7, 12), torch.randn(1, 2, 7, 5)
-    sinks = torch.randn(4)
-    got, _ = attend_by_sequence(nn.Identity(), q, k, v, None, s_aux=sinks, segments=Segments([4, 3], [-1, -1]))
+    sinks = torch.randn(4) if cap is None else torch.full((4,), -torch.inf)
+    given = {"s_aux": sinks} if cap is None else {"softcap": cap}
+    segments = Segments([4, 3], [-1, -1])
+    got, _ = attend_by_sequence(nn.Identity(), q, k, v, None, scaling=scaling, segments=segments, **given)
     keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
-    scores = q @ keys.mT * 12**-0.5
+    scores = q @ keys.mT * (scaling or 12**-0.5)
+    scores = scores if cap is None else (scores / cap).tanh() * cap
     at = torch.arange(7)
     apart = (at[:, None] < at[None]) | ((at[:, None] >= 4) & (at[None] < 4))
     scores = torch.cat([scores.masked_fill(apart, -torch.inf), sinks[None, :, None, None].expand(1, 4, 7, 1)], -1)
