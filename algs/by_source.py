@@ -30,7 +30,6 @@ from core.types.samples import Group, Policy, ScoredColumn, Tokens
 from core.types.terms import TokenLoss
 
 OF_EACH = (*(PolicyGradient.model_fields.keys() - Algorithm.model_fields.keys()), "loss_norm")
-"""Terms and mean of every policy-gradient algorithm."""
 
 
 class BySource(PolicyGradient):

@@ -32,7 +32,7 @@ ROOM = {"room": 10**6, "max_new_tokens": 10**6}
 def read_command(name: str) -> str:
     """Return the command of docs/how_to/agent.md that begins with a name."""
     page = (ROOT / "docs" / "how_to" / "agent.md").read_text(encoding="utf-8")
-    found = re.search(rf"^{name} .*(?:\\\n.*)*", page, re.MULTILINE)
+    found = re.search(rf"^{name} (?:.*\\\n)*.*", page, re.MULTILINE)
     assert found, f"the page has no command of {name}"
     return found[0]
 
