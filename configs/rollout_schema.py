@@ -175,9 +175,9 @@ class RolloutConfig(StrictModel):
     """Environment: a module of rollouts/envs/, or the path of a Python file with a subclass of rollouts.envs.base.Env.
     """
     opponent: str | None = None
-    """Model folder of the frozen opponent in a game of several sides, such as an earlier version of the policy. The
-    policy plays one side, another from group to group; the model plays the others by the engine hf in the process of
-    each engine, and is not trained on. Unset: the policy plays all sides."""
+    """Frozen opponent in a game of several sides, such as an earlier version of the policy: folder of a model, or of an
+    adapter of `model.path`. The policy plays one side, another from group to group. The opponent plays the others, by
+    the engine hf in the process of each engine, and is not trained on. Unset: the policy plays all sides."""
     agent: AgentConfig | None = None
     """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
     address."""

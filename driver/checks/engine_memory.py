@@ -8,6 +8,7 @@ from core.errors import UserError
 from driver.checks.memory_estimate import CUDA_GIB, GIB, MemoryEstimate, estimate_engine_gib, find_gpu_gib
 from driver.start.devices import uses_gpus
 from modeling.hf_config import ModelUnreadable, meta_model
+from modeling.merge import is_adapter
 
 
 def describe_engine_memory(cfg: RLConfig, memory: MemoryEstimate) -> str:
@@ -47,7 +48,8 @@ def estimate_opponent_gib(cfg: RLConfig | EvalConfig) -> float:
     """Return the weights of the opponent in GiB. Raises UserError for an unreadable model."""
     assert cfg.rollout.opponent is not None
     trusts = cfg.model.trust_remote_code
-    model = meta_model(cfg.rollout.opponent, key="rollout.opponent", trust_remote_code=trusts)
+    path = cfg.model.path if is_adapter(cfg.rollout.opponent) else cfg.rollout.opponent
+    model = meta_model(path, key="rollout.opponent", trust_remote_code=trusts)
     return sum(p.numel() for p in model.parameters()) * (2 if cfg.model.dtype == "bfloat16" else 4) / GIB
 
 

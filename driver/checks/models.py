@@ -21,6 +21,7 @@ from modeling.hf_config import check_model_folder, max_positions, meta_model, re
 from modeling.layout_forecast import build_small
 from modeling.load import check_weights
 from modeling.lora import check_lora
+from modeling.merge import check_base, is_adapter
 from modeling.nf4 import check_quantization
 from modeling.pretrained import runs_own_code
 from modeling.routes import RouterHook, check_mixture
@@ -32,9 +33,11 @@ from trainers.optimizer_probe import check_optimizer
 def check_policy(model: ModelConfig, tokenizer: ChatTokenizer, opponent: str | None = None) -> None:
     """Raise UserError if model files do not match the config, or token ids lack an embedding.
 
-    opponent: folder of a frozen model that samples from the same tokens.
+    opponent: folder of a frozen model that samples from the same tokens, or of an adapter of the policy's model.
     """
-    if opponent is not None:
+    if opponent is not None and is_adapter(opponent):
+        check_base(opponent, model.path, key="rollout.opponent", trust_remote_code=model.trust_remote_code)
+    elif opponent is not None:
         check_frozen(opponent, tokenizer, model, key="rollout.opponent", use="play with the same tokens")
     check_weights(model.path, trust_remote_code=model.trust_remote_code)
     _check_vocabulary(model.path, tokenizer, key="model.path", trusts=model.trust_remote_code)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from configs.rollout_schema import RolloutConfig
+from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from core.loading import FileSpec
+from modeling.merge import is_adapter
 from rollouts.engines.base import EngineConfig
 from rollouts.registry import load_env_class
 
@@ -29,11 +31,15 @@ def name_opponent(rollout: RolloutConfig) -> dict[str, str]:
     return {} if rollout.opponent is None else {"rollout.opponent": rollout.opponent}
 
 
-def configure_opponent(path: str, policy: EngineConfig) -> EngineConfig:
-    """Return the settings of an engine hf with the weights of a folder, which samples as the policy's engine does."""
+def configure_opponent(rollout: RolloutConfig, model: ModelConfig, policy: EngineConfig) -> EngineConfig:
+    """Return the settings of an engine hf with the opponent's weights, which samples as the policy's engine does."""
+    assert rollout.opponent is not None
+    adapter = rollout.opponent if is_adapter(rollout.opponent) else None
     return replace(
         policy,
-        model_path=path,
+        # not the policy engine's folder: an evaluation merges an adapter into that
+        model_path=rollout.opponent if adapter is None else model.path,
+        adapter=adapter,
         starts_empty=False,
         lora=None,
         quantization=None,

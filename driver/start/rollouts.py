@@ -264,7 +264,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     opponent: Engine | None = None
     if plan.rollout.opponent is not None:
         as_hf, config = replace(plan, engine_spec=resolve_engine("hf")), replace(plan.engine, cores=list_cores(info))
-        opponent = build_engine(as_hf, configure_opponent(plan.rollout.opponent, config))[0]
+        opponent = build_engine(as_hf, configure_opponent(plan.rollout, plan.model, config))[0]
     judge = serve_policy(engine, tokenizer, plan.engine.max_model_len, plan.reward_functions.run.judge)
     if judge is not None:
         plan = plan.with_rewards(partial(address_judge, key=judge.key, urls=(judge.url,)))

@@ -115,6 +115,8 @@ class EngineConfig:
     """True: skip loading weights, since the first weight sync sends all of them."""
     lora: LoraConfig | None = None
     """LoRA settings with `targets` by full name, if weight syncs send only the adapter. Else None."""
+    adapter: str | None = None
+    """Folder of an adapter to merge into the weights when they are loaded: of `rollout.opponent`, by the engine hf."""
     over_nccl: bool = False
     """Receive weights over NCCL, which requires GPUs at both ends."""
     timeout_s: float = 300.0

@@ -78,12 +78,9 @@ class HfEngine(Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         from modeling.layout_probe import set_exact_attention
-        from modeling.load import load_model
 
         self.device = find_device()
-        model = load_model(
-            config.model_path, dtype=config.dtype, attention="auto", trust_remote_code=config.trust_remote_code
-        )
+        model = _load_model(config)
         # eval(): dropout would change the policy at every token
         self.model = model.eval().to(self.device)
         self.order, self.make_cache = nullcontext[None], partial(DynamicCache, config=self.model.config)
@@ -339,3 +336,13 @@ class HfEngine(Engine):
 
     def _make_tensor(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _load_model(config: EngineConfig) -> nn.Module:
+    from modeling.load import load_model
+    from modeling.merge import load_merged
+
+    how = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
+    if config.adapter is not None:
+        return load_merged(config.model_path, config.adapter, key="rollout.opponent", **how)
+    return load_model(config.model_path, attention="auto", **how)

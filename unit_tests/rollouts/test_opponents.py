@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import main_eval
 import main_rl
+from configs.eval_schema import EvalModelConfig
+from configs.rollout_schema import RolloutConfig
+from configs.trainer_schema import ModelConfig
 from core.errors import RunStopped
 from driver.evaluation.suites import setup as eval_setup
 from driver.rl import setup as rl_setup
+from driver.start.opponent import configure_opponent
+from modeling.merge import merge_adapter
+from rollouts.engines.base import EngineConfig
+from rollouts.engines.hf import HfEngine
 from rollouts.episode import Opponent
 from unit_tests.helpers.episodes import Duel, Scripted, Tool, play_all
 from unit_tests.helpers.examples import run_here
@@ -61,11 +72,11 @@ class Game(Env):
 
 def games_of(trained, tmp_path: Path, **changes: object) -> list[dict]:
     """Return the samples of a run's only step."""
-    name = f"run{len(changes)}"
+    name = str(changes.get("name", f"run{len(changes)}"))
     game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "reward.function": "environment"}
     more = {"rollout.max_turns": 2, "rollout.max_new_tokens": 40, "data.max_prompt_tokens": 70, "steps": 1}
     more["rollout.stop_token_ids"] = [*range(5, 55)]  # replies of a random model end soon
-    folder = trained({**game, **more, "reward.weights": {"longer": 1.0}, "name": name, **changes}, name=name)
+    folder = trained({**game, **more, "reward.weights": {"longer": 1.0}, **changes, "name": name}, name=name)
     [file] = (folder / "samples").iterdir()
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -120,3 +131,54 @@ def test_an_opponents_folder_is_compared_on_every_machine(recipe, tiny_path, tmp
     for program, path, keys in ((main_rl, recipe(game), []), (main_eval, str(tmp_path / "eval.yaml"), of_eval)):
         code, err = run_here(program, "--config", path, *keys)
         assert code == 1 and f"'rollout.opponent': '{old}'" in err, err
+
+
+def make_adapter(folder: Path, base: str, *, names: str | None) -> str:
+    """Save an adapter with an effect. names: base that its config names."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    wrapped.save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": names}))
+    return str(folder)
+
+
+def test_an_adapter_plays_as_its_merged_model(tiny_path, tmp_path):
+    adapter = make_adapter(tmp_path / "adapter", tiny_path, names=tiny_path)
+    policy = EngineConfig(
+        model_path="no folder", temperature=1.0, max_model_len=64, stop_token_ids=(), dtype="float32", starts_empty=True
+    )
+    rollout = RolloutConfig(env="textarena", opponent=adapter)
+    engine = HfEngine(configure_opponent(rollout, ModelConfig(path=tiny_path), policy))
+    ids = [5, 9, 12, 7]
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path), adapter).eval()
+    with torch.no_grad():
+        logp = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    assert asyncio.run(engine.probe(ids)) == pytest.approx([logp[i, t].item() for i, t in enumerate(ids[1:])], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "names, said", [(None, "no base_model_name_or_path"), ("other", "is an adapter of other, and model.path is")]
+)
+def test_an_adapter_of_an_unknown_or_another_model_is_refused(refused, tiny_path, tmp_path, names, said):
+    game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "rollout.max_turns": 2}
+    game |= {"reward.function": "environment", "reward.weights": {"longer": 1.0}}
+    adapter = make_adapter(tmp_path / "adapter", tiny_path, names=names)
+    refused(game | {"rollout.opponent": adapter}, f"rollout.opponent={adapter}", said)
+
+
+@pytest.mark.slow
+def test_a_run_against_an_adapter_plays_the_merged_model(trained, tiny_path, tmp_path):
+    adapter = make_adapter(tmp_path / "adapter", tiny_path, names=tiny_path)
+    model = EvalModelConfig(path=tiny_path, dtype="float32")
+    merge_adapter(model, adapter, tmp_path / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (Path(tiny_path) / name).exists():
+            shutil.copy(Path(tiny_path) / name, tmp_path / "merged")
+    ours, theirs = ({"rollout.opponent": str(tmp_path / name), "name": name} for name in ("adapter", "merged"))
+    assert games_of(trained, tmp_path, **ours) == games_of(trained, tmp_path, **theirs)

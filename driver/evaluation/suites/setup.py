@@ -45,7 +45,7 @@ from driver.start.rollouts import (
     start_rollouts,
 )
 from modeling.hf_config import check_model_folder, meta_model
-from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
+from modeling.merge import check_adapter, is_adapter, merge_adapter
 from modeling.pretrained import runs_own_code
 from rollouts.registry import load_engine_class
 from rollouts.scheduling.generation import GroupRequests
@@ -90,7 +90,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     trusts, given = cfg.model.trust_remote_code, cfg
     if (checkpoint := find_checkpoint_model(cfg.model.path)) is not None:
         cfg = with_base(cfg, checkpoint)
-    if os.path.isfile(Path(cfg.model.path) / ADAPTER_CONFIG):  # unlike is_file, False for a name that is too long
+    if is_adapter(cfg.model.path):
         raise UserError(
             f"model.path={cfg.model.path} is an adapter without its model: name it in model.adapter, and in model.path "
             "the model that it was trained on"
