@@ -177,7 +177,9 @@ class RolloutConfig(StrictModel):
     opponent: str | None = None
     """Frozen opponent in a game of several sides, such as an earlier version of the policy: folder of a model, or of an
     adapter of `model.path`. The policy plays one side, another from group to group. The opponent plays the others, by
-    the engine hf in the process of each engine, and is not trained on. Unset: the policy plays all sides."""
+    the engine hf in the process of each engine, and is not trained on. Or the address of an OpenAI-compatible server of
+    one model, such as http://host:8000/v1: it gets messages of text with `temperature`, and a reply has up to
+    `max_new_tokens`. Unset: the policy plays all sides."""
     agent: AgentConfig | None = None
     """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
     address."""
@@ -282,6 +284,16 @@ class RolloutConfig(StrictModel):
     def is_truncated(self) -> bool:
         """True if completions report kept sets."""
         return not self.truncation.is_off
+
+    @property
+    def is_opponent_served(self) -> bool:
+        """True if the opponent is behind a server."""
+        return self.opponent is not None and self.opponent.startswith(("http://", "https://"))
+
+    @property
+    def opponent_folder(self) -> str | None:
+        """Folder of an opponent that each engine loads, or None."""
+        return None if self.is_opponent_served else self.opponent
 
     @property
     def episodes_per_engine(self) -> int | None:

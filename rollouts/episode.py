@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +21,7 @@ from rewards.calls import call_user_code, last_line
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.envs.check_env import check_answers, check_turn_scores
+from rollouts.opponents import Opponent, ServedOpponent, ServerFailed
 from rollouts.stops import Stops, join_turn
 from rollouts.transcript import Tokenizer, Transcript, check_completion
 
@@ -71,19 +71,6 @@ class Played:
         return Played(sample=sample, messages=self.messages)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opponent:
-    """Engine with frozen weights that plays all sides of a game but one."""
-
-    engine: Engine
-    game: int
-    """Number of the game's group, from which the policy's side follows."""
-
-    def leaves_to_policy(self, env: Env) -> int:
-        """Return the side of the policy. It is the same for all episodes of a group, which are compared."""
-        return self.game % max(env.sides, 1)
-
-
 async def run_episode(
     engine: Engine,
     make_env: Callable[[Prompt], Env],
@@ -129,6 +116,10 @@ class _Episode:
     env: Env | None = None
     slots: dict[int, Transcript] = field(default_factory=dict[int, Transcript])
     """Transcript of each player with at least one turn."""
+    served: dict[int, list[Message]] = field(default_factory=dict[int, list[Message]])
+    """Messages of each player of an opponent behind a server, with the prompt's."""
+    n_replies: int = 0
+    """Number of replies of all players."""
 
     async def open(self, env: Env) -> list[Message]:
         """Return the environment's messages between the prompt and the first reply."""
@@ -147,27 +138,52 @@ class _Episode:
         if self.opponent is not None and env.sides < 2:
             raise _EnvironmentFailed(f"Env.sides is {env.sides}, and rollout.opponent needs a game of two or more")
         for turn in range(self.rules.max_turns):
-            try:
-                script = self._continue_seat(env, given)
-            except ImagesDoNotFit as error:
-                raise _EnvironmentFailed(str(error)) from error
-            if script is None:
-                return
-            reply = await self._ask_policy(script, turn, self._choose_engine(env))
+            reply = await self._ask_player(env, given, turn)
             # cut off by the budget: the environment sees complete replies only
-            if script.stop == "length":
+            if reply is None:
                 return
             with self.rules.in_environment(), _catch_environment_errors():
                 answers = check_answers(await self._take_step(env, reply), "Env.step()")
             if answers is None:
                 return
             # a player's first turn may be without messages, since the prompt is there; later turns may not
-            if not answers and env.player in self.slots:
+            if not answers and env.player in self.slots | self.served:
                 raise _EnvironmentFailed("Env.step() returned no message: return None to end the episode")
             given = answers
         # no return above: the limit on replies ended the episode
         for script in self.slots.values():
             script.stop = "turns"
+
+    async def _ask_player(self, env: Env, given: list[Message], turn: int) -> ParsedReply | None:
+        """Return the reply of the player whose turn it is; None if it exceeds the token budget."""
+        model = self._choose_model(env)
+        if isinstance(model, ServedOpponent):
+            return await self._ask_server(model, env, given, turn)
+        try:
+            script = self._continue_seat(env, given)
+        except ImagesDoNotFit as error:
+            raise _EnvironmentFailed(str(error)) from error
+        if script is None:
+            return None
+        reply = await self._ask_engine(script, turn, model)
+        return None if script.stop == "length" else reply
+
+    async def _ask_server(
+        self, server: ServedOpponent, env: Env, given: list[Message], turn: int
+    ) -> ParsedReply | None:
+        """Return a server's reply. Nothing is trained on it, so its side has messages and no tokens."""
+        said = self.served.setdefault(env.player, [*self.prompt.messages])
+        said += given
+        budget, seed, tools = self.rules.max_new_tokens, self.rules.seed_of_turn(turn), [*self.prompt.tools, *env.tools]
+        try:
+            with self.rules.in_environment():
+                reply = await server.reply(said, tools, max_new_tokens=budget, seed=seed)
+        except ServerFailed as error:
+            raise _EnvironmentFailed(str(error)) from error
+        self.n_replies += 1
+        if reply is not None:
+            said.append(reply.message)
+        return reply
 
     def _continue_seat(self, env: Env, given: list[Message]) -> Transcript | None:
         """Append new messages for the next player. Return None if that exceeds the token budget."""
@@ -204,13 +220,13 @@ class _Episode:
         script.append_given(self.tokenizer, ids, shown.messages)
         return script
 
-    def _choose_engine(self, env: Env) -> Engine:
-        """Return the engine that plays the side whose turn it is."""
+    def _choose_model(self, env: Env) -> Engine | ServedOpponent:
+        """Return the model that plays the side whose turn it is."""
         if self.opponent is None or env.player == self.opponent.leaves_to_policy(env):
             return self.engine
-        return self.opponent.engine
+        return self.opponent.model
 
-    async def _ask_policy(self, script: Transcript, turn: int, engine: Engine) -> ParsedReply:
+    async def _ask_engine(self, script: Transcript, turn: int, engine: Engine) -> ParsedReply:
         seed = self.rules.seed_of_turn(turn)
         seen = as_argument(script.images)
         done = await engine.generate(script.ids, max_new_tokens=script.tokens_left, seed=seed, **seen)
@@ -223,6 +239,7 @@ class _Episode:
         if self.rules.stops is not None:
             self.rules.stops.check_completion(done.token_ids, done.stop)
         script.append_sampled(done)
+        self.n_replies += 1
         script.stop = done.stop
         reply = self._read_reply(done.token_ids, script)
         script.messages.append(reply.message)
@@ -261,7 +278,7 @@ class _Episode:
         counts, broken = call_user_code(env.counts, "Env.counts()")
         # a constant 1 would be noise in the log
         if self.rules.max_turns > 1:
-            counts = {"turns": float(sum(len(slot.turns) for slot in self.slots.values()))} | counts
+            counts = {"turns": float(self.n_replies)} | counts
         played: list[Played] = []
         for player, script in sorted(self.slots.items()):
             if side not in (None, player):
@@ -330,12 +347,3 @@ def _catch_environment_errors() -> Generator[None]:
         raise
     except Exception as error:  # the border to the user's environment, whatever it raises
         raise _EnvironmentFailed(last_line(error)) from error
-
-
-def make_seed(run_seed: int, ticket: int, sibling: int, turn: int | str) -> int:
-    """Return the sampling seed of a request, below 2^63. It is independent of time and engine.
-
-    turn: number of the reply in the conversation, or a key for an agent's request without one.
-    """
-    digest = hashlib.blake2b(f"{run_seed}/{ticket}/{sibling}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # 63 bits: a seed must fit a signed integer

@@ -26,9 +26,11 @@ from rewards.weights import find_weights, list_missing, weigh_parts, weigh_turns
 from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
-from rollouts.episode import EpisodeRules, Opponent, Played, make_seed, run_episode
+from rollouts.episode import EpisodeRules, Played, run_episode
+from rollouts.opponents import Opponent, ServedOpponent
 from rollouts.places import EpisodeTimedOut, Places
 from rollouts.second_reward import SecondReward
+from rollouts.seeds import make_seed
 from rollouts.stops import Stops
 from rollouts.token_parts import add_token_rewards, join_turns
 from rollouts.transcript import SharedPrompt, Tokenizer
@@ -74,12 +76,12 @@ class RolloutWorker:
         agents: AgentProcesses | RemoteAgents | None = None,
         judge: JudgeEndpoint | None = None,
         second: SecondReward | None = None,
-        opponent: Engine | None = None,
+        opponent: Engine | ServedOpponent | None = None,
         rank: int = 0,
     ):
         """agents: processes of `rollout.agent`, in place of an environment. They need `stops` and
         `max_prompt_tokens`. judge: endpoint of this engine for rewards, if the policy judges. second:
-        reward of `eval_reward`. opponent: engine of `rollout.opponent`. rank: number of the engine."""
+        reward of `eval_reward`. opponent: that of `rollout.opponent`. rank: number of the engine."""
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
@@ -190,7 +192,7 @@ class RolloutWorker:
             is_routed=self.rollout.router_replay != "off",
             in_environment=self._waiting_for_environment,
         )
-        opponent = None if self.opponent is None else Opponent(engine=self.opponent, game=ticket)
+        opponent = None if self.opponent is None else Opponent(model=self.opponent, game=ticket)
         # except while the policy waits for the environment
         async with self._places.take():
             with self.timer.measure(Activity.GENERATE):

@@ -30,7 +30,7 @@ def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
     check_weight_store(cfg)
     if cfg.save_to is None:
         return
-    opponent = cfg.rollout.opponent if isinstance(cfg, RLConfig) else None
+    opponent = cfg.rollout.opponent_folder if isinstance(cfg, RLConfig) else None
     reads = [cfg.model.path, *list_paths(alg.teachers), *([] if opponent is None else [opponent])]
     key, folder = f"save_to={cfg.save_to}", Path(cfg.save_to).absolute()
     # Saving would replace the model that a resumed run starts from.

@@ -127,7 +127,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_template_args(tokenizer, cfg.data)
     loaded = pin_template_date(loaded, tokenizer)
     cfg, rollouts = loaded.cfg, replace(rollouts, data=loaded.cfg.data)
-    check_policy(cfg.model, tokenizer, cfg.rollout.opponent)
+    check_policy(cfg.model, tokenizer, cfg.rollout.opponent_folder)
     check_engine_memory(cfg)
     allowed_tokens = check_sampling(cfg, tokenizer)
     check_teacher_models(alg, tokenizer, cfg.model)

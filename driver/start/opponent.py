@@ -1,7 +1,8 @@
-"""Engine of the policy's frozen opponent in games (`rollout.opponent`)."""
+"""Factory of the policy's frozen opponent in games (`rollout.opponent`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from configs.rollout_schema import RolloutConfig
@@ -9,7 +10,8 @@ from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from core.loading import FileSpec
 from modeling.merge import is_adapter
-from rollouts.engines.base import EngineConfig
+from rollouts.engines.base import Engine, EngineConfig
+from rollouts.opponents import ServedOpponent
 from rollouts.registry import load_env_class
 
 
@@ -28,7 +30,26 @@ def check_game(rollout: RolloutConfig, env_spec: FileSpec) -> None:
 
 def name_opponent(rollout: RolloutConfig) -> dict[str, str]:
     """Return the path of the opponent's model by key, for the comparison of machines."""
-    return {} if rollout.opponent is None else {"rollout.opponent": rollout.opponent}
+    return {} if rollout.opponent_folder is None else {"rollout.opponent": rollout.opponent_folder}
+
+
+def build_opponent(
+    rollout: RolloutConfig, model: ModelConfig, policy: EngineConfig, build: Callable[[EngineConfig], Engine]
+) -> Engine | ServedOpponent | None:
+    """Return the opponent of an engine's games, or None.
+
+    policy: settings of the policy's engine. build: makes an engine hf.
+    """
+    if rollout.opponent is None:
+        return None
+    if rollout.is_opponent_served:
+        return ServedOpponent(
+            rollout.opponent,
+            temperature=rollout.temperature,
+            timeout_s=rollout.timeout_s,
+            engines=rollout.most_engines,
+        )
+    return build(configure_opponent(rollout, model, policy))
 
 
 def configure_opponent(rollout: RolloutConfig, model: ModelConfig, policy: EngineConfig) -> EngineConfig:

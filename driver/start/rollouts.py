@@ -27,7 +27,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import locate_parser, make_parser
 from driver.start.devices import list_cores, share_machine, shares_devices, uses_gpus
 from driver.start.judges import address_judge, check_judge, find_judge_length, serve_policy
-from driver.start.opponent import check_game, configure_opponent
+from driver.start.opponent import build_opponent, check_game
 from modeling.lora import name_lora_targets
 from rewards.rewarder import Rewarder
 from rewards.several import RewardPlan
@@ -261,10 +261,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     # The cores follow from the rank, which only this process knows.
     server = dict(enumerate(plan.rollout.servers)).get(0 if info is None else info.rank)
     engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info), server=server))
-    opponent: Engine | None = None
-    if plan.rollout.opponent is not None:
-        as_hf, config = replace(plan, engine_spec=resolve_engine("hf")), replace(plan.engine, cores=list_cores(info))
-        opponent = build_engine(as_hf, configure_opponent(plan.rollout, plan.model, config))[0]
+    as_hf, config = replace(plan, engine_spec=resolve_engine("hf")), replace(plan.engine, cores=list_cores(info))
     judge = serve_policy(engine, tokenizer, plan.engine.max_model_len, plan.reward_functions.run.judge)
     if judge is not None:
         plan = plan.with_rewards(partial(address_judge, key=judge.key, urls=(judge.url,)))
@@ -282,7 +279,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         agents=agents,
         judge=judge,
         second=make_second(plan),
-        opponent=opponent,
+        opponent=build_opponent(plan.rollout, plan.model, config, lambda config: build_engine(as_hf, config)[0]),
         rank=0 if info is None else info.rank,
     )
 

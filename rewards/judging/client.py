@@ -1,10 +1,11 @@
-"""HTTP client of a judge: chat completions with a limit of requests in flight, and retries."""
+"""HTTP client of a judge, or another server: chat completions with a limit of requests in flight, and retries."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
@@ -31,12 +32,16 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Server of a judge: one address, or that of each engine of the run's judge."""
+    """Server of chat completions: one address, or that of each engine of the run's judge."""
 
     name: str
     """Name in the hash of a request, which a resumed run must repeat."""
     urls: tuple[str, ...]
     key: str | None = field(repr=False)
+    who: str = "the judge"
+    """Subject of the sentences of errors."""
+    mistakes: Mapping[int, str] = field(default_factory=lambda: MISTAKES)
+    """Clauses, by status code, about mistakes in the recipe."""
 
 
 def find_server(settings: JudgeSettings, judge: RunJudge | None) -> Server:
@@ -82,7 +87,7 @@ class JudgeClient:
                 # full jitter: clients that failed together do not return together
                 wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**retries) * random.random()
             if time.monotonic() + wait > give_up:
-                raise Failed(f"the judge took no request for outage_s={self.settings.outage_s:g}: {problem}")
+                raise Failed(f"{self.server.who} took no request for outage_s={self.settings.outage_s:g}: {problem}")
             retries += 1
             await asyncio.sleep(wait)
 
@@ -114,12 +119,13 @@ class JudgeClient:
         except httpx.TransportError as error:
             return self._clean(name_error(error)), None
         status = response.status_code
-        if status in MISTAKES:
-            raise UserError(f"the judge at {url} answered {status}: {MISTAKES[status]}{self._quote(response)}")
+        who = self.server.who
+        if why := self.server.mistakes.get(status):
+            raise UserError(f"{who} at {url} answered {status}: {why}{self._quote(response)}")
         if status in RETRIED or status >= 500:
             return f"status {status}{self._quote(response)}", read_wait(response.headers.get("Retry-After"))
         if status != 200:
-            raise Failed(f"the judge refused the request with status {status}{self._quote(response)}")
+            raise Failed(f"{who} refused the request with status {status}{self._quote(response)}")
         try:
             found = response.json()
         except ValueError:

@@ -86,9 +86,13 @@ class JudgeServer:
             await asyncio.sleep(self.seconds)
             self.answered += 1
             is_odd = self.unreadable_every and self.answered % self.unreadable_every == 0
-            return web.json_response(describe(UNREADABLE if is_odd else self.judge(read_request(body))))
+            return web.json_response(describe(UNREADABLE if is_odd else self.answer(body)))
         finally:
             self.in_flight -= 1
+
+    def answer(self, body: dict[str, Any]) -> str | dict[str, Any]:
+        """Return the text of an answer, or a whole `choice`."""
+        return self.judge(read_request(body))
 
     def _refuse(self, status: int, said: str) -> web.Response:
         self.refused += 1

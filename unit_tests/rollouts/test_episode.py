@@ -10,7 +10,7 @@ import pytest
 from core.errors import RunStopped, UserError
 from core.types.samples import make_sample
 from rollouts.envs.calculator import Calculator
-from rollouts.episode import make_seed
+from rollouts.seeds import make_seed
 from unit_tests.helpers.episodes import PROMPT, Duel, Scripted, Tool, play, play_all, said
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections import deque
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 import main_eval
@@ -17,14 +19,16 @@ import main_rl
 from configs.eval_schema import EvalModelConfig
 from configs.rollout_schema import RolloutConfig
 from configs.trainer_schema import ModelConfig
-from core.errors import RunStopped
+from core.errors import RunStopped, UserError
+from core.types.samples import Sample
 from driver.evaluation.suites import setup as eval_setup
 from driver.rl import setup as rl_setup
 from driver.start.opponent import configure_opponent
 from modeling.merge import merge_adapter
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
-from rollouts.episode import Opponent
+from rollouts.opponents import Opponent, ServedOpponent
+from tools.benchmarks.judge_server import JudgeServer
 from unit_tests.helpers.episodes import Duel, Scripted, Tool, play_all
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import file_of
@@ -35,7 +39,7 @@ def test_the_policy_plays_one_side_and_only_that_side_is_a_sample(game):
     ours, theirs = Scripted([3], [5]), Scripted([4], [6])
     if game % 2:
         ours, theirs = theirs, ours
-    [(sample, _)] = play_all(ours, env=Duel(), max_turns=9, opponent=Opponent(engine=theirs, game=game))
+    [(sample, _)] = play_all(ours, env=Duel(), max_turns=9, opponent=Opponent(model=theirs, game=game))
     assert sample.player == game % 2 and sample.reward_parts == {"won": float(game % 2)}
     assert sample.token_ids.tolist() == [[1, 2, 7, 3, 4, 5], [1, 2, 3, 4, 5, 6]][game % 2]
     assert sample.turns == ((3, 4), (5, 6)) and sample.counts == {"turns": 4.0}
@@ -44,14 +48,14 @@ def test_the_policy_plays_one_side_and_only_that_side_is_a_sample(game):
 
 def test_a_game_that_ends_before_the_policys_turn_is_a_failed_sample():
     theirs = Scripted([6])
-    [(sample, _)] = play_all(Scripted(), env=Duel(), max_turns=9, opponent=Opponent(engine=theirs, game=1))
+    [(sample, _)] = play_all(Scripted(), env=Duel(), max_turns=9, opponent=Opponent(model=theirs, game=1))
     assert sample.failure.startswith("the game ended before the policy's side (1) had a turn")
     assert sample.player == 1 and sample.n_sampled == 0 and sample.reward_parts == {}
 
 
 def test_an_environment_of_one_side_has_no_opponent():
     ours, theirs = Scripted([6]), Scripted([6])
-    [(sample, _)] = play_all(ours, env=Tool(), max_turns=9, opponent=Opponent(engine=theirs, game=1))
+    [(sample, _)] = play_all(ours, env=Tool(), max_turns=9, opponent=Opponent(model=theirs, game=1))
     assert sample.failure.startswith("Env.sides is 1, and rollout.opponent needs a game of two or more")
     assert sample.n_sampled == 0 and not ours.asked and not theirs.asked
 
@@ -182,3 +186,66 @@ def test_a_run_against_an_adapter_plays_the_merged_model(trained, tiny_path, tmp
             shutil.copy(Path(tiny_path) / name, tmp_path / "merged")
     ours, theirs = ({"rollout.opponent": str(tmp_path / name), "name": name} for name in ("adapter", "merged"))
     assert games_of(trained, tmp_path, **ours) == games_of(trained, tmp_path, **theirs)
+
+
+class GameServer(JudgeServer):
+    """Server of a model that says a number, and refuses some requests first."""
+
+    choice: str | dict | None = None
+
+    def answer(self, body: dict) -> str | dict:
+        return self.choice or str(len(body["messages"]))
+
+    def make_app(self) -> web.Application:
+        app = super().make_app()
+        app.router.add_get("/v1/models", self.list_models)
+        return app
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in self.key.split() or ["m"]]})
+
+
+def test_a_server_plays_with_messages_and_is_asked_again(tmp_path):
+    server = GameServer(statuses=deque([503, 0]))
+    with server.running() as address:
+        theirs = ServedOpponent(address, temperature=0.5, timeout_s=10, engines=1)
+        ours = Scripted([3], [6])
+        [(sample, _)] = play_all(ours, env=Duel(), max_turns=9, opponent=Opponent(model=theirs, game=0))
+    # the policy sees prompt and opening, says 3, is told 3 (the server's messages: prompt, 3 ...), and ends the game
+    assert sample.token_ids.tolist() == [1, 2, 7, 3, 2, 6] and sample.turns == ((3, 4), (5, 6))
+    assert sample.player == 0 and sample.failure == "" and sample.counts == {"turns": 3.0}
+    [body] = server.bodies
+    assert body["messages"] == [{"role": "user", "content": "1 2"}, {"role": "user", "content": "3"}]
+    assert body | {"messages": []} == {
+        **{"model": "m", "messages": [], "temperature": 0.5, "max_tokens": 10, "seed": 101},
+    }
+
+
+def test_a_server_that_fails_to_reply_fails_the_sample_or_ends_the_game():
+    server = GameServer(statuses=deque([400]))
+    with server.running() as address:
+
+        def play() -> Sample:
+            theirs = Opponent(model=ServedOpponent(address, temperature=0.5, timeout_s=10, engines=1), game=0)
+            [(sample, _)] = play_all(Scripted([3]), env=Duel(), max_turns=9, opponent=theirs)
+            return sample
+
+        assert play().failure.startswith("rollout.opponent refused the request with status 400")
+        server.choice = {"message": {"role": "assistant", "content": "3"}, "finish_reason": "length"}
+        sample = play()
+        assert not sample.failure and sample.counts == {"turns": 2.0}
+
+
+def test_a_server_of_several_models_or_none_is_refused():
+    with GameServer(key="a b").running() as address, pytest.raises(UserError, match="must name one model, found a, b"):
+        ServedOpponent(address, temperature=0.5, timeout_s=10, engines=1)
+    with pytest.raises(UserError, match="does not answer"):
+        ServedOpponent(address, temperature=0.5, timeout_s=10, engines=1)
+
+
+@pytest.mark.slow
+def test_a_run_against_a_server_trains_the_policys_side_alone(trained, tmp_path):
+    with GameServer().running() as address:
+        ours = games_of(trained, tmp_path, **{"rollout.opponent": address})
+    assert len(ours) == 16 and not any(sample["failure"] for sample in ours)
+    assert {sample.get("player", 0) for sample in ours} == {0, 1}

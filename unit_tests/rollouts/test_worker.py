@@ -13,8 +13,9 @@ from core.types.samples import Prompt, Sample
 from rewards import resolve_reward
 from rewards.rewarder import Rewarder
 from rollouts.engines.base import Completion
-from rollouts.episode import EpisodeRules, make_seed, run_episode
+from rollouts.episode import EpisodeRules, run_episode
 from rollouts.places import EpisodeTimedOut, Places
+from rollouts.seeds import make_seed
 from rollouts.transcript import SharedPrompt
 from rollouts.worker import RolloutWorker
 from tools.benchmarks.simulated_run import run_in_virtual_time

@@ -1,0 +1,120 @@
+"""Frozen opponents of the policy in games (`rollout.opponent`): an engine beside the policy's, or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.errors import UserError, name_error, shorten
+from core.loading import needs_part
+from core.types.messages import Message, ToolSpec, find_images
+from data_feeds.chat.tool_parsing import ParsedReply
+from rewards.scored import Failed
+from rollouts.engines.base import Engine
+from rollouts.envs.base import Env
+
+MISTAKES = {
+    401: "the server wants a key, and none is sent: name a server without keys in rollout.opponent",
+    403: "the server wants a key, and none is sent: name a server without keys in rollout.opponent",
+    404: "the server knows no such address: correct rollout.opponent, such as http://host:8000/v1",
+}
+MAX_REQUESTS = 32
+"""Maximum number of requests in flight, of the whole run."""
+
+
+class ServerFailed(Exception):
+    """Request that the opponent's server did not answer as a chat completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opponent:
+    """Frozen model that plays all sides of a game but one."""
+
+    model: Engine | ServedOpponent
+    game: int
+    """Number of the game's group, from which the policy's side follows."""
+
+    def leaves_to_policy(self, env: Env) -> int:
+        """Return the side of the policy. It is the same for all episodes of a group, which are compared."""
+        return self.game % max(env.sides, 1)
+
+
+class ServedOpponent:
+    """Opponent behind an OpenAI-compatible address, with a tokenizer of its own: it gets messages and returns text."""
+
+    def __init__(self, url: str, *, temperature: float, timeout_s: float, engines: int) -> None:
+        """Ask the server for the name of its model. Raises UserError unless it serves a single one.
+
+        timeout_s: deadline of a reply. engines: number of engines that share the limit of requests.
+        """
+        with needs_part("rollout.opponent"):
+            from rewards.judging.client import COMPLETIONS, JudgeClient, Server
+            from rewards.judging.settings import JudgeSettings
+
+        self.url, self.temperature = url.rstrip("/"), temperature
+        self.model = self._find_model(timeout_s)
+        address = self.url + COMPLETIONS
+        server = Server(name=address, urls=(address,), key=None, who="rollout.opponent", mistakes=MISTAKES)
+        given = {"base_url": self.url, "model": self.model, "timeout_s": timeout_s}
+        settings = JudgeSettings.model_validate(given)
+        self._client = JudgeClient(settings, max(1, MAX_REQUESTS // engines), server)
+
+    def _find_model(self, timeout_s: float) -> str:
+        import httpx
+
+        try:
+            answer = httpx.get(f"{self.url}/models", timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise UserError(f"rollout.opponent={self.url} does not answer ({name_error(error)}): start it") from error
+        try:
+            names = [str(model["id"]) for model in answer.json()["data"]]
+        except (ValueError, KeyError, TypeError):
+            names = []
+        if len(names) != 1:
+            found = ", ".join(names) or f"status {answer.status_code}, {shorten(answer.text)}"
+            raise UserError(
+                f"rollout.opponent={self.url}: /models must name one model, found {found}: name the address of a "
+                "server of one model, such as http://host:8000/v1"
+            )
+        return names[0]
+
+    async def reply(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, max_new_tokens: int, seed: int
+    ) -> ParsedReply | None:
+        """Return the next reply to a conversation; None if it was cut off by `max_new_tokens`.
+
+        Raises ServerFailed without a reply, and UserError for messages that are more than text.
+        """
+        if tools or find_images(messages):
+            kind = "tools" if tools else "images"
+            raise UserError(
+                f"rollout.opponent={self.url} gets text alone, and the game has {kind}: name the folder of a model"
+            )
+        body = {
+            "model": self.model,
+            "messages": [{"role": message["role"], "content": message["content"]} for message in messages],
+            "temperature": self.temperature,
+            "max_tokens": max_new_tokens,
+            "seed": seed % 2**63,
+        }
+        try:
+            answer, _ = await self._client.ask(body)
+        except Failed as error:
+            raise ServerFailed(str(error)) from error
+        return self._read(answer)
+
+    def _read(self, answer: dict[str, Any]) -> ParsedReply | None:
+        try:
+            choice = answer["choices"][0]
+            text, end = choice["message"]["content"], choice["finish_reason"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ServerFailed(f"rollout.opponent returned no chat completion: {shorten(str(answer))}") from error
+        if end == "length":
+            return None
+        if end != "stop" or not isinstance(text, str):
+            raise ServerFailed(f"rollout.opponent ended a reply with {end!r} and the content {shorten(repr(text))}")
+        return ParsedReply(message={"role": "assistant", "content": text})
+
+    async def close(self) -> None:
+        """Leave the server as it is."""

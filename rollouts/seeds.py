@@ -1,0 +1,14 @@
+"""Sampling seeds of requests."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def make_seed(run_seed: int, ticket: int, sibling: int, turn: int | str) -> int:
+    """Return the sampling seed of a request, below 2^63. It is independent of time and engine.
+
+    turn: number of the reply in the conversation, or a key for an agent's request without one.
+    """
+    digest = hashlib.blake2b(f"{run_seed}/{ticket}/{sibling}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # 63 bits: a seed must fit a signed integer
