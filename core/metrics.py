@@ -11,6 +11,7 @@ from typing import Literal
 
 from core.compile_metrics import COMPILE_METRICS
 from core.draft_metrics import DRAFT_METRICS
+from core.game_metrics import GAME_METRICS
 from core.judge_metrics import JUDGE_METRICS
 from core.metric import Metric as Metric
 from core.metric import Unit
@@ -204,8 +205,7 @@ MISMATCH_ESS = _declare(
 )
 _declare("train/mismatch/weight", "", "mean importance weight after the correction", RL)
 _declare("train/mismatch/drifted", "fraction", "tokens without a gradient by alg.correction.max_drift", RL)
-METRICS.extend(DRAFT_METRICS)
-METRICS.extend(ROUTE_METRICS)
+METRICS.extend([*DRAFT_METRICS, *GAME_METRICS, *ROUTE_METRICS])
 TRAIN_ENTROPY = _declare("train/entropy", "nats", "entropy of the policy, with alg.entropy_coef above 0", RL)
 TRAIN_KL_REF = _declare(
     "train/kl_ref", "nats", "k3 estimate of KL(pi || reference) on the trained tokens, with a reference model", RL

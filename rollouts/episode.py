@@ -21,7 +21,7 @@ from rewards.calls import call_user_code, last_line
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.envs.check_env import check_answers, check_turn_scores
-from rollouts.opponents import Opponent, ServedOpponent, ServerFailed
+from rollouts.opponents import Opponent, ServedOpponent, ServerFailed, count_game
 from rollouts.stops import Stops, join_turn
 from rollouts.transcript import Tokenizer, Transcript, check_completion
 
@@ -275,7 +275,7 @@ class _Episode:
             empty = _NoEnv(self.prompt)
             empty.player = side or 0
             self._begin_seat(empty, [])
-        counts, broken = call_user_code(env.counts, "Env.counts()")
+        counts, broken = count_game(env, None if failure else side)
         # a constant 1 would be noise in the log
         if self.rules.max_turns > 1:
             counts = {"turns": float(self.n_replies)} | counts

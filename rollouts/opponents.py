@@ -10,6 +10,7 @@ from core.errors import UserError, name_error, shorten
 from core.loading import needs_part
 from core.types.messages import Message, ToolSpec, find_images
 from data_feeds.chat.tool_parsing import ParsedReply
+from rewards.calls import call_user_code
 from rewards.scored import Failed
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
@@ -19,6 +20,8 @@ MISTAKES = {
     403: "the server wants a key, and none is sent: name a server without keys in rollout.opponent",
     404: "the server knows no such address: correct rollout.opponent, such as http://host:8000/v1",
 }
+WON, DRAWN = "game/won", "game/drawn"
+"""Counts of a game with a result."""
 MAX_REQUESTS = 32
 """Maximum number of requests in flight, of the whole run."""
 
@@ -38,6 +41,26 @@ class Opponent:
     def leaves_to_policy(self, env: Env) -> int:
         """Return the side of the policy. It is the same for all episodes of a group, which are compared."""
         return self.game % max(env.sides, 1)
+
+
+def count_game(env: Env, side: int | None) -> tuple[dict[str, float], str]:
+    """Return an episode's counts, and the reason of a failure or "".
+
+    side: that of the policy in a game with an opponent, whose result is then counted, if there is one.
+    """
+    counts, broken = call_user_code(env.counts, "Env.counts()")
+    if side is None or broken:
+        return counts, broken
+    found, broken = call_user_code(lambda: _count_result(env.result_of(side)), "Env.result_of()")
+    return counts | found, broken
+
+
+def _count_result(result: Any) -> dict[str, float]:
+    if result is None:
+        return {}
+    if result not in ("won", "drawn", "lost"):
+        raise ValueError(f"Env.result_of() must return won, drawn, lost or None, and returned {shorten(repr(result))}")
+    return {WON: float(result == "won"), DRAWN: float(result == "drawn")}
 
 
 class ServedOpponent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal
 
 from core.types.messages import Message, ToolSpec
 from core.types.samples import Prompt
@@ -58,6 +59,10 @@ class Env(ABC):
     def scores_of(self, player: int) -> dict[str, float]:
         """Return the scores of one player in a game of several."""
         return self.scores()
+
+    def result_of(self, player: int) -> Literal["won", "drawn", "lost"] | None:
+        """Return the result of a game for a player, for the log; None without a result, as of a game cut off."""
+        return None
 
     def turn_scores(self, player: int) -> list[dict[str, float]]:
         """Return the scores earned by each reply of a player, one dict per reply, or [].

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from core.errors import UserError, name_error
 from core.types.messages import Message
@@ -63,6 +63,14 @@ class TextArena(Env):
             "invalid_move": float(bool(self.told.get(player, {}).get("invalid_move"))),
             "finished": float(bool(self.told)),
         }
+
+    def result_of(self, player: int) -> Literal["won", "drawn", "lost"] | None:
+        """Compare the player's reward with the best of the others."""
+        if not self.told or player not in self.rewards:
+            return None
+        mine = self.rewards[player]
+        best = max((reward for other, reward in self.rewards.items() if other != player), default=mine)
+        return "drawn" if mine == best else "won" if mine > best else "lost"
 
     def _show_next_player(self) -> list[Message]:
         """Return observations that are new to the next player, without the player's own moves."""

@@ -51,7 +51,7 @@ COUNTS = dict.fromkeys(
         *("turns", "tool_calls", "tool_seconds", "tool_errors", "tool_errors/raised", "anything"),
         *("assistant/repeated", "assistant/rewritten", "tokens/sampled", "tokens/kept"),
         *("agent/timeouts", "agent/slow"),
-        *("drafts/drafted", "drafts/accepted"),
+        *("drafts/drafted", "drafts/accepted", "game/won", "game/drawn"),
     ],
     1.0,
 )

@@ -71,6 +71,9 @@ class Duel(Tool):
     def scores_of(self, player):
         return {"won": float(player)}
 
+    def result_of(self, player):
+        return "won" if player else "lost"
+
     def turn_scores(self, player):
         return [{"won": 0.0}, {"won": 1.0}] if player else []
 

@@ -22,6 +22,7 @@ from configs.trainer_schema import ModelConfig
 from core.errors import RunStopped, UserError
 from core.types.samples import Sample
 from driver.evaluation.suites import setup as eval_setup
+from driver.records.episode_metrics import measure_counts
 from driver.rl import setup as rl_setup
 from driver.start.opponent import configure_opponent
 from modeling.merge import merge_adapter
@@ -42,7 +43,8 @@ def test_the_policy_plays_one_side_and_only_that_side_is_a_sample(game):
     [(sample, _)] = play_all(ours, env=Duel(), max_turns=9, opponent=Opponent(model=theirs, game=game))
     assert sample.player == game % 2 and sample.reward_parts == {"won": float(game % 2)}
     assert sample.token_ids.tolist() == [[1, 2, 7, 3, 4, 5], [1, 2, 3, 4, 5, 6]][game % 2]
-    assert sample.turns == ((3, 4), (5, 6)) and sample.counts == {"turns": 4.0}
+    won = {"game/won": float(game % 2), "game/drawn": 0.0}
+    assert sample.turns == ((3, 4), (5, 6)) and sample.counts == {"turns": 4.0} | won
     assert len(ours.asked) == len(theirs.asked) == 2
 
 
@@ -51,6 +53,26 @@ def test_a_game_that_ends_before_the_policys_turn_is_a_failed_sample():
     [(sample, _)] = play_all(Scripted(), env=Duel(), max_turns=9, opponent=Opponent(model=theirs, game=1))
     assert sample.failure.startswith("the game ended before the policy's side (1) had a turn")
     assert sample.player == 1 and sample.n_sampled == 0 and sample.reward_parts == {}
+    assert sample.counts == {"turns": 1.0}, "a failed game has no result"
+
+
+class Odd(Duel):
+    def __init__(self, result: object) -> None:
+        super().__init__()
+        self.result = result
+
+    def result_of(self, player: int) -> object:
+        return self.result
+
+
+def test_wins_and_draws_are_fractions_of_the_games_with_a_result():
+    def play(result: object) -> Sample:
+        theirs = Opponent(model=Scripted([6]), game=0)
+        return play_all(Scripted([3]), env=Odd(result), max_turns=9, opponent=theirs)[0][0]
+
+    measured = measure_counts([play(result) for result in ("won", "lost", "drawn", "won", None)])
+    assert measured == {"rollout/turns_mean": 2.0, "rollout/won": 0.5, "rollout/drawn": 0.25}
+    assert play("victory").failure.startswith("ValueError: Env.result_of() must return won, drawn, lost or None")
 
 
 def test_an_environment_of_one_side_has_no_opponent():
@@ -213,7 +235,7 @@ def test_a_server_plays_with_messages_and_is_asked_again(tmp_path):
         [(sample, _)] = play_all(ours, env=Duel(), max_turns=9, opponent=Opponent(model=theirs, game=0))
     # the policy sees prompt and opening, says 3, is told 3 (the server's messages: prompt, 3 ...), and ends the game
     assert sample.token_ids.tolist() == [1, 2, 7, 3, 2, 6] and sample.turns == ((3, 4), (5, 6))
-    assert sample.player == 0 and sample.failure == "" and sample.counts == {"turns": 3.0}
+    assert sample.player == 0 and sample.failure == "" and sample.counts["turns"] == 3.0
     [body] = server.bodies
     assert body["messages"] == [{"role": "user", "content": "1 2"}, {"role": "user", "content": "3"}]
     assert body | {"messages": []} == {
@@ -233,7 +255,7 @@ def test_a_server_that_fails_to_reply_fails_the_sample_or_ends_the_game():
         assert play().failure.startswith("rollout.opponent refused the request with status 400")
         server.choice = {"message": {"role": "assistant", "content": "3"}, "finish_reason": "length"}
         sample = play()
-        assert not sample.failure and sample.counts == {"turns": 2.0}
+        assert not sample.failure and sample.counts["turns"] == 2.0
 
 
 def test_a_server_of_several_models_or_none_is_refused():

@@ -132,3 +132,11 @@ def test_games_at_the_same_time_draw_their_own_random_numbers():
 def test_a_game_that_is_not_there_is_one_sentence():
     with pytest.raises(UserError, match="the row row: NoSuchGame-v0: "):
         play("x", game="NoSuchGame-v0")
+
+
+@pytest.mark.parametrize("rewards, results", [((1, -1), ("won", "lost")), ((0, 0), ("drawn",) * 2), ((), (None,) * 2)])
+def test_the_result_of_a_game_compares_the_rewards(rewards, results):
+    env = TextArena(Prompt(id="1", messages=[]))
+    assert env.result_of(0) is None, "a game that is not over"
+    env.told, env.rewards = {0: {}}, dict(enumerate(rewards))
+    assert (env.result_of(0), env.result_of(1)) == results
