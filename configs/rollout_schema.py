@@ -179,7 +179,11 @@ class RolloutConfig(StrictModel):
     adapter of `model.path`. The policy plays one side, another from group to group. The opponent plays the others, by
     the engine hf in the process of each engine, and is not trained on. Or the address of an OpenAI-compatible server of
     one model, such as http://host:8000/v1: it gets messages of text with `temperature`, and a reply has up to
-    `max_new_tokens`. Unset: the policy plays all sides."""
+    `max_new_tokens`. Or policy: the policy itself, as it was up to `opponent_every` steps ago. Unset: the policy plays
+    all sides."""
+    opponent_every: int | None = Field(None, ge=1)
+    """Steps between two snapshots of the policy in the run folder, with opponent: policy. The newest plays, before the
+    first that of model.path; a resumed run plays the one of the checkpoint. They are taken at weight syncs."""
     agent: AgentConfig | None = None
     """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
     address."""
@@ -292,8 +296,8 @@ class RolloutConfig(StrictModel):
 
     @property
     def opponent_folder(self) -> str | None:
-        """Folder of an opponent that each engine loads, or None."""
-        return None if self.is_opponent_served else self.opponent
+        """Folder of an opponent of the recipe that each engine loads, or None."""
+        return None if self.is_opponent_served or self.opponent_every is not None else self.opponent
 
     @property
     def episodes_per_engine(self) -> int | None:
@@ -325,6 +329,8 @@ class RolloutConfig(StrictModel):
             raise ValueError(
                 "opponent is the other side of a game: set rollout.env to a game, or leave rollout.opponent out"
             )
+        if (self.opponent == "policy") != (self.opponent_every is not None):
+            raise ValueError("opponent: policy and opponent_every belong together: set both, or leave both out")
         return self
 
     @model_validator(mode="after")

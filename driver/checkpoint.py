@@ -54,6 +54,8 @@ class RunState:
     """Settings and file hashes of the run; see driver/resume.py."""
     alg_state: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of the algorithm for the next step, as JSON; empty for one without a state."""
+    opponent_version: int = 0
+    """Version of the policy's snapshot that plays as its opponent; 0 for that of model.path, or without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

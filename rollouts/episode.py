@@ -275,7 +275,7 @@ class _Episode:
             empty = _NoEnv(self.prompt)
             empty.player = side or 0
             self._begin_seat(empty, [])
-        counts, broken = count_game(env, None if failure else side)
+        counts, broken = count_game(env, self.opponent, failed=bool(failure))
         # a constant 1 would be noise in the log
         if self.rules.max_turns > 1:
             counts = {"turns": float(self.n_replies)} | counts

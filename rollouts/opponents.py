@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ MISTAKES = {
     403: "the server wants a key, and none is sent: name a server without keys in rollout.opponent",
     404: "the server knows no such address: correct rollout.opponent, such as http://host:8000/v1",
 }
-WON, DRAWN = "game/won", "game/drawn"
-"""Counts of a game with a result."""
+WON, DRAWN, VERSION = "game/won", "game/drawn", "game/opponent_version"
+"""Counts of a game with a result, and of one against a snapshot of the policy."""
 MAX_REQUESTS = 32
 """Maximum number of requests in flight, of the whole run."""
 
@@ -37,20 +37,53 @@ class Opponent:
     model: Engine | ServedOpponent
     game: int
     """Number of the game's group, from which the policy's side follows."""
+    version: int | None = None
+    """Steps behind the weights of a snapshot of the policy; None for another opponent."""
 
     def leaves_to_policy(self, env: Env) -> int:
         """Return the side of the policy. It is the same for all episodes of a group, which are compared."""
         return self.game % max(env.sides, 1)
 
 
-def count_game(env: Env, side: int | None) -> tuple[dict[str, float], str]:
+class OpponentSlot:
+    """Opponent of an engine's games; of the policy's snapshots the newest."""
+
+    def __init__(
+        self,
+        model: Engine | ServedOpponent,
+        *,
+        version: int | None = None,
+        load: Callable[[str], Engine] | None = None,
+    ) -> None:
+        """version, load: of a policy's snapshot; `load` returns an engine with the weights of a folder."""
+        self.model, self.version, self._load = model, version, load
+
+    def enter(self, game: int) -> Opponent:
+        """Return the opponent of a game that begins. It stays that of the game until the end."""
+        return Opponent(model=self.model, game=game, version=self.version)
+
+    async def replace(self, folder: str, version: int) -> None:
+        """Let the snapshot of a folder play the games that begin from now on."""
+        if version != self.version:
+            assert self._load is not None
+            self.model, self.version = self._load(folder), version
+
+    async def close(self) -> None:
+        """End an engine; a server stays."""
+        await self.model.close()
+
+
+def count_game(env: Env, opponent: Opponent | None, *, failed: bool) -> tuple[dict[str, float], str]:
     """Return an episode's counts, and the reason of a failure or "".
 
-    side: that of the policy in a game with an opponent, whose result is then counted, if there is one.
+    With an opponent they include the result of the game, if there is one. failed: there is none.
     """
     counts, broken = call_user_code(env.counts, "Env.counts()")
-    if side is None or broken:
+    if opponent is None or failed or broken:
         return counts, broken
+    side = opponent.leaves_to_policy(env)
+    if opponent.version is not None:
+        counts[VERSION] = float(opponent.version)
     found, broken = call_user_code(lambda: _count_result(env.result_of(side)), "Env.result_of()")
     return counts | found, broken
 

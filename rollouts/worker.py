@@ -27,7 +27,7 @@ from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Played, run_episode
-from rollouts.opponents import Opponent, ServedOpponent
+from rollouts.opponents import OpponentSlot
 from rollouts.places import EpisodeTimedOut, Places
 from rollouts.second_reward import SecondReward
 from rollouts.seeds import make_seed
@@ -76,7 +76,7 @@ class RolloutWorker:
         agents: AgentProcesses | RemoteAgents | None = None,
         judge: JudgeEndpoint | None = None,
         second: SecondReward | None = None,
-        opponent: Engine | ServedOpponent | None = None,
+        opponent: OpponentSlot | None = None,
         rank: int = 0,
     ):
         """agents: processes of `rollout.agent`, in place of an environment. They need `stops` and
@@ -192,7 +192,7 @@ class RolloutWorker:
             is_routed=self.rollout.router_replay != "off",
             in_environment=self._waiting_for_environment,
         )
-        opponent = None if self.opponent is None else Opponent(model=self.opponent, game=ticket)
+        opponent = None if self.opponent is None else self.opponent.enter(ticket)
         # except while the policy waits for the environment
         async with self._places.take():
             with self.timer.measure(Activity.GENERATE):

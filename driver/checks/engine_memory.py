@@ -20,7 +20,7 @@ def describe_engine_memory(cfg: RLConfig, memory: MemoryEstimate) -> str:
         whole = estimate_engine_gib(gpu_gib, utilization=share, enforce_eager=rollout.enforce_eager)
         of_gpu = f"{whole:.1f} GiB of a GPU's {gpu_gib:.1f}"
         text += f": {of_gpu} (rollout.gpu_memory_utilization={share:g}, and graphs)"
-    if cfg.rollout.opponent_folder is None:
+    if cfg.rollout.opponent is None or cfg.rollout.is_opponent_served:
         return text
     try:
         return f"{text}; beside it {estimate_opponent_gib(cfg):.2f} GiB of weights of rollout.opponent"
@@ -30,7 +30,8 @@ def describe_engine_memory(cfg: RLConfig, memory: MemoryEstimate) -> str:
 
 def check_engine_memory(cfg: RLConfig | EvalConfig) -> None:
     """Raise UserError, with numbers, if an opponent does not fit on the GPU of an engine of vLLM."""
-    gpu_gib = None if cfg.rollout.opponent_folder is None else find_vllm_gpu_gib(cfg)
+    is_here = cfg.rollout.opponent is not None and not cfg.rollout.is_opponent_served
+    gpu_gib = None if not is_here else find_vllm_gpu_gib(cfg)
     if gpu_gib is None:
         return
     share, eager = cfg.rollout.gpu_memory_utilization, cfg.rollout.enforce_eager
@@ -47,8 +48,8 @@ def check_engine_memory(cfg: RLConfig | EvalConfig) -> None:
 def estimate_opponent_gib(cfg: RLConfig | EvalConfig) -> float:
     """Return the weights of the opponent in GiB. Raises UserError for an unreadable model."""
     folder, trusts = cfg.rollout.opponent_folder, cfg.model.trust_remote_code
-    assert folder is not None
-    path = cfg.model.path if is_adapter(folder) else folder
+    # of a snapshot of the policy as of an adapter
+    path = cfg.model.path if folder is None or is_adapter(folder) else folder
     model = meta_model(path, key="rollout.opponent", trust_remote_code=trusts)
     return sum(p.numel() for p in model.parameters()) * (2 if cfg.model.dtype == "bfloat16" else 4) / GIB
 

@@ -8,10 +8,10 @@ from typing import get_args
 from configs.agent_schema import SLOW, TIMEOUTS
 from core import metrics as names
 from core.draft_metrics import ROLLOUT_ACCEPTED, ROLLOUT_DRAFTED
-from core.game_metrics import ROLLOUT_DRAWN, ROLLOUT_WON
+from core.game_metrics import ROLLOUT_DRAWN, ROLLOUT_OPPONENT, ROLLOUT_WON
 from core.types.drafts import ACCEPTED, DRAFTED
 from core.types.samples import Sample
-from rollouts.opponents import DRAWN, WON
+from rollouts.opponents import DRAWN, VERSION, WON
 
 MEANS = {
     "turns": names.ROLLOUT_TURNS,
@@ -19,6 +19,7 @@ MEANS = {
     "tool_seconds": names.ROLLOUT_TOOL_SECONDS,
     WON: ROLLOUT_WON,
     DRAWN: ROLLOUT_DRAWN,
+    VERSION: ROLLOUT_OPPONENT,
 }
 """Counts with a named metric, the mean over episodes."""
 ERRORS = "tool_errors"

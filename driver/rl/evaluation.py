@@ -6,12 +6,16 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from configs.schema import RLConfig
 from core import metrics as names
 from core.errors import RunStopped
 from core.timing.phases import Phase
+from core.types.samples import Prompt
+from data_feeds.feed import Feed
 from driver.context import RunContext
 from driver.evaluation.evaluator import EvalResult, Evaluator
 from driver.rl.colocation import Colocation
+from rollouts.scheduling.generation import Generation
 
 T = TypeVar("T")
 
@@ -104,3 +108,12 @@ class RunEvaluation:
         n = len(self.evaluator.prompts)
         self.context.console.say(f"{found.when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
         return {names.EVAL.format(name): value for name, value in shown.items()}
+
+
+def make_evaluation(
+    cfg: RLConfig, context: RunContext, generation: Generation, *, held_out: Feed[Prompt] | None
+) -> RunEvaluation | None:
+    """Return the evaluations of a run; None without held-out prompts."""
+    if held_out is None:
+        return None
+    return RunEvaluation(Evaluator(cfg, held_out.all(), generation), context, cfg.eval_every)

@@ -40,6 +40,7 @@ from driver.records.time_account import TimeBreakdown
 from driver.rl.colocation import Colocation
 from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import PlannedStep, RunObservers
+from driver.rl.opponent import Snapshots
 from driver.rl.teachers import Reader, move_teachers, score_groups
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.buffer import ReplayBuffer
@@ -76,6 +77,8 @@ class Run:
     observers: RunObservers
     colocation: Colocation | None = None
     """State machine of shared devices; None with separate devices."""
+    snapshots: Snapshots | None = None
+    """Snapshots of the policy that play as its opponent."""
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
@@ -190,6 +193,8 @@ class Run:
             proof = await self.colocation.give_to_engines(version)
         else:
             with self.context.clock.phase(Phase.SYNC):
+                if self.snapshots is not None:
+                    await self.snapshots.renew(version)
                 proof = None
                 while proof is None:  # an engine died during the sync: repeat it with the engines that remain
                     proof = await self._publish(version, await self.engines.wait_for(self.engines.taking_weights))
@@ -204,6 +209,8 @@ class Run:
         try:
             with self.engines.syncing():
                 proof = await self.weights.publish_weights(version, engines)
+                if self.snapshots is not None:
+                    await self.snapshots.send(engines)
         except ProcessDied as death:
             self.engines.report_death(death, deaths)
             return None
@@ -275,7 +282,8 @@ class Run:
     async def _write_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         position = self.buffer.get_state()
         state = RunState(steps_done=step + 1, metrics=metrics, position=position, recipe=self.settings)
-        state = replace(state, alg_state=state_to_json(self.alg))
+        opponent_version = 0 if self.snapshots is None else self.snapshots.version
+        state = replace(state, alg_state=state_to_json(self.alg), opponent_version=opponent_version)
         await self.context.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:

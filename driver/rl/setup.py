@@ -42,7 +42,6 @@ from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
 from driver.checks.terms import check_given, check_sources
 from driver.context import RunContext
-from driver.evaluation.evaluator import Evaluator
 from driver.load_recipe import Loaded, with_forms
 from driver.records.engine_timers import EngineTimers
 from driver.records.speed import describe_trainers
@@ -50,8 +49,9 @@ from driver.records.time_account import TimeBreakdown
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
 from driver.rl.colocation import make_colocation, make_judge_turns, offload_after_start
-from driver.rl.evaluation import RunEvaluation
+from driver.rl.evaluation import make_evaluation
 from driver.rl.observers import ObserverPlan, RunObservers, StartedRun
+from driver.rl.opponent import make_snapshots
 from driver.rl.row_order import check_sampler, describe_sampler, make_buffer, make_sampled
 from driver.rl.run import Run
 from driver.rl.teachers import check_teacher_sources
@@ -190,20 +190,15 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     context.report_layout(layout)
     # Colocated trainers were reloaded above: a checkpoint is loaded into their tensors.
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
-    alg = await restore_algorithm(prepared.alg, trainers, prepared.checkpoint)
     availability = watch_engines(cfg, engines, context, judges)
     generation = make_generation(prepared, context, engines, availability, make_judge_turns(colocation))
     if prepared.checkpoint is not None:
         generation.judges.restore(prepared.checkpoint.state.metrics)
-    evaluation = None
-    if prepared.held_out is not None:
-        evaluator = Evaluator(cfg, prepared.held_out.all(), generation)
-        evaluation = RunEvaluation(evaluator, context, cfg.eval_every)
     run = Run(
         cfg=cfg,
-        alg=alg,
+        alg=await restore_algorithm(prepared.alg, trainers, prepared.checkpoint),
         prompts=feed,
-        evaluation=evaluation,
+        evaluation=make_evaluation(cfg, context, generation, held_out=prepared.held_out),
         tokenizer=prepared.tokenizer,
         trainers=trainers,
         weights=weights,
@@ -216,6 +211,9 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         layout=layout,
         time=await TimeBreakdown.start(context.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
         observers=start_observers(prepared, context, trainers, layout),
+        snapshots=make_snapshots(
+            cfg, context, prepared.tokenizer, trainers=trainers, engines=engines, checkpoint=prepared.checkpoint
+        ),
     )
     generation.accept_group = run.accept_group  # by the algorithm of the step, which the run replaces
     return run

@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from configs.eval_schema import EvalConfig
 from configs.rollout_schema import RolloutConfig
+from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from core.loading import FileSpec
 from modeling.merge import is_adapter
 from rollouts.engines.base import Engine, EngineConfig
-from rollouts.opponents import ServedOpponent
+from rollouts.opponents import OpponentSlot, ServedOpponent
 from rollouts.registry import load_env_class
 
 
-def check_game(rollout: RolloutConfig, env_spec: FileSpec) -> None:
-    """Raise UserError if there is an opponent, and the environment's class declares less than two sides."""
+def check_game(cfg: RLConfig | EvalConfig, env_spec: FileSpec) -> None:
+    """Raise UserError for an opponent that cannot play, or if the environment's class declares less than two sides."""
+    rollout = cfg.rollout
     if rollout.opponent is None:
         return
+    if rollout.opponent_every is not None:
+        if isinstance(cfg, EvalConfig):
+            raise UserError("rollout.opponent is policy, and an evaluation trains none: name the folder of a model")
+        if cfg.model.quantization is not None:
+            raise UserError(
+                f"rollout.opponent is policy, and model.quantization={cfg.model.quantization} rounds weights that a "
+                "snapshot has not: leave one of the two out"
+            )
     env = load_env_class(env_spec)
     sides: object = env.sides
     if isinstance(sides, int) and sides < 2:  # a property: they are known once an episode begins
@@ -35,7 +46,7 @@ def name_opponent(rollout: RolloutConfig) -> dict[str, str]:
 
 def build_opponent(
     rollout: RolloutConfig, model: ModelConfig, policy: EngineConfig, build: Callable[[EngineConfig], Engine]
-) -> Engine | ServedOpponent | None:
+) -> OpponentSlot | None:
     """Return the opponent of an engine's games, or None.
 
     policy: settings of the policy's engine. build: makes an engine hf.
@@ -43,23 +54,29 @@ def build_opponent(
     if rollout.opponent is None:
         return None
     if rollout.is_opponent_served:
-        return ServedOpponent(
+        server = ServedOpponent(
             rollout.opponent,
             temperature=rollout.temperature,
             timeout_s=rollout.timeout_s,
             engines=rollout.most_engines,
         )
-    return build(configure_opponent(rollout, model, policy))
+        return OpponentSlot(server)
+
+    def load(folder: str) -> Engine:
+        return build(configure_opponent(folder, model, policy))
+
+    if rollout.opponent_every is not None:
+        return OpponentSlot(load(model.path), version=0, load=load)
+    return OpponentSlot(load(rollout.opponent))
 
 
-def configure_opponent(rollout: RolloutConfig, model: ModelConfig, policy: EngineConfig) -> EngineConfig:
-    """Return the settings of an engine hf with the opponent's weights, which samples as the policy's engine does."""
-    assert rollout.opponent is not None
-    adapter = rollout.opponent if is_adapter(rollout.opponent) else None
+def configure_opponent(folder: str, model: ModelConfig, policy: EngineConfig) -> EngineConfig:
+    """Return the settings of an engine hf with a folder's weights, which samples as the policy's engine does."""
+    adapter = folder if is_adapter(folder) else None
     return replace(
         policy,
         # not the policy engine's folder: an evaluation merges an adapter into that
-        model_path=rollout.opponent if adapter is None else model.path,
+        model_path=folder if adapter is None else model.path,
         adapter=adapter,
         starts_empty=False,
         lora=None,

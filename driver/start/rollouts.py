@@ -195,7 +195,7 @@ def carry_template(data: TemplateConfig) -> TemplateConfig:
 def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
     """Raise UserError for invalid reward settings, or a reward or environment that this machine cannot run."""
     plan.reward_functions.load()
-    check_game(cfg.rollout, plan.env_spec)
+    check_game(cfg, plan.env_spec)
     check_siblings(cfg, plan.reward_functions)
     second = plan.eval_functions
     if isinstance(cfg, RLConfig):
@@ -327,7 +327,9 @@ def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: 
         name=ENGINE_GROUP,
         n=cfg.rollout.least_engines,
         resources=share_for_engine(cfg),
-        needs_run_folder=by_files or Path(plan.engine.model_path).is_relative_to(run_folder),
+        needs_run_folder=by_files
+        or cfg.rollout.opponent_every is not None  # snapshots of the policy
+        or Path(plan.engine.model_path).is_relative_to(run_folder),
     )
 
 

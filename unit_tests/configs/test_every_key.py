@@ -157,7 +157,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         ),
         *("capture.weights",),
     ),
-    "rollouts/test_opponents.py": ("rollout.opponent",),
+    "rollouts/test_opponents.py": ("rollout.opponent", "rollout.opponent_every"),
     "trainers/test_store_sync.py": ("weight_sync.folder",),
     "trainers/test_delta_sync.py": ("weight_sync.delta", "weight_sync.whole_every"),
     "core/test_watchdog.py": ("timeout_s", "rollout.restarts", "rollout.timeout_s"),

@@ -52,6 +52,7 @@ COUNTS = dict.fromkeys(
         *("assistant/repeated", "assistant/rewritten", "tokens/sampled", "tokens/kept"),
         *("agent/timeouts", "agent/slow"),
         *("drafts/drafted", "drafts/accepted", "game/won", "game/drawn"),
+        "game/opponent_version",
     ],
     1.0,
 )

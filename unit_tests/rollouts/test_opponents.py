@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 import main_eval
 import main_rl
 from configs.eval_schema import EvalModelConfig
-from configs.rollout_schema import RolloutConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import RunStopped, UserError
 from core.types.samples import Sample
@@ -32,7 +31,7 @@ from rollouts.opponents import Opponent, ServedOpponent
 from tools.benchmarks.judge_server import JudgeServer
 from unit_tests.helpers.episodes import Duel, Scripted, Tool, play_all
 from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import file_of
+from unit_tests.helpers.runs import file_of, metrics_of, samples_of
 
 
 @pytest.mark.parametrize("game", [0, 1, 2])
@@ -179,8 +178,7 @@ def test_an_adapter_plays_as_its_merged_model(tiny_path, tmp_path):
     policy = EngineConfig(
         model_path="no folder", temperature=1.0, max_model_len=64, stop_token_ids=(), dtype="float32", starts_empty=True
     )
-    rollout = RolloutConfig(env="textarena", opponent=adapter)
-    engine = HfEngine(configure_opponent(rollout, ModelConfig(path=tiny_path), policy))
+    engine = HfEngine(configure_opponent(adapter, ModelConfig(path=tiny_path), policy))
     ids = [5, 9, 12, 7]
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path), adapter).eval()
     with torch.no_grad():
@@ -271,3 +269,29 @@ def test_a_run_against_a_server_trains_the_policys_side_alone(trained, tmp_path)
         ours = games_of(trained, tmp_path, **{"rollout.opponent": address})
     assert len(ours) == 16 and not any(sample["failure"] for sample in ours)
     assert {sample.get("player", 0) for sample in ours} == {0, 1}
+
+
+@pytest.mark.slow
+def test_snapshots_of_the_policy_play_also_in_a_resumed_run(trained, recipe, tmp_path):
+    game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "reward.function": "environment"}
+    game |= {"reward.weights": {"longer": 1.0}, "rollout.max_turns": 2, "rollout.max_new_tokens": 40, "steps": 4}
+    game |= {"data.max_prompt_tokens": 70, "rollout.stop_token_ids": [*range(5, 55)], "trainer.lr": 1e-2}
+    game |= {"rollout.opponent": "policy", "rollout.opponent_every": 2}
+    whole = trained(game | {"name": "whole", "checkpoint.every": 3}, name="whole")
+    assert [m["rollout/opponent_version"] for m in metrics_of(whole)] == [0, 0, 2, 2]
+    short = trained(game | {"name": "short", "steps": 2}, name="short")
+    snapshot = whole / "opponents/step_00002/model.safetensors"
+    assert snapshot.read_bytes() == (short / "model/model.safetensors").read_bytes()
+    assert samples_of(whole, 2) != samples_of(whole, 1)
+    again = trained(game | {"name": "again", "resume": str(whole / "checkpoints/step_00003")}, name="again")
+    assert metrics_of(again)[0]["rollout/opponent_version"] == 2
+    assert samples_of(again, 3) == samples_of(whole, 3)
+    shutil.rmtree(whole / "opponents")
+    code, err = run_here(main_rl, "--config", recipe(game | {"resume": str(whole / "checkpoints/step_00003")}))
+    assert code == 2 and "the opponent that played when the checkpoint was made: restore it" in err
+
+
+def test_the_policy_as_opponent_needs_the_steps_between_its_snapshots(refused, tmp_path):
+    game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "rollout.max_turns": 2}
+    refused(game | {"rollout.opponent": "policy"}, "opponent: policy and opponent_every belong together")
+    refused(game | {"rollout.opponent_every": 2}, "opponent: policy and opponent_every belong together")
