@@ -61,15 +61,25 @@ class Reference:
         policy.load_copies(self.weights, folder)
 
 
+ZERO_WHEN_NEW = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum"})
+"""States of AdamW and Muon, which begin with zeros."""
+
+
 def clear_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Set an optimizer's state to that of a new one: moments and number of updates are 0."""
+    """Set an optimizer's state to that of a new one."""
+    first_sums = {
+        p: group["initial_accumulator_value"]
+        for group in optimizer.param_groups
+        if "initial_accumulator_value" in group
+        for p in group["params"]
+    }
     for parameter, state in [*optimizer.state.items()]:
-        if any(isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape for value in state.values()):
-            # Not all are moments: eight-bit ones have a table of values. The next update makes new ones.
-            del optimizer.state[parameter]
-            continue
-        for name, value in state.items():
-            if isinstance(value, Tensor):
+        if parameter in first_sums:  # Adagrad makes its states before the first update
+            state["step"].zero_()
+            state["sum"].fill_(first_sums[parameter])
+        elif {*state} <= ZERO_WHEN_NEW:
+            for value in state.values():
                 value.zero_()
-            elif isinstance(value, int | float):
-                state[name] = type(value)(0)
+        else:
+            # not all are zero in a new one: NAdam has a product, and eight-bit moments a table of values
+            del optimizer.state[parameter]

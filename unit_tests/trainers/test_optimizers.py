@@ -21,6 +21,7 @@ from trainers.muon import list_matrices, orthogonalize
 from trainers.optimizer import make_optimizer
 from trainers.optimizer_probe import check_optimizer, probe_optimizer
 from trainers.parameter_groups import set_lr
+from trainers.references import clear_moments
 from unit_tests.helpers.models import random_model
 
 
@@ -225,6 +226,27 @@ def test_moments_in_eight_bits_run_in_one_process_and_are_cleared():
         if update == 0:
             learner.clear_moments()
     assert moved == pytest.approx([0.5, 0.5, 1.0], rel=0.01), "the rate of the update; momentum begins anew"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("AdamW", {}), ("NAdam", {}), ("Rprop", {}), ("Adagrad", {"initial_accumulator_value": 0.5})],
+)
+def test_a_cleared_optimizer_goes_on_as_a_new_one(name, settings):
+    cfg = named(name, **settings)
+    weights = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    cleared, new = (weights.clone().requires_grad_() for _ in range(2))
+    gradients = [torch.randn(3, 4, generator=torch.Generator().manual_seed(1 + i)) for i in range(4)]
+    optimizers = [make_optimizer(cfg, [p]) for p in (cleared, new)]
+    for update, gradient in enumerate(gradients):
+        if update == 2:
+            clear_moments(optimizers[0])
+            optimizers[1] = make_optimizer(cfg, [new])
+        for p, optimizer in zip((cleared, new), optimizers, strict=True):
+            p.grad = gradient.clone()
+            set_lr(optimizer, 0.1)
+            optimizer.step()
+    assert torch.equal(cleared, new)
 
 
 def test_a_rate_that_is_a_tensor_is_scaled_for_each_group():
