@@ -169,8 +169,9 @@ class TrainerConfig(StrictModel):
     """Compile the blocks of the language part (decoder layers) with torch.compile, for all lengths at once; attention
     over packed rows runs as it is. Updates are equal within rounding; whether a resumed run is equal to the bit has not
     been measured. The first passes take seconds to minutes, and the metrics train/compile/* count compilations. It
-    requires a C++ compiler, backend: local and packed rows. Refused with adapters, gradient_checkpointing and
-    rollout.router_replay."""
+    requires a C++ compiler on every machine of a trainer. With zero_stage: 3 a rank then gathers the weights of a block
+    at a time, as with fsdp2. Refused with model.quantization, rollout.router_replay and recurrent layers; with backend:
+    ray also with gradient_checkpointing, sequence_parallel, offload, and an adapter with zero_stage: 3."""
     freeze: list[Annotated[str, Field(min_length=1)]] = Field([])
     """Parameters that are not trained: names of parameters or modules, with * for any characters (`model.embed_tokens`,
     `*.layers.[01]`), or the words router (of all experts) and vision (the vision tower; the connector to the language

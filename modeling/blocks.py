@@ -21,7 +21,8 @@ def find_blocks(model: nn.Module, *, use: str, fix: str) -> list[nn.Module]:
         if stack in inside:
             continue
         for block in stack:
-            if any(type(m).__name__ in kept for m in block.modules()):
+            # of the base classes, too: FSDP2 makes a class of its own from that of a unit
+            if any(base.__name__ in kept for m in block.modules() for base in type(m).__mro__):
                 blocks.append(block)
                 inside.update(block.modules())
     if not blocks:

@@ -1,7 +1,8 @@
 """Blocks of a model compiled by torch.compile, and metrics of the compiling.
 
-A block's `forward` is replaced, and not the block: parameters keep their names, and hooks stay outside. Lengths are
-symbols from the first pass on, so that no length is compiled again. Attention over packed rows is an opaque call,
+A block's `forward` is replaced, and not the block: parameters keep their names, and hooks stay outside. So do those
+with which FSDP2 and ZeRO-3 gather a block, and the second pass of gradient checkpointing. Lengths are symbols from the
+first pass on, so that no length is compiled again. Attention over packed rows is an opaque call,
 because its code depends on the lengths of the sequences. A block is therefore compiled in pieces: norms, projections
 and rotary embedding before the call, and the rest after it. Layers of the same class share compiled code.
 """
@@ -35,12 +36,18 @@ KEY, WITHOUT = "trainer.compile=true", "leave it out"
 
 def check_compile(cfg: TrainerConfig, model: ModelConfig, *, is_sharded: bool, replays_routes: bool) -> None:
     """Raise UserError if the recipe's blocks cannot be compiled on this machine. is_sharded: the trainer is on Ray."""
-    untried = {
-        "backend: ray": is_sharded,
-        "model.lora": model.lora is not None,
+    adapts_zero_3 = model.lora is not None and cfg.strategy == "deepspeed" and cfg.zero_stage == 3
+    not_compared = {
         "trainer.gradient_checkpointing": cfg.gradient_checkpointing,
-        "trainer.layout: padded": cfg.layout == "padded",
+        "trainer.sequence_parallel": cfg.sequence_parallel > 1,
+        "trainer.offload": cfg.offload,
+        "model.lora and trainer.zero_stage=3": adapts_zero_3,
     }
+    if is_sharded and (found := [key for key, is_set in not_compared.items() if is_set]):
+        raise UserError(
+            f"{KEY} and backend: ray, and their updates have not been compared with those of an uncompiled run for "
+            f"{found[0]}: leave one of them out"
+        )
     if model.quantization is not None:
         raise UserError(
             f"{KEY}, and the layers of model.quantization={model.quantization} dequantise weights by calls that cannot "
@@ -48,8 +55,6 @@ def check_compile(cfg: TrainerConfig, model: ModelConfig, *, is_sharded: bool, r
         )
     if replays_routes:
         raise UserError(f"{KEY}, and rollout.router_replay reads choices inside of the blocks: leave one of them out")
-    if found := [key for key, is_set in untried.items() if is_set]:
-        raise UserError(f"{KEY} has not been tried with {found[0]}: leave one of them out")
     check_compiler()
 
 
@@ -80,12 +85,20 @@ def compile_blocks(models: Iterable[nn.Module]) -> None:
     for model in dict.fromkeys(models):  # several teachers may be the same frozen model
         hf: Any = model
         probe = find_probe(model)
-        if probe.by_path or probe.level == "padded":
-            found = f"{probe.by_path} of it run by path" if probe.by_path else "its rows are padded"
-            raise UserError(f"{KEY} has not been tried with a {hf.config.model_type} model, as {found}: {WITHOUT}")
-        base: Any = hf.get_base_model() if hasattr(model, "peft_config") else model
-        for block in find_blocks(base.get_decoder(), use=f"{KEY} compiles", fix=WITHOUT):
+        if probe.by_path:
+            raise UserError(
+                f"{KEY}, and the {probe.by_path} of this {hf.config.model_type} model run path by path, in calls that "
+                f"depend on a row's lengths: {WITHOUT}"
+            )
+        for block in find_compiled_blocks(model):
             block.forward = torch.compile(block.forward, dynamic=True)
+
+
+def find_compiled_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model's language part."""
+    hf: Any = model
+    base: Any = hf.get_base_model() if hasattr(model, "peft_config") else model
+    return find_blocks(base.get_decoder(), use=f"{KEY} compiles", fix=WITHOUT)
 
 
 class Rank(Protocol):

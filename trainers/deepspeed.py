@@ -27,6 +27,7 @@ from modeling.file_names import WeightExport, cut_buckets
 from modeling.load import DTYPES
 from trainers.checkpoint.copies import load_tensors, save_tensors
 from trainers.checkpoint.state import reading
+from trainers.compiled import find_compiled_blocks
 from trainers.deepspeed_masters import list_masters, refuse_offload, show_masters
 from trainers.distributed import DistributedTrainer
 from trainers.learner import Learner
@@ -61,6 +62,8 @@ class DeepSpeedTrainer(DistributedTrainer):
 
     def make_learner(self, model: nn.Module) -> Learner:
         self.partition(model)
+        if self.cfg.compile and self.cfg.zero_stage == 3:
+            gather_by_blocks(model)
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.sum_over_ranks)
 
     def gather_parameter(self, parameter: Tensor) -> Tensor:
@@ -184,6 +187,17 @@ class DeepSpeedLearner:
 
     def load_copies(self, copies: list[Tensor], folder: Path) -> None:
         load_tensors(copies, folder, rank=torch.distributed.get_rank())
+
+
+def gather_by_blocks(model: nn.Module) -> None:
+    """Let ZeRO-3 gather whole blocks.
+
+    Hooks inside a block would cut its code into pieces, and each layer would be compiled for its own hooks.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for block in find_compiled_blocks(model):
+        set_z3_leaf_module(block, True)
 
 
 def make_cutter(config: dict[str, Any]) -> Callable[[nn.Parameter], None]:

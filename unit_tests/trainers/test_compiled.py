@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,37 +13,45 @@ import pytest
 import torch
 
 from algs.grpo import GRPO
-from configs.trainer_schema import ModelConfig, TrainerConfig
+from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
+from core.cluster.ray_workers import Cluster
 from core.errors import UserError
 from data_feeds.packing.batches import micro_batches
 from modeling.attention import BY_SEQUENCE
 from trainers.compiled import CompileMetrics, check_compile, compile_blocks
+from trainers.trainer import Trainer
 from unit_tests.helpers.examples import families, some_groups, with_values
 from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.models import random_model
+from unit_tests.helpers.ray_trainers import FSDP2, SMALL, plan_of, sharded, start_of, start_ranks, trainers_of
 
 HAS_COMPILER = shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").is_file()
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs g++ and Python.h")
 
 
 @pytest.mark.parametrize(
-    ("trainer", "model", "how", "sentence"),
+    ("trainer", "model", "replays_routes", "sentence"),
     [
-        ({}, {}, {"is_sharded": True}, "has not been tried with backend: ray: leave one of them out"),
-        ({"gradient_checkpointing": True}, {}, {}, "has not been tried with trainer.gradient_checkpointing"),
-        ({}, {"lora": {}}, {}, "has not been tried with model.lora"),
-        ({}, {"quantization": "nf4", "lora": {"merge_on_save": True}}, {}, "the layers of model.quantization=nf4"),
-        ({}, {}, {"replays_routes": True}, "rollout.router_replay reads choices inside of the blocks"),
-        ({}, {}, {}, "requires a C.. compiler, and there is no no-such-compiler: install it, name another"),
+        ({"gradient_checkpointing": True}, {}, False, "not been compared .* for trainer.gradient_checkpointing"),
+        ({"zero_stage": 3}, {"lora": {}}, False, "not been compared .* for model.lora and trainer.zero_stage=3"),
+        ({}, {"quantization": "nf4", "lora": {"merge_on_save": True}}, False, "the layers of model.quantization=nf4"),
+        ({}, {}, True, "rollout.router_replay reads choices inside of the blocks"),
+        (
+            {"zero_stage": 3},
+            {},
+            False,
+            "requires a C.. compiler, and there is no no-such-compiler: install it, name another",
+        ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(monkeypatch, trainer, model, how, sentence):
+def test_what_cannot_be_compiled_is_refused(monkeypatch, trainer, model, replays_routes, sentence):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=f"^trainer.compile=true.*{sentence}"):
         check_compile(
             TrainerConfig.model_validate(trainer),
             ModelConfig.model_validate({"path": "here"} | model),
-            **{"is_sharded": False, "replays_routes": False} | how,
+            is_sharded=True,
+            replays_routes=replays_routes,
         )
 
 
@@ -97,5 +107,62 @@ def check_compiled(path: str, alg, **how) -> None:
 @needs_compiler
 @pytest.mark.verify
 @pytest.mark.timeout(400)
-def test_compiled_blocks_make_the_same_update_for_every_length(tiny_path):
-    check_compiled(tiny_path, GRPO())
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"lora": LoraConfig(r=4)},
+        {"gradient_checkpointing": True},
+        {"layout": "padded"},
+    ],
+)
+def test_compiled_blocks_make_the_same_update_for_every_length(tiny_path, how):
+    torch.compiler.reset()  # code of another case would be used again, and not counted
+    check_compiled(tiny_path, GRPO(), **how)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    cluster = Cluster(None)
+    yield {n: start_ranks(cluster, n) for n in (1, 2)}
+    cluster.close()
+
+
+def name_exported(trainer: Trainer) -> list[str]:
+    torch.compiler.reset()  # code of another case would be used again, and not counted
+    return [name for bucket in trainer.export_weights(2**28) for name, _ in bucket]
+
+
+async def learn_with(ranks, plan):
+    """Three steps; return the weights, their names as engines get them, and the metrics of the steps."""
+    trainers, said = await trainers_of(ranks, plan), []
+    names = (await trainers.call_all(name_exported))[0]
+    for groups in (some_groups(), families(), some_groups(5, 3)):
+        micros = micro_batches(groups, "token", 60, ranks=len(trainers), padded=False, share_prefixes=True)
+        said.append((await trainers.scatter(Trainer.step, [[micro] for micro in micros]))[0])
+    return (await trainers.call_all(Trainer.flatten_weights))[0], names, said
+
+
+@needs_compiler
+@pytest.mark.verify
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("stage", "n", "more"),
+    [
+        *((stage, 2, {}) for stage in (0, 1, 2, 3, FSDP2)),
+        *((stage, 1, {}) for stage in (1, 3, FSDP2)),
+        (FSDP2, 2, {"lora": LoraConfig(r=4)}),
+    ],
+)
+def test_ranks_compile_blocks_and_learn_as_one_process_without(ranks, tiny_path, stage, n, more):
+    same = {"lr": 0.01, "eps": 1e-3, "attention": "auto", "lora": more.get("lora")}
+    want, names, usual = asyncio.run(learn_with(None, plan_of(tiny_path, **same)))
+    small = {"deepspeed": SMALL} if stage == 3 else {}
+    plan = plan_of(tiny_path, **same | more | small | sharded(stage), ranks=n, compile=True)
+    got, sent, said = asyncio.run(learn_with(ranks, replace(plan, observers={"compile": CompileMetrics})))
+    assert sent == names
+    counts = [metrics.pop("compile/count") for metrics in said]
+    assert 0 < counts[0] < 10 and counts[1:] == [0, 0], f"neither in pieces, nor for each length: {counts}"
+    for ours, theirs in zip(said, usual, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert 0 < (got - want).norm() < 1e-4 * (want - start_of(tiny_path)).norm()

@@ -18,6 +18,7 @@ from modeling.blocks import find_blocks
 from modeling.load import load_model
 from trainers.fsdp2 import FsdpLearner, gather
 from trainers.fsdp2_units import find_units, settle_shards, shard_model
+from trainers.compiled import find_compiled_blocks
 from trainers.row_shards import local_part
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.seeing import make_model
@@ -73,6 +74,13 @@ def test_a_sharded_model_has_the_buffers_that_no_file_holds(one_rank, tmp_path):
     """Falcon-H1 multiplies by numbers of its config, in buffers of its layers that the model fills."""
     sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
     random_model("falcon_h1", ssm_multipliers=[0.5, 2.0, 3.0, 4.0, 5.0], **sizes).save_pretrained(path := str(tmp_path))
+def test_blocks_are_found_once_more_when_they_are_sharded(one_rank):
+    """FSDP2 makes a class of its own from a block's, and trainer.compile compiles blocks that are sharded."""
+    model = random_model("llama")
+    settle_shards(model, init_device_mesh("cpu", (1,)), dtype=torch.float32, offload=False)
+    assert find_compiled_blocks(model) == [*model.model.layers]
+
+
     place = partial(shard_model, mesh=init_device_mesh("cpu", (1,)), dtype=torch.float32, offload=False)
     plain, sharded = (load_model(path, dtype="float32", attention="auto", place=p) for p in (None, place))
     assert isinstance(sharded, FSDPModule)
