@@ -123,7 +123,8 @@ class TrainerConfig(StrictModel):
     """adamw, sgd (without momentum), muon, or the path of a class, such as torch.optim.NAdam. muon orthogonalises the
     momentum of each matrix of a layer, and updates all other parameters by AdamW with the same lr (arXiv:2502.16982);
     on Ray it requires strategy: fsdp2. On Ray a class must update each number by that number's gradients alone, since
-    ranks hold parts of tensors; that is measured before the start."""
+    ranks hold parts of tensors; that is measured before the start. Any class runs with strategy: fsdp2 and
+    ranks: 1, since that rank has whole tensors."""
     optimizer_settings: dict[str, Any] = Field({})
     """Keyword arguments of an optimizer that is named by a path; lr comes from the schedule. muon has momentum (0.95).
     """

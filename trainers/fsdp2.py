@@ -27,7 +27,7 @@ from core.types.weights import Bucket, ExportScope
 from modeling.export import ExportedTensor, exported_tensors
 from modeling.file_names import WeightExport, cut_buckets
 from modeling.load import DTYPES
-from trainers.checkpoint.fsdp2_state import WEIGHTS, list_saved, read_state, write_state
+from trainers.checkpoint.fsdp2_state import WEIGHTS, from_saved, list_saved, read_state, to_saved, write_state
 from trainers.distributed import DistributedTrainer
 from trainers.fsdp2_units import settle_shards, shard_model
 from trainers.learner import Learner
@@ -152,21 +152,28 @@ class FsdpLearner:
         """Write the shards of this rank, without frozen parameters."""
         state: dict[str, Tensor] = {f"{WEIGHTS}.{name}": p.detach() for name, p in self.trained.items()}
         for name, p in self.trained.items():
-            for kind, held in self.optimizer.state[self.held[name]].items():
-                if isinstance(held, Tensor):
-                    state[f"{kind}.{name}"] = held if held.ndim == 0 else as_part_of(p, held)
+            held = self.held[name]
+            for kind, value in self.optimizer.state[held].items():
+                if value is not None:
+                    state[f"{kind}.{name}"] = to_saved(p, held, value)
         write_state(state, folder)
 
     def load_state(self, folder: Path) -> None:
         state: dict[str, Tensor] = {f"{WEIGHTS}.{name}": p.detach() for name, p in self.trained.items()}
-        for key, shape in list_saved(folder).items():
+        found: dict[str, Tensor] = {}
+        for key, saved in list_saved(folder).items():
             kind, _, name = key.partition(".")
             if kind != WEIGHTS:
-                held = self.held[name]
-                found = torch.zeros_like(held) if shape else held.new_zeros(())
-                self.optimizer.state[held][kind] = found
-                state[key] = found if found.ndim == 0 else as_part_of(self.trained[name], found)
+                p, held = self.trained[name], self.held[name]
+                is_sharded = saved.ndim and saved.shape == p.shape
+                found[key] = torch.zeros_like(saved, device=held.device)
+                if is_sharded:
+                    found[key] = torch.zeros_like(held, dtype=saved.dtype)
+                state[key] = as_part_of(p, found[key]) if is_sharded else found[key]
         read_state(state, folder)
+        for key, value in found.items():
+            kind, _, name = key.partition(".")
+            self.optimizer.state[self.held[name]][kind] = from_saved(value)
         self.show_masters()
 
     def list_masters(self) -> list[Tensor]:

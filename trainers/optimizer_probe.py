@@ -66,7 +66,7 @@ def probe_optimizer(cfg: TrainerConfig, *, is_sharded: bool) -> ProbedOptimizer:
 
 
 def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool = False) -> None:
-    """Raise UserError for an optimizer that cannot run. is_sharded: ranks hold parts of tensors."""
+    """Raise UserError for an optimizer that cannot run. is_sharded: the trainer is on Ray."""
     if cfg.ema is not None and is_sharded and cfg.strategy == "deepspeed":
         refuse_offload(cfg, "trainer.ema is set")
     if cfg.optimizer == "muon":
@@ -84,13 +84,15 @@ def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool =
     if not cfg.is_optimizer_named:
         return
     found = probe_optimizer(cfg, is_sharded=is_sharded)
-    if is_sharded and not (found.is_elementwise and found.keeps_by_shape):
+    # a single rank of FSDP2 has whole tensors; DeepSpeed's optimizers see flattened ones
+    has_parts = is_sharded and not (cfg.strategy == "fsdp2" and cfg.ranks == 1)
+    if has_parts and not (found.is_elementwise and found.keeps_by_shape):
         why = "computes a number's update from other numbers of its tensor"
         if found.is_elementwise:
             why = "keeps states of other shapes than the parameter's"
         raise UserError(
             f"trainer.optimizer={cfg.optimizer} {why}, and trainer ranks on Ray hold parts of tensors: choose another "
-            "optimizer, or backend: local"
+            "optimizer, trainer.strategy=fsdp2 with trainer.ranks=1, or backend: local"
         )
 
 

@@ -16,9 +16,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from core.errors import UserError, first_line
+from trainers.row_shards import as_part_of
 
 WEIGHTS = "weights"
 """Prefix of weight names; optimizer states have the optimizer's state name as prefix, such as exp_avg."""
+
+WIDE: dict[type, torch.dtype] = {int: torch.int64, float: torch.float64}
+"""Dtypes of an optimizer's numbers that are no tensors. Its tensors have others, as torch's do."""
 
 
 def write_state(state: dict[str, Tensor], folder: Path) -> None:
@@ -26,11 +30,29 @@ def write_state(state: dict[str, Tensor], folder: Path) -> None:
     checkpoint.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
-def list_saved(folder: Path) -> dict[str, torch.Size]:
-    """Return the names and shapes of the tensors that `write_state` wrote."""
+def list_saved(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors that `write_state` wrote, by name, on the meta device: with shape and dtype, and no values."""
     with reading_shards(folder):
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: tensor.size for name, tensor in found.items()}
+    return {name: torch.empty(t.size, dtype=t.properties.dtype, device="meta") for name, t in found.items()}
+
+
+def to_saved(parameter: Tensor, held: Tensor, value: Tensor | float) -> Tensor:
+    """Return an optimizer's state as `write_state` takes it. held: this rank's part of the parameter.
+
+    A state of the parameter's shape is sharded like it. Other states, such as tables of values, are whole: an optimizer
+    that keeps them needs whole parameters (trainers/optimizer_probe.py). Numbers become tensors of a wide dtype.
+    """
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=WIDE[type(value)])
+    if value.ndim and value.shape == held.shape:
+        return as_part_of(parameter, value)
+    return value.clone()  # a table may be shared by all parameters, and safetensors takes no shared memory
+
+
+def from_saved(value: Tensor) -> Tensor | float:
+    """Return a state in the type that it had before `to_saved`."""
+    return value.item() if value.ndim == 0 and value.dtype in WIDE.values() else value
 
 
 def read_state(state: dict[str, Tensor], folder: Path) -> None:

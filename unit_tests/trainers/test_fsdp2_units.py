@@ -1,6 +1,8 @@
 """Units of FSDP2, and what is said of them before a run; test_deepspeed.py trains with them."""
 
+import operator
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ from driver.load_recipe import load_recipe
 from driver.resume import bitwise_only_changes, check_settings
 from modeling.blocks import find_blocks
 from modeling.load import load_model
+from trainers.compiled import find_compiled_blocks
 from trainers.fsdp2 import FsdpLearner, gather
 from trainers.fsdp2_units import find_units, settle_shards, shard_model
-from trainers.compiled import find_compiled_blocks
+from trainers.local import TorchLearner
+from trainers.optimizer_probe import check_optimizer
 from trainers.row_shards import local_part
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.seeing import make_model
@@ -70,10 +74,6 @@ def one_rank():
     distributed.destroy_process_group()
 
 
-def test_a_sharded_model_has_the_buffers_that_no_file_holds(one_rank, tmp_path):
-    """Falcon-H1 multiplies by numbers of its config, in buffers of its layers that the model fills."""
-    sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
-    random_model("falcon_h1", ssm_multipliers=[0.5, 2.0, 3.0, 4.0, 5.0], **sizes).save_pretrained(path := str(tmp_path))
 def test_blocks_are_found_once_more_when_they_are_sharded(one_rank):
     """FSDP2 makes a class of its own from a block's, and trainer.compile compiles blocks that are sharded."""
     model = random_model("llama")
@@ -81,6 +81,10 @@ def test_blocks_are_found_once_more_when_they_are_sharded(one_rank):
     assert find_compiled_blocks(model) == [*model.model.layers]
 
 
+def test_a_sharded_model_has_the_buffers_that_no_file_holds(one_rank, tmp_path):
+    """Falcon-H1 multiplies by numbers of its config, in buffers of its layers that the model fills."""
+    sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
+    random_model("falcon_h1", ssm_multipliers=[0.5, 2.0, 3.0, 4.0, 5.0], **sizes).save_pretrained(path := str(tmp_path))
     place = partial(shard_model, mesh=init_device_mesh("cpu", (1,)), dtype=torch.float32, offload=False)
     plain, sharded = (load_model(path, dtype="float32", attention="auto", place=p) for p in (None, place))
     assert isinstance(sharded, FSDPModule)
@@ -140,25 +144,50 @@ def test_offloaded_moments_are_saved_and_restored_where_they_are(one_rank, tmp_p
         assert want["exp_avg"].any() and all(torch.equal(got[kind], want[kind]) for kind in want), name
 
 
+EIGHT_BITS = "bitsandbytes.optim.AdamW8bit"
+NEEDS_BITSANDBYTES = [  # its import takes seconds
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
+]
+SMALL_ADAM = {"step", "state1", "state2"}
+BLOCKS = {"absmax1", "absmax2", "qmap1", "qmap2"}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "kinds"),
     [
         ("torch.optim.NAdam", [{"step", "mu_product", "exp_avg", "exp_avg_sq"}]),
         ("muon", [{"momentum"}, {"step", "exp_avg", "exp_avg_sq"}]),
+        ("torch.optim.Adafactor", [{"step", "row_var", "col_var"}, {"step", "variance"}]),
+        pytest.param(EIGHT_BITS, [SMALL_ADAM, SMALL_ADAM | BLOCKS], marks=NEEDS_BITSANDBYTES),
     ],
 )
 def test_the_states_of_any_optimizer_come_back(one_rank, tmp_path, optimizer, kinds):
+    """Small layers of eight bits have moments in float32; that of the MLP has tables and scales of its blocks."""
     cfg, mesh = TrainerConfig(strategy="fsdp2", optimizer=optimizer), init_device_mesh("cpu", (1,))
+    check_optimizer(cfg, is_sharded=True)
     first, second = (FsdpLearner(random_model("llama"), cfg, mesh, **HERE) for _ in range(2))
-    for _ in range(2):
-        first.backward(first.module(torch.arange(12).reshape(2, 6)).logits.square().mean())
-        first.update(lr=1e-3, apply=True)
-    first.save_state(tmp_path / "state")
-    second.load_state(tmp_path / "state")
-    for name, held in first.held.items():
-        want, got = first.optimizer.state[held], second.optimizer.state[second.held[name]]
-        assert got.keys() == want.keys() and {*want} in kinds, name
-        assert all(want[kind].any() and torch.equal(got[kind], want[kind]) for kind in want), name
+    usual = TorchLearner(random_model("llama"), cfg)
+    for update in range(3):
+        if update == 2:
+            first.save_state(tmp_path / "state")
+            second.load_state(tmp_path / "state")
+            found = {}
+            for name, held in first.held.items():
+                want, got = first.optimizer.state[held], second.optimizer.state[second.held[name]]
+                assert got.keys() == want.keys() and {*want} in kinds, name
+                for kind, value in want.items():
+                    assert type(got[kind]) is type(value), (name, kind)
+                    is_equal = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+                    assert is_equal(got[kind], value), (name, kind)
+                    found[kind] = value
+            assert all(torch.as_tensor(value).any() for value in found.values())
+        for learner in (first, second, usual) if update == 2 else (first, usual):
+            learner.backward(learner.module(torch.arange(12).reshape(2, 6)).logits.square().mean())
+            learner.update(lr=1e-3, apply=True)
+    for name, p in usual.model.named_parameters():
+        assert torch.equal(second.held[name], first.held[name]), name
+        torch.testing.assert_close(first.held[name], p.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_a_resume_forgets_weights_that_were_gathered_before(one_rank, tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -46,6 +47,20 @@ def test_an_optimizer_of_whole_matrices_runs_in_one_process_only(name):
     check_optimizer(named(name), is_sharded=False)
     with pytest.raises(UserError, match=f"{name} computes a number's update from other numbers .*backend: local"):
         check_optimizer(named(name), is_sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "is_whole"),
+    [
+        ({"strategy": "fsdp2", "ranks": 1}, True),
+        ({"strategy": "fsdp2", "ranks": 2}, False),
+        ({"strategy": "deepspeed", "ranks": 1}, False),
+    ],
+)
+def test_an_optimizer_of_whole_matrices_runs_where_a_rank_has_them(trainer, is_whole):
+    cfg = TrainerConfig(optimizer="torch.optim.Adafactor", **trainer)
+    with nullcontext() if is_whole else pytest.raises(UserError, match=r"hold parts of tensors: .*ranks=1"):
+        check_optimizer(cfg, is_sharded=True)
 
 
 def test_an_update_is_that_of_the_class_with_its_settings():
