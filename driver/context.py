@@ -331,7 +331,7 @@ def run_in_context(
         with Scratch(logs=folder.path / "logs"), context.tracking(at_once), console, seldom:
             asyncio.run(run_body(context, body, at_once))
         reason = f"done early, {context.early_stop.reason}" if context.is_over else "done"
-        show_outcome(console, context.facts, ended_early=context.early_stop.reason, of=cfg.n_steps)
+        show_outcome(console, context.facts, early_stop=context.early_stop, of=cfg.n_steps)
         console.say(f"run folder: {folder.path}")
     except (KeyboardInterrupt, asyncio.CancelledError) as error:
         # A signal cancels the run's task; callers, such as a notebook, expect the exception of Ctrl-C.

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 
 from configs.trainer_schema import StopWhenConfig
 from core.errors import UserError, quote
-from core.metrics import TRAIN_SKIPPED
+from core.metrics import STEP_NUMBER, TRAIN_SKIPPED, find_metric
 
 
 class EarlyStop:
     """Counter of consecutive values that satisfy the condition. A resumed run starts at 0."""
 
     def __init__(self, when: StopWhenConfig | None):
-        self.when, self.in_a_row = when, 0
+        self.when, self.in_a_row, self.is_logged = when, 0, False
         self.reason = ""
         """Reason to end the run now; "" otherwise."""
 
     def note_step(self, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of a step. Raises UserError for a metric that no step logs."""
+        """Check the metrics of a step. Raises UserError at step 0 for a metric of the user's that it does not log."""
         when = self.when
         if when is None or self.reason:
             return
@@ -27,6 +27,7 @@ class EarlyStop:
             # A step without the metric neither counts nor breaks the row: evaluations are not made at every step.
             self._check_name(when.metric, metrics)
             return
+        self.is_logged = True
         is_met = value > when.above if when.above is not None else when.below is not None and value < when.below
         self.in_a_row = self.in_a_row + 1 if is_met else 0
         if self.in_a_row >= when.for_steps:
@@ -38,8 +39,16 @@ class EarlyStop:
         """End the run now for another reason, such as a budget."""
         self.reason = self.reason or reason
 
+    def describe_unlogged(self) -> str | None:
+        """Return a sentence if the run has never logged the metric; None otherwise."""
+        if self.when is None or self.is_logged:
+            return None
+        return f"stop_when.metric={quote(self.when.metric)}: no step has logged it, so it could not end the run"
+
     def _check_name(self, name: str, metrics: Mapping[str, float]) -> None:
-        """Raise UserError unless the metric may be missing at this step (no evaluation, or a skipped update)."""
-        if name.startswith("eval/") or metrics.get(TRAIN_SKIPPED):
+        """Raise UserError unless the metric may be missing at this step, or the run is beyond its first step."""
+        # Declared metrics may be absent: of a source without rows in the step, of tools that nobody called. Later steps
+        # must not raise, because the trained model would be lost.
+        if metrics[STEP_NUMBER] > 0 or metrics.get(TRAIN_SKIPPED) or find_metric(name) is not None:
             return
         raise UserError(f"stop_when.metric={quote(name)} is not logged; a step logs {', '.join(sorted(metrics))}")

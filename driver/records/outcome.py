@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from driver.early_stop import EarlyStop
 from driver.records.console import Console
 from driver.records.run_result import list_held_out
 from driver.records.time_account import describe_shares
 
 
-def show_outcome(console: Console, facts: Mapping[str, Any], *, ended_early: str, of: int) -> None:
-    """Print the table of held-out metrics, the shares of time, and the reason of an early end.
+def show_outcome(console: Console, facts: Mapping[str, Any], *, early_stop: EarlyStop, of: int) -> None:
+    """Print the table of held-out metrics, the shares of time, and the reason of an early end,
+    or that stop_when's metric never came.
 
     facts: contents of summary.json. of: steps of the recipe.
     """
@@ -21,5 +23,7 @@ def show_outcome(console: Console, facts: Mapping[str, Any], *, ended_early: str
     if devices := facts.get("devices"):
         for line in (*describe_shares(devices), facts["bottleneck"]):
             console.say(line)
-    if ended_early:
-        console.say(f"ended after {facts['steps_done']} of {of} steps: {ended_early}")
+    if early_stop.reason:
+        console.say(f"ended after {facts['steps_done']} of {of} steps: {early_stop.reason}")
+    elif unlogged := early_stop.describe_unlogged():
+        console.say(unlogged)

@@ -35,12 +35,33 @@ def test_the_values_must_be_so_in_a_row():
     assert steps_until_the_end([2, 1.5], below=2) == 2
 
 
-def test_a_metric_that_no_step_logs_is_refused():
-    stop = EarlyStop(StopWhenConfig(metric="reward/maen", above=1))
-    with pytest.raises(UserError, match=r"stop_when.metric=reward/maen is not logged; a step logs reward/mean"):
-        stop.note_step({"reward/mean": 1.0})
-    stop = EarlyStop(StopWhenConfig(metric="train/loss", above=1))
-    stop.note_step({"reward/mean": 1.0, "train/updates_skipped": 1.0})
+def test_a_metric_of_the_users_that_step_0_lacks_is_refused():
+    stop = EarlyStop(StopWhenConfig(metric="train/mien", above=1))
+    with pytest.raises(UserError, match=r"stop_when.metric=train/mien is not logged; a step logs step, train/mine"):
+        stop.note_step({"step": 0.0, "train/mine": 1.0})
+    stop = EarlyStop(StopWhenConfig(metric="train/mine", above=1))
+    stop.note_step({"step": 0.0, "train/updates_skipped": 1.0})
+
+
+@pytest.mark.parametrize("name", ["reward/length_corr", "rollout/tool_errors", "train/mine"])
+def test_a_metric_that_some_steps_lack_does_not_end_the_run(name):
+    stop = EarlyStop(StopWhenConfig(metric=name, above=1, for_steps=2))
+    lines = [{"step": 1.0}, {"step": 2.0, name: 2.0}, {"step": 3.0}]
+    if name != "train/mine":  # a declared metric may be absent in step 0, too
+        lines.insert(0, {"step": 0.0})
+    for line in lines:
+        stop.note_step(line)
+    assert not stop.reason and stop.describe_unlogged() is None
+    stop.note_step({"step": 4.0, name: 2.0})
+    assert stop.reason
+
+
+def test_a_run_says_that_its_metric_never_came():
+    stop = EarlyStop(StopWhenConfig(metric="reward/polite", above=1))
+    stop.note_step({"step": 0.0})
+    assert stop.describe_unlogged() == (
+        "stop_when.metric=reward/polite: no step has logged it, so it could not end the run"
+    )
 
 
 REFUSED = {
