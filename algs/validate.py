@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from core.errors import RunStopped, UserError
+from core.reserved_metrics import LOSS_NAMES
 from core.types.samples import Group, Tokens
 
 Metrics = dict[str, Tensor]
@@ -58,6 +59,8 @@ def check_per_token(alg: object, returned: Any, tokens: Tokens) -> tuple[Tensor,
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise UserError(f"{who}: its loss must return (loss, metrics), a tensor and a dict, found {returned!r:.60}")
     loss, metrics = returned
+    if clash := sorted(LOSS_NAMES & metrics.keys()):
+        raise UserError(f"{who}: its loss returns a metric {clash[0]!r}, which the framework logs: rename it")
     # Metrics too: a reduced metric would be averaged with the token weights as if every token had its value.
     for name, value in {"the loss": loss, **metrics}.items():
         if not isinstance(value, Tensor):

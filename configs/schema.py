@@ -26,6 +26,7 @@ from configs.trainer_schema import (
     refuse_best,
 )
 from core.errors import UserError
+from core.reserved_metrics import REWARD_NAMES
 from core.strict_model import Seconds, StrictModel
 
 
@@ -219,13 +220,11 @@ class RLConfig(RunConfig):
                 "backend: local is one process: set rollout.num_engines and rollout.tensor_parallel_size to 1"
             )
         # all of these are logged as reward/<name>, sources of a mixture too: two of a name would overwrite each other
-        taken = {"mean", "std", "mean_drawn", "length_corr", "others", *self.reward.weights}
-        names = {source.log_name for source in self.data.list_sources("train")}
-        if len(names) > 1 and (clash := taken & names):
+        names, held_out = ({s.log_name: 0 for s in self.data.list_sources(part)} for part in ("train", "eval"))
+        if len(names) > 1 and (clash := (REWARD_NAMES | self.reward.weights.keys()) & names.keys()):
             said = f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"
             raise ValueError(said)
-        sources = [*self.data.list_sources("train"), *self.data.list_sources("eval")]
-        self.reward.check_sources(list(dict.fromkeys(source.log_name for source in sources)))
+        self.reward.check_sources([*(names | held_out)])
         if self.backend == "local" and sync.transport != "auto":
             raise ValueError("backend: local hands weights over in one process: set weight_sync.transport to auto")
         if refused := self._refuse_colocation():

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from core import metrics as names
-from core.errors import RunStopped
+from core.errors import RunStopped, UserError
+from core.reserved_metrics import REWARD_NAMES
 from core.types.episodes import list_episodes, split_players
 from core.types.samples import Group, Sample
 from driver.evaluation.estimators import choose_ks, pass_at_k
@@ -87,7 +88,11 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
         measured[names.REWARD_STD] = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
         if (corr := correlate_with_length([part for g in episodes for part in g])) is not None:
             measured[names.REWARD_LENGTH_CORR] = corr
-        for part in sorted({name for s in rewarded for name in s.reward_parts}):
+        parts = sorted({name for s in rewarded for name in s.reward_parts})
+        # before one of the two numbers replaces the other
+        if clash := [part for part in parts if part in REWARD_NAMES]:
+            raise UserError(f"the reward returns a part {clash[0]!r}, as another metric is called: rename the part")
+        for part in parts:
             values = [s.reward_parts[part] for s in rewarded if part in s.reward_parts]
             measured[names.REWARD_PART.format(part)] = sum(values) / len(values)
     if others:

@@ -21,7 +21,7 @@ from algs.objective import compute_objective
 from algs.ops import reaches_cap, reaches_clamp
 from configs.schema import RLConfig, SLConfig
 from configs.trainer_schema import StopWhenConfig
-from core.errors import RunStopped
+from core.errors import RunStopped, UserError
 from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
 from core.timing.clock import Clock
 from core.timing.phases import Phase
@@ -299,6 +299,13 @@ def test_what_is_told_of_groups_by_hand():
     }
     with pytest.raises(RunStopped, match="reward/right is a part of the reward and a source"):
         measure_groups(MIXED, ["right"])
+
+
+@pytest.mark.parametrize("name", ["mean", "others"])
+def test_a_part_does_not_replace_a_metric_of_its_name(name):
+    group = [[rewarded(1.0, reward_parts={name: 0.5})]]
+    with pytest.raises(UserError, match=f"a part '{name}', as another metric is called: rename the part"):
+        measure_groups(group)
 
 
 def test_what_was_drawn_for_nothing_is_told():
