@@ -98,14 +98,18 @@ def merge_recipes(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     {'steps': 2, 'trainer': {'lr': 3, 'ranks': 2}}
     >>> merge_recipes({"alg": {"name": "grpo", "clip_low": 0.1}}, {"alg": {"name": "rloo"}})
     {'alg': {'name': 'rloo'}}
+    >>> merge_recipes({"alg": {"name": "grpo", "clip_low": 0.1}}, {"alg": {"name": "grpo", "clip_high": 0.2}})
+    {'alg': {'name': 'grpo', 'clip_low': 0.1, 'clip_high': 0.2}}
     """
     merged = dict(base)
     for key, value in own.items():
         below = base.get(key)
         # Hyper-parameters of the base's algorithm would be unknown keys of another algorithm.
-        is_other_algorithm = key == "alg" and isinstance(value, dict) and bool({"name", "file"} & value.keys())
-        if isinstance(value, dict) and isinstance(below, dict) and not is_other_algorithm:
-            merged[key] = merge_recipes(below, value)
+        if isinstance(value, dict) and isinstance(below, dict):
+            is_other = key == "alg" and any(
+                name in value and value[name] != below.get(name) for name in ("name", "file")
+            )
+            merged[key] = value if is_other else merge_recipes(below, value)
         else:
             merged[key] = value
     return merged

@@ -211,7 +211,10 @@ LOSSES = {
     "detached": ("return -policy.logp.detach(), {}", "has no gradient"),
     "a metric that is a mean": ("return -policy.logp, {'m': policy.logp.mean()}", "m has shape"),
     "a metric that is a number": ("return -policy.logp, {'m': 1.0}", "m is float"),
-    "a metric of the framework's": ("return -policy.logp, {'loss': policy.logp}", "a metric 'loss', which the framework"),
+    "a metric of the framework's": (
+        "return -policy.logp, {'loss': policy.logp}",
+        "a metric 'loss', which the framework",
+    ),
     "on another device": ("return -policy.logp.to('meta'), {}", "is on meta, expected cpu"),
     "a metric that is not finite": ("return -policy.logp, {'m': policy.logp / 0}", "the metric train/m is -inf"),
     "never finite": ("return policy.logp / 0, {}", "all 2 updates of the run were skipped"),
