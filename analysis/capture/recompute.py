@@ -177,9 +177,14 @@ def plan_again(snapshot: StepSnapshot, trainer: LocalTrainer, alg: Algorithm, gr
 
 
 def measure_difference(loss: float, again: float, norm: float | None, norm_again: float) -> float | None:
-    """Return the larger of two differences: relative for the norm, and for a loss above 1; else absolute."""
+    """Return the larger of two differences: relative for the norm, and for a loss above 1; else absolute.
+
+    Infinite if a recomputed number is not finite; None if the run has no finite numbers.
+    """
     if norm is None or not math.isfinite(loss):
         return None
+    if not (math.isfinite(again) and math.isfinite(norm_again)):
+        return math.inf
     # a policy loss is often close to 0, where a relative difference means nothing
     return max(abs(again - loss) / max(abs(loss), 1.0), abs(norm_again - norm) / max(norm, 1e-12))
 

@@ -112,7 +112,7 @@ async def _examine(target: Target, prepared: Prepared, sampling: Sampling, say: 
             sigmas=sigmas,
         )
         say(facts.describe_rest())
-        if facts.second.mean > facts.bound:
+        if not facts.second.mean <= facts.bound:
             say(f"\n{'toggle':<16} {'before':>9} -> {'after':<9} {'':<10} change")
             async for trial in run_trials(bench, second, facts.second, old):
                 say(trial.describe(facts.bound))

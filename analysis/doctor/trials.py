@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -38,13 +39,15 @@ class Trial:
 
     def closes(self, bound: float) -> bool:
         """Return True if there was a gap, and the change closes it."""
-        # both bounds: a gap just above the bound may fall below it by chance
-        return self.before.mean > bound >= self.after.mean and self.after.mean <= CLOSED_SHARE * self.before.mean
+        # `not <=`, because NaN is a gap, too. Both bounds: a gap just above the bound may fall below it by chance.
+        was_open, still_open = (not gap.mean <= bound for gap in (self.before, self.after))
+        return was_open and not still_open and not self.after.mean > CLOSED_SHARE * self.before.mean
 
     @property
     def left(self) -> float:
-        """Fraction of the gap that remains."""
-        return self.after.mean / self.before.mean if self.before.mean else 1.0
+        """Fraction of the gap that remains; 1 if there was none, or if it is unknown."""
+        share = self.after.mean / self.before.mean if self.before.mean else 1.0
+        return 1.0 if math.isnan(share) else share
 
     def describe(self, bound: float) -> str:
         """Return the trial as a line."""

@@ -76,9 +76,10 @@ def decide(
     """
     # a gap after the update comes first: it may also be the reason for each of the other findings
     gap, bound = facts.second, facts.bound
-    if gap.mean > bound:
+    # `not <=`, because every comparison with NaN is false: an engine that returns NaN does not agree
+    if not gap.mean <= bound:
         return _name_closing(facts, trials, hints)
-    if facts.first.mean > bound:
+    if not facts.first.mean <= bound:
         lost = f"the first sync of the weights was lost, and the next one arrived: gap {facts.first} -> {gap}"
         return Verdict(kind="cause", cause=Toggle.WEIGHTS, sentence=f"cause: {lost}")
     if facts.fingerprint is not None:

@@ -290,6 +290,14 @@ def test_replay_reproduces_the_run_to_the_last_digits(step, changes):
     assert found[-1].losses[0].cosine == pytest.approx(1.0)
 
 
+def test_a_number_that_is_not_finite_is_not_reproduced():
+    nan = float("nan")
+    assert (
+        recompute.measure_difference(1.0, nan, 2.0, 2.0) == recompute.measure_difference(1.0, 1.0, 2.0, nan) == np.inf
+    )
+    assert recompute.measure_difference(nan, 1.0, 2.0, 2.0) is None
+
+
 @pytest.fixture
 def compared(step, tmp_path) -> recompute.Replay:
     """One step of GRPO with two updates, whose second is beyond some clip bounds, and other losses on the second."""

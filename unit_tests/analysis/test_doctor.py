@@ -262,6 +262,15 @@ def test_a_small_gap_that_becomes_a_little_smaller_is_not_closed():
     assert not a_trial(Toggle.BATCH, 1e-6, before=1e-4).closes(0.002), "there was no gap"
 
 
+def test_nan_is_a_gap():
+    nan = float("nan")
+    trials = [a_trial(Toggle.BATCH, nan, before=nan), a_trial(Toggle.DTYPE, 1e-5, before=nan)]
+    assert decide(some_facts(second=a_gap(nan)), trials, temperature=1.0, fitted=None).cause is Toggle.DTYPE
+    found = decide(some_facts(second=a_gap(nan)), trials[:1], temperature=1.0, fitted=None)
+    assert found.kind == "unknown" and "gap nan nats -> nan nats" in found.sentence
+    assert decide(some_facts(first=a_gap(nan)), [], temperature=1.0, fitted=None).cause is Toggle.WEIGHTS
+
+
 def test_what_was_measured_before_any_toggle_may_be_the_cause():
     lost = decide(some_facts(first=a_gap(0.3)), [], temperature=1.0, fitted=None)
     assert lost.cause is Toggle.WEIGHTS and "the first sync of the weights was lost" in lost.sentence
