@@ -10,9 +10,18 @@ _IN_QUERY = "password|passwd|pwd|token|secret|api_?key|access_?key|signature|cre
 # With or without a colon: a token may stand alone in the place of user and password.
 _USER_INFO = re.compile(r"(?<=//)[^/@\s]*@")
 _QUERY = re.compile(rf"([?&][\w.-]*(?:{_IN_QUERY})[\w.-]*=)[^&\s'\")]*", re.IGNORECASE)
-# `token` must be the whole name: stop_token and max_tokens are no secrets.
+# Tokens of a text are no secrets, such as stop_token. A `key` may also be a column, such as answer_key.
+_OF_TEXT = (
+    "stop|eos|bos|pad|unk|sep|cls|mask|start|end|turn|think|thinking|tool|image|video|audio|vision|answer|special|per"
+)
+_OWNERS = "api|access|secret|private|signing|encryption|auth|service|account|master|admin|client"
+_SERVICES = (
+    "openai|anthropic|claude|gemini|google|azure|aws|mistral|groq|together|deepseek|openrouter|cohere|fireworks|replicate|"
+    "nvidia|hf|huggingface|hub|wandb|github|gitlab|serper|serpapi|tavily|brave|bing|exa|e2b|daytona|modal|ssh"
+)
 _KEY = re.compile(
-    r"(^|_)(api_?key|access_?key|password|passwd|secret|credentials?)$|^((auth|access|api|bearer|hf|hub)_?)?token$",
+    rf"(^|[_-])(({_OWNERS}|{_SERVICES})[_-]?key|password|passwd|passphrase|secret|credentials?|(proxy[_-])?authorization)$"
+    rf"|^(?!(.*[_-])?({_OF_TEXT})[_-]?token$)(.*[_-])?((auth|access|api|bearer|hf|hub)?token)$",
     re.IGNORECASE,
 )
 
