@@ -57,7 +57,7 @@ class TrackingConfig(StrictModel):
             # A key's prefix names its tracker: mlflow_uri, wandb_project.
             owner = name.partition("_")[0]
             is_set = getattr(self, name) != field.default
-            if name in ("group", "tags", "notes") and is_set and not {*trackers} - {"jsonl"}:
+            if name in ("group", "tags", "notes") and is_set and not {*trackers} - {"jsonl", "prometheus"}:
                 return f"tracking.{name} is set, and no tracker shows it: add mlflow, wandb or tensorboard to trackers"
             if owner in ("mlflow", "wandb", "prometheus") and is_set and owner not in trackers:
                 return f"tracking.{name} is set, and {owner} is not among the trackers: add it, or leave the key out"

@@ -115,6 +115,28 @@ RULES = (
         why="placement is colocate, where the death of an engine ends the run (on_failure: resume goes on by itself)",
     ),
     Rule(
+        keys=("capture.weights",),
+        is_unused=lambda cfg: not cfg.capture.is_on,
+        why="neither capture.every nor on is set",
+    ),
+    Rule(keys=("capture.most",), is_unused=lambda cfg: not cfg.capture.on, why="capture.on is empty"),
+    Rule(keys=("capture.kl_above",), is_unused=lambda cfg: "kl" not in cfg.capture.on, why="capture.on has no kl"),
+    Rule(
+        keys=("capture.grad_norm_times",),
+        is_unused=lambda cfg: "grad_norm" not in cfg.capture.on,
+        why="capture.on has no grad_norm",
+    ),
+    Rule(
+        keys=("profile.trace", "profile.memory"),
+        is_unused=lambda cfg: not cfg.profile.steps,
+        why="profile.steps is empty",
+    ),
+    Rule(
+        keys=("eval_samples", "eval_pass_reward"),
+        is_unused=lambda cfg: cfg.data.eval is None,
+        why="data.eval is unset",
+    ),
+    Rule(
         keys=("alg.credit",),
         is_unused=lambda cfg: (
             isinstance(cfg, RLConfig) and cfg.alg.get("credit") == "turn" and cfg.rollout.max_turns == 1

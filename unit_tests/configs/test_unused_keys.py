@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from configs.schema import RLConfig, SLConfig
+from configs.tracking_schema import TrackingConfig
 from core.errors import UserError
 from driver.checks.unused_keys import RULES, TERM_RULES, is_given
 from driver.load_recipe import load_recipe
@@ -33,6 +34,14 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.zero_stage": (2, {}),
     "trainer.deepspeed": ({"wall_clock_breakdown": True}, {}),
     "trainer.offload": (True, {"trainer.strategy": "fsdp2"}),
+    "capture.weights": (True, {"capture.every": 1}),
+    "capture.most": (2, {"capture.on": ["non_finite"]}),
+    "capture.kl_above": (0.2, {"capture.on": ["kl"]}),
+    "capture.grad_norm_times": (3.0, {"capture.on": ["kl", "grad_norm"]}),
+    "profile.trace": (True, {"profile.steps": [0]}),
+    "profile.memory": (True, {"profile.steps": [0]}),
+    "eval_samples": (2, {"data.eval": "x.parquet"}),
+    "eval_pass_reward": (0.5, {"data.eval": "x.parquet", "eval_samples": 2}),
 }
 TERMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "alg.kl.place": ("reward", {"alg.kl.coef": 0.1}),
@@ -62,6 +71,9 @@ DEAD = {
     "trainer.share_prefixes": {"trainer.layout": "padded"},
     "trainer.optimizer_settings": {"trainer.optimizer": "adamw"},
     "rollout.restarts": {"placement": "colocate"},
+    "capture.most": {"capture.every": 1},
+    "capture.kl_above": {"capture.on": ["grad_norm"]},
+    "capture.grad_norm_times": {"capture.on": ["kl"]},
 }
 """Settings with which a key is of no use, where that is not so by default."""
 
@@ -99,6 +111,12 @@ def test_keys_of_rows_and_sources(words, recipe):
     cls, changes = OF_ROWS[words]
     with pytest.raises(UserError, match=words):
         load_recipe(cls, recipe(changes, kind="sl" if cls is SLConfig else "rl"), [])
+
+
+def test_prometheus_shows_no_group():
+    said = TrackingConfig(group="a").find_unused(["jsonl", "prometheus"])
+    assert said is not None and said.startswith("tracking.group is set, and no tracker shows it")
+    assert TrackingConfig(group="a").find_unused(["prometheus", "wandb"]) is None
 
 
 def test_given_keys():
