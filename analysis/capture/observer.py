@@ -56,6 +56,7 @@ class CapturePlan:
             updates_per_step=cfg.updates_per_step,
             layout=run.layout,
             on_cpu=not uses_gpus(cfg),
+            router_replay=cfg.rollout.router_replay,
         )
         return Recorder(
             cfg.capture,

@@ -26,6 +26,7 @@ from core.text.atomic_write import flush_folder, flush_path, measure_sizes, writ
 from core.types.allowed_tokens import AllowedTokens
 from core.types.arrays import Floats, from_json
 from core.types.batch import RowLayout
+from core.types.routes import RouterReplay
 from core.types.samples import Group
 from core.types.weights import ExportScope
 from data_feeds.packing.batches import Plan
@@ -53,6 +54,8 @@ class RunFacts:
     on_cpu: bool
     allowed_tokens: AllowedTokens
     """Tokens over which the softmax is taken."""
+    router_replay: RouterReplay
+    """rollout.router_replay: replay makes the trainer's routers choose the engine's experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

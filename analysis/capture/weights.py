@@ -85,7 +85,7 @@ def make_trainer(snapshot: StepSnapshot, path: str | None = None) -> LocalTraine
     if not torch.cuda.is_available() and given["attention"] == "flash_attention_2":
         given["attention"] = "auto"
     # one process computes the whole update, whatever the number of ranks in the run
-    settings: dict[str, Any] = run.trainer | {"ranks": 1, "deepspeed": {}}
+    settings: dict[str, Any] = run.trainer | {"ranks": 1, "sequence_parallel": 1, "deepspeed": {}}
     cfg = TrainerConfig(**settings)
     return LocalTrainer(
         ModelConfig(**given),
@@ -94,6 +94,7 @@ def make_trainer(snapshot: StepSnapshot, path: str | None = None) -> LocalTraine
         temperature=run.temperature,
         allowed_tokens=run.allowed_tokens,
         total_updates=1,
+        router_replay=run.router_replay,
     )
 
 

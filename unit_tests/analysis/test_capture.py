@@ -298,6 +298,29 @@ def test_a_number_that_is_not_finite_is_not_reproduced():
     assert recompute.measure_difference(nan, 1.0, 2.0, 2.0) is None
 
 
+def test_a_step_of_ranks_that_slice_their_rows_is_replayed(step):
+    made = step({"capture": {"every": 1, "weights": True}})
+    made.train(rewarded(some_groups(4)))
+    folder = snapshot_folder(made.home, 0)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["run"]["trainer"] |= {"ranks": 2, "sequence_parallel": 2}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert recompute.replay(folder, []).is_reproduced
+
+
+def test_a_replay_chooses_the_experts_of_the_run(step, mixture_path):
+    given = {"model.path": mixture_path, "rollout.router_replay": "replay"}
+    made = step(given | {"capture": {"every": 1, "weights": True}})
+    blocks, k = len(made.trainer.routes.hook.blocks), made.trainer.routes.hook.k
+    rng = np.random.default_rng(0)
+
+    def routed(s):
+        return replace(s, routes=rng.random((len(s.token_ids), blocks, 4)).argsort(-1)[..., :k].astype(np.uint8))
+
+    made.train([[routed(s) for s in g] for g in rewarded(some_groups(4))])
+    assert recompute.replay(snapshot_folder(made.home, 0), []).is_reproduced
+
+
 @pytest.fixture
 def compared(step, tmp_path) -> recompute.Replay:
     """One step of GRPO with two updates, whose second is beyond some clip bounds, and other losses on the second."""
