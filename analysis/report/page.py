@@ -30,6 +30,8 @@ class Beside:
     """Folder beside the page for the samples that are not in it, made when the first is written."""
 
     def __init__(self, out: Path) -> None:
+        if out.is_dir():  # "." has no name to make another from
+            raise UserError(f"--out {out} cannot be written: it is a folder")
         self.folder = out.with_name(f"{out.stem}_files")
         self.files = 0
 
@@ -38,10 +40,13 @@ class Beside:
 
         A page opened from a disk may load scripts, but no other files.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         text = f'feynrl_receive("{name}","{pack(value)}")\n'
-        # ASCII, because base64 is, and a script file names no encoding
-        (self.folder / f"{name}.js").write_text(text, encoding="ascii")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # ASCII, because base64 is, and a script file names no encoding
+            (self.folder / f"{name}.js").write_text(text, encoding="ascii")
+        except OSError as error:
+            raise UserError(f"--all: {self.folder} cannot be written: {error.strerror or error}") from error
         self.files += 1
 
 
