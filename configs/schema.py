@@ -5,7 +5,7 @@ Each class checks its own fields; only RLConfig and SLConfig compare sections. U
 
 from __future__ import annotations
 
-import math
+from fractions import Fraction
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -331,7 +331,8 @@ class SLConfig(RunConfig):
         """Return the configuration with `epochs` converted to `steps`, for a data set of `rows` rows."""
         if self.epochs is None:
             return self
-        steps = math.ceil(self.epochs * rows / self.rows_per_step)
+        # exact, as the recipe has it: in floats, 2.2 x 100 rows are more than 220
+        steps = -(-Fraction(str(self.epochs)) * rows // self.rows_per_step)
         try:
             # model_copy validates nothing, and only here are the steps known.
             check_warmup(self.trainer, steps)

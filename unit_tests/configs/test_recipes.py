@@ -65,6 +65,20 @@ def test_epochs_are_steps_over_the_rows_that_are_valid(recipe, tmp_path, epochs,
     assert (saved["steps"], saved["epochs"]) == (steps, None)
 
 
+def test_a_copy_of_settings_has_no_unknown_field(recipe):
+    cfg = load_recipe(SLConfig, recipe(kind="sl"), []).cfg
+    with pytest.raises(TypeError, match="TrainerConfig has no field lrr"):
+        cfg.trainer.model_copy(update={"lrr": 1.0})
+    assert cfg.trainer.model_copy(update={"lr": 0.5}).lr == 0.5
+
+
+@pytest.mark.parametrize(("epochs", "rows", "steps"), [(2.2, 100, 44), (2.2, 101, 45), (1e-9, 5, 1)])
+def test_epochs_are_not_rounded_before_their_steps(recipe, epochs, rows, steps):
+    """In floats 2.2 x 100 / 5 is more than 44."""
+    cfg = load_recipe(SLConfig, recipe({"steps": None, "epochs": epochs}, kind="sl"), []).cfg
+    assert cfg.with_steps(rows).steps == steps
+
+
 @pytest.mark.parametrize("changes", [{"epochs": 1}, {"steps": None}])
 def test_steps_and_epochs_exclude_each_other(recipe, changes):
     with pytest.raises(UserError, match="set either steps or epochs"):
