@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -26,6 +27,12 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with changes. pydantic validates none of them, and would take any name."""
+        if unknown := (update or {}).keys() - type(self).model_fields.keys():
+            raise TypeError(f"{type(self).__name__} has no field {min(unknown)}")
+        return super().model_copy(update=update, deep=deep)
 
     def __reduce__(self) -> Any:
         return reduce_by_file(self, self.__getstate__())  # the class of an algorithm may lie in a file of the user's

@@ -255,8 +255,8 @@ def in_one_process(cfg: RLConfig) -> RLConfig:
     changes: dict[str, Any] = {
         # one process, because the toggles change the trainer's weights and the engine's settings directly
         "backend": "local",
-        "trainer": cfg.trainer.model_copy(update={"ranks": 1, "deepspeed": {}}),
-        "rollout": cfg.rollout.model_copy(update={"engines": 1, "tensor_parallel_size": 1}),
+        "trainer": cfg.trainer.model_copy(update={"ranks": 1, "sequence_parallel": 1, "deepspeed": {}}),
+        "rollout": cfg.rollout.model_copy(update={"num_engines": 1, "tensor_parallel_size": 1}),
         "weight_sync": cfg.weight_sync.model_copy(update={"transport": "auto"}),
     }
     return cfg.model_copy(update=changes)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import main_rl
 from analysis.doctor.__main__ import main
-from analysis.doctor.bench import Bench, Sampling
+from analysis.doctor.bench import Bench, Sampling, in_one_process
 from analysis.doctor.examine import Examined, examine
 from analysis.doctor.gap import Gap
 from analysis.doctor.recipe_checks import check_recipe
@@ -35,10 +35,12 @@ from analysis.doctor.setup_checks import (
 from analysis.doctor.target import find_target
 from analysis.doctor.trials import Toggle, Trial
 from analysis.doctor.verdict import Facts, decide
+from configs.schema import RLConfig
 from core.errors import UserError
 from core.types.samples import Sample
 from data_prep.tiny_model import CHARACTERS, CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
 from driver.checks.explain import estimate_memory
+from driver.load_recipe import load_recipe
 from driver.rl.setup import prepare
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.settings import engine_args
@@ -404,6 +406,12 @@ def test_a_supervised_recipe_is_checked_and_starts_nothing(recipe, capsys):
     assert main([recipe(kind="sl")]) == 0
     said = capsys.readouterr().out
     assert "data.train    15 rows" in said and "reward" not in said and "nats" not in said
+
+
+def test_one_process_has_one_engine_and_one_rank(recipe):
+    several = {"backend": "ray", "rollout.num_engines": 2, "trainer.ranks": 2, "trainer.sequence_parallel": 2}
+    cfg = in_one_process(load_recipe(RLConfig, recipe(several), []).cfg)
+    assert RLConfig.model_validate(cfg.model_dump()) == cfg
 
 
 def test_what_is_neither_recipe_nor_run_is_refused(tmp_path):
