@@ -251,10 +251,10 @@ class RunContext:
             raise
         finally:
             end_on_signals(at_once=at_once)  # the loop has ended; a signal now ends the wait for slow trackers
-            model = self.folder.path / "model"
+            model, why = self.folder.path / "model", name_end(end, early=self.early_stop.reason)
             path = str(model) if model.is_dir() else None
             with self.clock.phase(Phase.CLOSE):
-                self.facts["trackers"] = self.trackers.finish(Outcome(exit_reason=name_end(end), model=path))
+                self.facts["trackers"] = self.trackers.finish(Outcome(exit_reason=why, model=path))
 
     async def close(self) -> None:
         try:
@@ -330,7 +330,7 @@ def run_in_context(
         # Left in reverse order: the scratch folder last, because it kills every process of the run.
         with Scratch(logs=folder.path / "logs"), context.tracking(at_once), console, seldom:
             asyncio.run(run_body(context, body, at_once))
-        reason = f"done early, {context.early_stop.reason}" if context.is_over else "done"
+        reason = name_end(None, early=context.early_stop.reason)
         show_outcome(console, context.facts, early_stop=context.early_stop, of=cfg.n_steps)
         console.say(f"run folder: {folder.path}")
     except (KeyboardInterrupt, asyncio.CancelledError) as error:

@@ -62,11 +62,14 @@ def make_result(reason: str, folder: Path, facts: Mapping[str, Any], metrics: di
     )
 
 
-def name_end(error: BaseException | None) -> str:
-    """Return the exit reason for summary.json and the trackers; None means a completed run."""
+def name_end(error: BaseException | None, *, early: str = "") -> str:
+    """Return the exit reason for summary.json and the trackers; None means a completed run.
+
+    early: why a completed run ended early.
+    """
     match error:
         case None:
-            return "done"
+            return f"done early, {early}" if early else "done"
         case KeyboardInterrupt() | asyncio.CancelledError():
             return "interrupted"
         case bdb.BdbQuit():

@@ -13,7 +13,7 @@ from core.errors import UserError
 from driver.early_stop import EarlyStop
 from driver.load_recipe import load_recipe
 from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import ROOT
+from unit_tests.helpers.runs import ROOT, file_of
 
 
 def steps_until_the_end(values: list[float | None], **when) -> int | None:
@@ -113,9 +113,23 @@ def test_a_run_ends_early_with_its_model_and_a_checkpoint(trained, sums):
     assert (folder / "checkpoints" / "last").resolve().name.endswith("4")
 
 
+TRACKER = """
+from pathlib import Path
+from driver.records.trackers.base import Tracker
+class Mine(Tracker):
+    def finish(self, outcome):
+        Path(__file__).with_suffix(".txt").write_text(f"{outcome.status}, {outcome.exit_reason}")
+"""
+
+
 def test_a_supervised_run_ends_early_too(recipe, tmp_path):
-    path = recipe({"steps": 5, "stop_when": {"metric": "train/loss", "below": 100}}, kind="sl")
+    mine = file_of(tmp_path / "mine.py", TRACKER)
+    early = {"steps": 5, "stop_when": {"metric": "train/loss", "below": 100}, "trackers": ["jsonl", mine]}
+    path = recipe(early, kind="sl")
     code, err = run_here(main_sl, "--config", path)
     assert code == 0, err
     [folder] = (tmp_path / "runs").iterdir()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1 and (folder / "model").is_dir()
+    reason = json.loads((folder / "summary.json").read_text())["exit_reason"]
+    assert reason.startswith("done early, stop_when: train/loss")
+    assert (tmp_path / "mine.txt").read_text() == f"finished, {reason}"

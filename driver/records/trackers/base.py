@@ -46,14 +46,16 @@ class Outcome:
     """End of a run."""
 
     exit_reason: str
-    """As in summary.json: done, interrupted, stopped: ..., error: ..."""
+    """As in summary.json: done, done early, ..., interrupted, stopped: ..., error: ..."""
     model: str | None
     """Folder of the final model; None if not saved."""
 
     @property
     def status(self) -> str:
         """finished, killed or failed."""
-        return {"done": "finished", "interrupted": "killed"}.get(self.exit_reason, "failed")
+        if self.exit_reason.startswith("done"):  # also early
+            return "finished"
+        return "killed" if self.exit_reason == "interrupted" else "failed"
 
 
 class Tracker:
