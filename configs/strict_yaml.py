@@ -14,6 +14,9 @@ DEEPEST = 32
 """Maximum number of sections above a key: far more than exist, and few enough for recursive functions."""
 MOST_VALUES = 100_000
 """Maximum number of values, with those that aliases repeat: a few lines can stand for more than memory holds."""
+FREE = ("settings", "optimizer_settings", "template_args", "vllm", "deepspeed")
+"""Sections whose values have no declared type, so that a switch written as a word would stay text, which is true."""
+_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _FLOAT = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+"
 _INT = "tag:yaml.org,2002:int"
 _PLAIN_INT = re.compile(r"[-+]?(0|[1-9][0-9]*|0x[0-9a-fA-F]+)")
@@ -71,7 +74,7 @@ def write_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
-def _check(node: Any, where: str, key: str, known: dict[int, int], depth: int = 0) -> int:
+def _check(node: Any, where: str, key: str, known: dict[int, int], depth: int = 0, is_key: bool = False) -> int:
     """Return the number of values of a node. Raises UserError for one that contains itself, or looks like another type.
 
     known: numbers by node, -1 for those above this one.
@@ -87,8 +90,13 @@ def _check(node: Any, where: str, key: str, known: dict[int, int], depth: int = 
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
     if is_plain and (misread := _name_misreading(node.tag, node.value)):
         raise UserError(f"{here}: {quote(node.value)} {misread}")
+    is_free = not is_key and not {*FREE}.isdisjoint(key.split(".")[:-1])
+    if is_plain and is_free and (switch := _SWITCHES.get(node.value.lower())):
+        raise UserError(
+            f"{here}: {node.value} is text here: write {switch}, or put it in quotes ('{node.value}') if text is meant"
+        )
     for name, child in _list_children(node):
-        n += _check(child, where, f"{key}.{name}" if key and name else key or name, known, depth + 1)
+        n += _check(child, where, f"{key}.{name}" if key and name else key or name, known, depth + 1, not name)
         if n > MOST_VALUES:
             raise UserError(f"{here} holds more than {MOST_VALUES} values, aliases (*) included: write less")
     known[id(node)] = n

@@ -529,6 +529,8 @@ MISREAD = {
     "steps: 0b11": "steps: 0b11 is read by YAML as the number 3",
     "trainer: {lr: 1_0.5}": "trainer.lr: 1_0.5 is read by YAML as the number 10.5",
     "name: 2024-01-01": "name: 2024-01-01 is read by YAML as a date: put it in quotes",
+    "reward: {settings: {a: no}}": "reward.settings.a: no is text here: write false, or put it in quotes ('no')",
+    "data: {template_args: {a: [On]}}": "data.template_args.a.0: On is text here: write true",
     "a: &a [*a]": "a.0 is an alias (*) of what it stands in",
     "a: &a {b: {c: [*a]}}": "a.b.c.0 is an alias (*) of what it stands in",
     "&a {x: *a}": "x is an alias (*) of what it stands in",
@@ -547,12 +549,19 @@ def test_yaml_that_is_not_what_it_looks_like_is_refused_by_its_key(tmp_path, tex
     assert code == 2 and len(err.splitlines()) == 1 and MISREAD[text] in err and "odd.yaml, line " in err, err
 
 
+def test_words_stay_words_where_they_are_no_switches():
+    text = "{on: [kl], images: off, reward: {settings: {'no': 'no', on: 1, a: 'yes'}}}"
+    given = {"on": ["kl"], "images": "off", "reward": {"settings": {"no": "no", "on": 1, "a": "yes"}}}
+    assert parse_yaml(text, "x") == given == parse_yaml(write_yaml(given), "x")
+
+
 @pytest.mark.parametrize(
     ("item", "words"),
     [
         ("steps=1:30", "steps: 1:30 is read by YAML as the number 90"),
         ("trainer.lr=0_1", "trainer.lr: 0_1 is read by YAML as the number 1"),
         ("alg.x=&a [*a]", "alg.x.0 is an alias"),
+        ("trainer.optimizer_settings.nesterov=yes", "nesterov: yes is text here: write true"),
         ('run_dir="a\\0b"', "run_dir: a NUL character is not allowed: leave it out"),
         ('data.train="a\\0b"', "data.train: a NUL character is not allowed"),
         ('reward.settings={a: ["\\0"]}', "reward.settings: a NUL character is not allowed"),
