@@ -34,6 +34,9 @@ def test_another_algorithm_does_not_inherit_settings_of_the_one_before():
     base = {"alg": {"name": "grpo", "clip_low": 0.1}}
     assert merge_recipes(base, {"alg": {"clip_high": 0.3}})["alg"] == base["alg"] | {"clip_high": 0.3}
     assert merge_recipes(base, {"alg": {"name": "ppo"}})["alg"] == {"name": "ppo"}
+    assert merge_recipes(base, {"alg": {"file": "own.py"}})["alg"] == {"file": "own.py"}
+    again = merge_recipes(base, {"alg": {"name": "grpo", "clip_high": 0.3}})["alg"]
+    assert again == base["alg"] | {"clip_high": 0.3}, "the same algorithm keeps them"
     assert base == {"alg": {"name": "grpo", "clip_low": 0.1}}, "the base stays as it is"
 
 
