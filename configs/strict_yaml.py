@@ -90,7 +90,9 @@ def _check(node: Any, where: str, key: str, known: dict[int, int], depth: int = 
     is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
     if is_plain and (misread := _name_misreading(node.tag, node.value)):
         raise UserError(f"{here}: {quote(node.value)} {misread}")
-    is_free = not is_key and not {*FREE}.isdisjoint(key.split(".")[:-1])
+    *above, name = key.split(".")
+    # Keys and the items of a list are words, such as a judge's `words: [yes, no]`.
+    is_free = not is_key and not name.isdigit() and not {*FREE}.isdisjoint(above)
     if is_plain and is_free and (switch := _SWITCHES.get(node.value.lower())):
         raise UserError(
             f"{here}: {node.value} is text here: write {switch}, or put it in quotes ('{node.value}') if text is meant"

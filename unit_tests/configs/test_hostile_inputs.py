@@ -530,7 +530,7 @@ MISREAD = {
     "trainer: {lr: 1_0.5}": "trainer.lr: 1_0.5 is read by YAML as the number 10.5",
     "name: 2024-01-01": "name: 2024-01-01 is read by YAML as a date: put it in quotes",
     "reward: {settings: {a: no}}": "reward.settings.a: no is text here: write false, or put it in quotes ('no')",
-    "data: {template_args: {a: [On]}}": "data.template_args.a.0: On is text here: write true",
+    "data: {template_args: {a: [{b: On}]}}": "data.template_args.a.0.b: On is text here: write true",
     "a: &a [*a]": "a.0 is an alias (*) of what it stands in",
     "a: &a {b: {c: [*a]}}": "a.b.c.0 is an alias (*) of what it stands in",
     "&a {x: *a}": "x is an alias (*) of what it stands in",
@@ -550,8 +550,8 @@ def test_yaml_that_is_not_what_it_looks_like_is_refused_by_its_key(tmp_path, tex
 
 
 def test_words_stay_words_where_they_are_no_switches():
-    text = "{on: [kl], images: off, reward: {settings: {'no': 'no', on: 1, a: 'yes'}}}"
-    given = {"on": ["kl"], "images": "off", "reward": {"settings": {"no": "no", "on": 1, "a": "yes"}}}
+    text = "{on: [kl], images: off, reward: {settings: {no: 'no', on: 1, words: [yes, no]}}}"
+    given = {"on": ["kl"], "images": "off", "reward": {"settings": {"no": "no", "on": 1, "words": ["yes", "no"]}}}
     assert parse_yaml(text, "x") == given == parse_yaml(write_yaml(given), "x")
 
 
