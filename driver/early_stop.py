@@ -43,12 +43,13 @@ class EarlyStop:
         """Return a sentence if the run has never logged the metric; None otherwise."""
         if self.when is None or self.is_logged:
             return None
-        return f"stop_when.metric={quote(self.when.metric)}: no step has logged it, so it could not end the run"
+        return f"stop_when.metric={quote(self.when.metric)}: no step of this run has logged it, and so it had no effect"
 
     def _check_name(self, name: str, metrics: Mapping[str, float]) -> None:
         """Raise UserError unless the metric may be missing at this step, or the run is beyond its first step."""
         # Declared metrics may be absent: of a source without rows in the step, of tools that nobody called. Later steps
         # must not raise, because the trained model would be lost.
-        if metrics[STEP_NUMBER] > 0 or metrics.get(TRAIN_SKIPPED) or find_metric(name) is not None:
+        may_be_absent = name.startswith("eval/") or find_metric(name) is not None
+        if metrics[STEP_NUMBER] > 0 or metrics.get(TRAIN_SKIPPED) or may_be_absent:
             return
         raise UserError(f"stop_when.metric={quote(name)} is not logged; a step logs {', '.join(sorted(metrics))}")

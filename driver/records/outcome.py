@@ -12,8 +12,7 @@ from driver.records.time_account import describe_shares
 
 
 def show_outcome(console: Console, facts: Mapping[str, Any], *, early_stop: EarlyStop, of: int) -> None:
-    """Print the table of held-out metrics, the shares of time, and the reason of an early end,
-    or that stop_when's metric never came.
+    """Print the table of held-out metrics, the shares of time, and what stop_when did.
 
     facts: contents of summary.json. of: steps of the recipe.
     """

@@ -60,7 +60,7 @@ def test_a_run_says_that_its_metric_never_came():
     stop = EarlyStop(StopWhenConfig(metric="reward/polite", above=1))
     stop.note_step({"step": 0.0})
     assert stop.describe_unlogged() == (
-        "stop_when.metric=reward/polite: no step has logged it, so it could not end the run"
+        "stop_when.metric=reward/polite: no step of this run has logged it, and so it had no effect"
     )
 
 
