@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.eval_schema import EvalConfig
 from configs.load import flatten_settings
+from configs.schema import RunConfig
 from core.loading import FileSpec, hash_file
 from core.types.messages import Message, ToolSpec, describe_messages
 from core.types.samples import Group, Prompt
@@ -64,17 +66,26 @@ def hash_inputs(
     loaded: Loaded[Any], code: Mapping[str, FileSpec | None], tokenizer: ChatTokenizer, train: Feed[Any]
 ) -> dict[str, str]:
     """Return hashes of the run's inputs, by name. code: files of plug-ins, which are loaded already."""
-    template = json.dumps(tokenizer.hf.chat_template) if tokenizer.template == "chat" else ""
-    hashes = {
-        "the chat template of model.path": _hash(template.encode()),
-        "what the chat template and the tokenizer of model.path write": hash_probes(tokenizer),
-    }
+    hashes = hash_template(tokenizer)
     for i, source in enumerate(train.sources):
         key = f"data.train[{i}]" if train.mixed else "data.train"
         hashes[f"what the rows of {key} hold"] = source.digest or hash_rows(source.items)
-    for path in list_imported_files([loaded.alg_spec, *filter(None, code.values())]):
-        hashes[f"the file {path.name} beside your code"] = hash_file(path)
-    for key, value in flatten_settings(loaded.cfg.model_dump(mode="json")).items():
+    return hashes | hash_files(loaded.cfg, [loaded.alg_spec, *filter(None, code.values())])
+
+
+def hash_template(tokenizer: ChatTokenizer) -> dict[str, str]:
+    """Return hashes of the chat template, and of the text and tokens that it and the tokenizer write."""
+    template = json.dumps(tokenizer.hf.chat_template) if tokenizer.template == "chat" else ""
+    return {
+        "the chat template of model.path": _hash(template.encode()),
+        "what the chat template and the tokenizer of model.path write": hash_probes(tokenizer),
+    }
+
+
+def hash_files(cfg: RunConfig | EvalConfig, code: Iterable[FileSpec]) -> dict[str, str]:
+    """Return hashes of the files that plug-ins import, and of those that reward.settings names."""
+    hashes = {f"the file {path.name} beside your code": hash_file(path) for path in list_imported_files(code)}
+    for key, value in flatten_settings(cfg.model_dump(mode="json")).items():
         # such as a rubric; a folder, such as a model, is compared by name
         if key.startswith("reward.settings.") and isinstance(value, str) and os.path.isfile(value):
             hashes[f"the file of {key}"] = hash_file(Path(value))

@@ -220,3 +220,52 @@ def test_an_evaluation_goes_on_with_the_date_that_it_began_with(dated, sums, tmp
         assert keys.template_date == "2020-02-03T00:00:00"
     assert "03 Feb 2020" in again.tokenizer.render_text([{"role": "user", "content": "1"}], reply_next=True)
     assert prepare_eval(load_eval_recipe(raw, [])).settings["settings"]["data.template_date"] > "2026"
+
+
+def test_an_evaluation_notices_another_template_rubric_or_helper(tiny_path, sums, tmp_path, monkeypatch):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    monkeypatch.syspath_prepend(mine)
+    files = {
+        "pay.py": "import rates_of_pay\n\ndef score(prompt, messages, *, rubric):\n    return {'correct': 1.0}\n",
+        "rates_of_pay.py": "RATE = 1\n",
+        "rubric.txt": "be kind",
+        "chat.jinja": DATED.replace("strftime_now('%d %b %Y')", "'x'"),
+    }
+    for name, text in files.items():
+        (mine / name).write_text(text)
+    raw = {
+        "name": "eval",
+        "backend": "local",
+        "model": {"path": make_model(tiny_path, tmp_path / "model", "unused"), "dtype": "float32"},
+        "data": {
+            "sets": [{"path": str(sums / "eval.parquet"), "name": "sums"}],
+            "max_prompt_tokens": 64,
+            "chat_template": str(mine / "chat.jinja"),
+        },
+        "reward": {"function": str(mine / "pay.py"), "settings": {"rubric": str(mine / "rubric.txt")}},
+        "rollout": {"engine": "hf", "max_new_tokens": 8},
+    }
+    (tmp_path / SETTINGS).write_text(json.dumps(prepare_eval(load_eval_recipe(raw, [])).settings))
+
+    def prepare_again(changed: str = "") -> None:
+        if changed:
+            (mine / changed).write_text(files[changed] + "\n# other\n")
+        try:
+            prepare_eval(load_eval_recipe(raw, [f"resume={tmp_path}"]))
+        finally:
+            (mine / (changed or "pay.py")).write_text(files[changed or "pay.py"])
+
+    prepare_again()
+    for name, words in {
+        "chat.jinja": "the chat template of model.path changed since the samples were made",
+        "rubric.txt": "the file of reward.settings.rubric changed since",
+        "rates_of_pay.py": r"the file rates_of_pay\.py beside your code changed since",
+        "pay.py": "the file of reward.function changed since",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            prepare_again(name)
+    prepare_again()
+    (tmp_path / "model" / "merges.txt").write_text("a b")
+    with pytest.raises(UserError, match=r"the folder of model\.path changed since"):
+        prepare_again()

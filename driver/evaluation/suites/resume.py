@@ -13,11 +13,12 @@ from configs.load import add_new_keys, flatten_settings
 from core.errors import UserError
 from core.loading import FileSpec
 from core.text.text_files import read_ends
+from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.eval_sets import PromptSet
 from driver.evaluation.suites.generations import Generation, list_files, read_generations
 from driver.evaluation.suites.table import RESULTS
 from driver.resume import is_listed
-from driver.run_inputs import hash_row
+from driver.run_inputs import hash_files, hash_row, hash_template
 
 FREE = (
     *("name", "run_dir", "resume", "device", "ray_address", "ship_code", "timeout_s"),
@@ -44,6 +45,8 @@ FREE = (
     "rollout.gpu_memory_utilization",
 )
 """Keys that may differ: the samples are equal, up to last bits if an engine's batch shape changes."""
+MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".py")
+"""Suffixes of weights, configuration, tokenizer, template and the model's own code."""
 READ_BYTES = 2**20
 """Bytes read at both ends of a model file."""
 
@@ -59,13 +62,26 @@ class Resumed:
     done: dict[PromptKey, list[Generation]]
 
 
-def collect_eval_settings(cfg: EvalConfig, code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
-    """Return the configuration by dotted key, and hashes of the user's files and models."""
+def collect_eval_settings(
+    cfg: EvalConfig, code: Mapping[str, FileSpec | None], tokenizer: ChatTokenizer, base: str | None
+) -> dict[str, Any]:
+    """Return the configuration by dotted key, and hashes of the user's files, chat template and models.
+
+    base: base model of a checkpoint that `model.path` names.
+    """
     nested = cfg.model_dump(mode="json")
     # By name, so that another order of the data sets is no difference.
     nested["data"]["sets"] = {one.source.log_name: one.model_dump(mode="json") for one in cfg.data.sets}
-    hashes = {key: spec.sha256 for key, spec in code.items() if spec is not None and not spec.in_package}
-    for key, path in {"model.path": cfg.model.path, "model.adapter": cfg.model.adapter}.items():
+    own = {key: spec for key, spec in code.items() if spec is not None and not spec.in_package}
+    hashes = {f"the file of {key}": spec.sha256 for key, spec in own.items()}
+    hashes |= hash_template(tokenizer) | hash_files(cfg, own.values())
+    models = {
+        "the folder of model.path": cfg.model.path,
+        "the folder of model.adapter": cfg.model.adapter,
+        "the folder of rollout.opponent": cfg.rollout.opponent,
+        "the base model of model.path": base,
+    }
+    for key, path in models.items():
         if path is not None and Path(path).is_dir():
             hashes[key] = hash_model(Path(path))
     return {"settings": flatten_settings(nested), "sha256": hashes}
@@ -74,7 +90,7 @@ def collect_eval_settings(cfg: EvalConfig, code: Mapping[str, FileSpec | None]) 
 def hash_model(folder: Path) -> str:
     """Hash names, sizes and both ends of a model folder's files; saving a model again changes the hash."""
     found = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin", ".model")):
+    for path in sorted(p for p in folder.iterdir() if p.suffix in MODEL_FILES and p.is_file()):
         # Reading hundreds of GB would take minutes. A safetensors file begins with all names and shapes.
         found.update(f"{path.name} {path.stat().st_size}\n".encode())
         found.update(read_ends(path, READ_BYTES))
@@ -111,9 +127,9 @@ def _check_settings(then: dict[str, Any], now: dict[str, Any]) -> None:
                 f"{key} is {after.get(key)!r} and was {before.get(key)!r} when the samples were made: set it back to "
                 "resume, or leave resume out to start again"
             )
-    for key, digest in now["sha256"].items():
-        if then["sha256"].get(key) != digest:
-            raise UserError(
-                f"{key}: the file or folder is not the one that the samples were made with: restore it to resume, or "
-                "leave resume out to start again"
-            )
+    was, are = then["sha256"], now["sha256"]
+    if changed := [key for key in [*are, *(k for k in was if k not in are)] if was.get(key) != are.get(key)]:
+        raise UserError(
+            f"{changed[0]} changed since the samples were made: restore it to resume, or leave resume out to start "
+            "again"
+        )

@@ -121,7 +121,8 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
     # As given: `with_base` has replaced a checkpoint's path by that of its base model.
-    settings = collect_eval_settings(given, plan.files)
+    base = None if checkpoint is None else checkpoint.base
+    settings = collect_eval_settings(given, plan.files, tokenizer, base)
     resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
     return PreparedEval(
         cfg=cfg,
