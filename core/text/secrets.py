@@ -6,10 +6,12 @@ import re
 from typing import Any
 
 HIDDEN = "***"
-_IN_QUERY = "password|passwd|pwd|token|secret|api_?key|access_?key|signature|credential"
+# The dates of a signature, too: a renewed one has others.
+_IN_QUERY = "password|passwd|pwd|token|secret|api_?key|access_?key|signature|credential|expires|(?:amz|goog)-date"
+_OF_AZURE = "sig|se|st"
 # With or without a colon: a token may stand alone in the place of user and password.
 _USER_INFO = re.compile(r"(?<=//)[^/@\s]*@")
-_QUERY = re.compile(rf"([?&][\w.-]*(?:{_IN_QUERY})[\w.-]*=)[^&\s'\")]*", re.IGNORECASE)
+_QUERY = re.compile(rf"([?&](?:[\w.-]*(?:{_IN_QUERY})[\w.-]*|{_OF_AZURE})=)[^&\s'\")]*", re.IGNORECASE)
 # Tokens of a text are no secrets, such as stop_token. A `key` may also be a column, such as answer_key.
 _OF_TEXT = (
     "stop|eos|bos|pad|unk|sep|cls|mask|start|end|turn|think|thinking|tool|image|video|audio|vision|answer|special|per"
@@ -31,8 +33,10 @@ def hide_secrets(text: str) -> str:
 
     >>> hide_secrets("no answer from https://ann:hunter2@host:5000/api?access_token=abc&x=1")
     'no answer from https://***@host:5000/api?access_token=***&x=1'
-    >>> hide_secrets("https://bucket.host/rows.jsonl?X-Amz-Signature=9f&X-Amz-Date=2026")
-    'https://bucket.host/rows.jsonl?X-Amz-Signature=***&X-Amz-Date=2026'
+    >>> hide_secrets("https://bucket.host/rows.jsonl?X-Amz-Signature=9f&X-Amz-Date=2026&part=2")
+    'https://bucket.host/rows.jsonl?X-Amz-Signature=***&X-Amz-Date=***&part=2'
+    >>> hide_secrets("https://store.host/rows.jsonl?sv=2024&se=2026&sig=9f")
+    'https://store.host/rows.jsonl?sv=2024&se=***&sig=***'
     """
     return _QUERY.sub(rf"\1{HIDDEN}", _USER_INFO.sub(f"{HIDDEN}@", text))
 

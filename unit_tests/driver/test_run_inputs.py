@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import main_sl
 from configs.data_schema import PromptDataConfig, RowDataConfig
+from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
@@ -24,6 +25,7 @@ from core.types.images import read_image
 from core.types.samples import Prompt
 from data_feeds.chat.template_args import check_template_args, make_tokenizer, pin_date
 from data_feeds.feed import load_prompts
+from driver.evaluation.suites.resume import collect_eval_settings, find_samples
 from driver.evaluation.suites.setup import SETTINGS, load_eval_recipe, prepare_eval
 from driver.load_recipe import load_recipe
 from driver.run_inputs import hash_inputs, hash_rows
@@ -269,3 +271,31 @@ def test_an_evaluation_notices_another_template_rubric_or_helper(tiny_path, sums
     (tmp_path / "model" / "merges.txt").write_text("a b")
     with pytest.raises(UserError, match=r"the folder of model\.path changed since"):
         prepare_again()
+
+
+def test_the_settings_of_an_evaluation_hold_no_secret_and_a_new_key_is_no_change(tiny_path, tmp_path):
+    tokenizer = make_tokenizer(ModelConfig(path=tiny_path), PromptDataConfig(train="x"))
+
+    def collect(secret: str, *overrides: str) -> tuple[EvalConfig, dict[str, Any]]:
+        address = f"https://{secret}:{secret}@host/rows.jsonl?X-Amz-Date={secret}&X-Amz-Signature={secret}&part=1"
+        raw = {
+            "name": "eval",
+            "model": {"path": tiny_path},
+            "data": {"sets": [{"path": address, "name": "a"}]},
+            "reward": {"function": "arithmetic", "settings": {"api_key": secret}},
+        }
+        cfg = load_eval_recipe(raw, overrides)
+        return cfg, collect_eval_settings(cfg, {}, tokenizer, None)
+
+    _, then = collect("hunter2")
+    assert "hunter2" not in json.dumps(then) and "part=1" in then["settings"]["data.sets.a.path"]
+    _, now = collect("swordfish")
+    assert find_samples(str(tmp_path), then, now, []).done == {}
+    # a folder of an earlier version, with the secrets as they were
+    cfg, _ = collect("hunter2")
+    plain = then["settings"] | {"reward.settings.api_key": "hunter2", "data.sets.a.path": cfg.data.sets[0].path}
+    assert find_samples(str(tmp_path), then | {"settings": plain}, now, []).done == {}
+    _, other = collect("swordfish", "data.sets=[{path: https://host/other, name: a}]")
+    with pytest.raises(UserError, match=r"data\.sets\.a\.path is .https://host/other.") as refused:
+        find_samples(str(tmp_path), then | {"settings": plain}, other, [])
+    assert "hunter2" not in str(refused.value)

@@ -12,6 +12,7 @@ from configs.eval_schema import EvalConfig
 from configs.load import add_new_keys, flatten_settings
 from core.errors import UserError
 from core.loading import FileSpec
+from core.text.secrets import hide_settings
 from core.text.text_files import read_ends
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.eval_sets import PromptSet
@@ -84,7 +85,8 @@ def collect_eval_settings(
     for key, path in models.items():
         if path is not None and Path(path).is_dir():
             hashes[key] = hash_model(Path(path))
-    return {"settings": flatten_settings(nested), "sha256": hashes}
+    # Without secrets, because the run folder contains these settings.
+    return {"settings": flatten_settings(hide_settings(nested)), "sha256": hashes}
 
 
 def hash_model(folder: Path) -> str:
@@ -120,7 +122,9 @@ def find_samples(resume: str, then: dict[str, Any], now: dict[str, Any], sets: l
 
 def _check_settings(then: dict[str, Any], now: dict[str, Any]) -> None:
     after = now["settings"]
-    before = add_new_keys(then["settings"], after, EvalConfig)
+    # An older folder may hold secrets, which an error would quote. The last part of a dotted key tells.
+    hidden = {key: hide_settings(value, key.rpartition(".")[2]) for key, value in then["settings"].items()}
+    before = add_new_keys(hidden, after, EvalConfig)
     for key in [*after, *(k for k in before if k not in after)]:
         if not is_listed(FREE, key) and before.get(key) != after.get(key):
             raise UserError(
