@@ -7,12 +7,16 @@ from collections import Counter
 from dataclasses import replace
 from itertools import combinations, permutations, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import UserError
+from configs.eval_schema import EvalConfig
+from core.errors import RunStopped, UserError
+from core.timing.clock import Clock
 from core.types.samples import Prompt
 from data_feeds.rows.eval_sets import PromptSet
 from data_feeds.rows.invalid_rows import InvalidRows
@@ -29,6 +33,7 @@ from driver.evaluation.suites.generations import (
     read_generations,
 )
 from driver.evaluation.suites.resume import find_samples
+from driver.evaluation.suites.run import EvalRun
 from driver.evaluation.suites.table import GradedPrompt, make_table
 from unit_tests.helpers.examples import sample_of
 
@@ -114,7 +119,7 @@ def graded(rng: random.Random, n: int, **labels: str) -> GradedPrompt:
     answers = [rng.choice("abc") for _ in range(n)]
     passes = [answer == "a" for answer in answers]
     return GradedPrompt(
-        labels=labels, rewards=[2.0 * p for p in passes], passes=passes, answers=answers, players=[0] * n
+        labels=labels, rewards=[2.0 * p for p in passes], passes=passes, answers=answers, players=[0] * n, failed=0
     )
 
 
@@ -229,3 +234,54 @@ def test_samples_serve_again_for_equal_rows_whatever_an_environment_adds(tmp_pat
     for change in others:
         with pytest.raises(UserError, match="prompt s/0 of s is not what it was, so the file has changed"):
             find(replace(row, **change))
+
+
+def an_evaluation(folder: Path, sets: dict[str, int], **reward: Any) -> tuple[EvalRun, list[str]]:
+    """Return an evaluation of prompts without engines, two samples each, and the lines that it prints."""
+    raw = {
+        "name": "eval",
+        "model": {"path": "models/tiny"},
+        "data": {"sets": [{"path": f"{name}.jsonl"} for name in sets]},
+        "reward": {"function": "arithmetic", **reward},
+        "samples": 2,
+        "resamples": 100,
+    }
+    said: list[str] = []
+    console = SimpleNamespace(say=said.append, is_live=False)
+    context: Any = SimpleNamespace(folder=SimpleNamespace(path=folder), clock=Clock(), console=console, facts={})
+    prompts = {name: [Prompt(id=f"{name}/{i}", messages=[]) for i in range(n)] for name, n in sets.items()}
+    run = EvalRun(
+        cfg=EvalConfig.model_validate(raw),
+        sets=[
+            PromptSet(name=name, prompts=of, samples=2, invalid=InvalidRows(), form="ours", notes=[])
+            for name, of in prompts.items()
+        ],
+        requests=SimpleNamespace(),  # type: ignore[arg-type]
+        context=context,
+        writer=PartWriter(folder, prompts_per_part=2),
+        done={},
+    )
+    return run, said
+
+
+def test_a_small_set_may_not_fail_within_the_fraction_of_a_large_one(tmp_path: Path):
+    rows = [[a_row("large", i, s) for s in range(2)] for i in range(2, 20)]
+    rows += [[a_row("small", 1, s) for s in range(2)]]
+    for name, fraction in (("stops", 0.1), ("goes_on", 1.0)):
+        (tmp_path / name).mkdir()
+        run, said = an_evaluation(tmp_path / name, {"large": 18, "small": 1}, max_failed_fraction=fraction)
+        for row in rows:
+            run.writer.add(row)
+        run.writer.flush()
+        if name == "stops":
+            with pytest.raises(
+                RunStopped, match=r"^small: 2 of 2 samples failed, more than .*=0\.1; the first: it broke"
+            ):
+                run.report()
+    table = run.report()
+    assert said[0] == "small: 2 of 2 samples failed and count as 0; the first: it broke"
+    assert [(row.value, row.samples, row.failed) for row in table] == [
+        ("all", 38, 2),
+        ("large", 36, 0),
+        ("small", 2, 2),
+    ]

@@ -194,7 +194,7 @@ def test_a_result_prints_a_short_summary_and_is_a_table_in_a_notebook(recipe, su
 
 def test_an_evaluation_prints_its_table(tmp_path):
     estimate = Estimate(value=0.5, low=0.25, high=0.75)
-    row = TableRow(column="set", value="sums", prompts=4, samples=8, metrics={"mean": estimate})
+    row = TableRow(column="set", value="sums", prompts=4, samples=8, failed=0, metrics={"mean": estimate})
     report = EvalReport(folder=tmp_path, table=[row])
     assert str(report).splitlines()[-1].split() == ["set=sums", "4", "0.500", "[0.250,", "0.750]"]
     assert "<td>set=sums</td><td>4</td><td>0.500 [0.250, 0.750]</td>" in report._repr_html_()

@@ -136,12 +136,19 @@ class EvalRun:
         return grade_prompt(rows, by=self.cfg.data.by, pass_reward=self.cfg.pass_reward)
 
     def _check_failures(self, rows: Sequence[Generation]) -> None:
-        failures = [row.failure for row in rows if row.failure]
-        if len(failures) > self.cfg.reward.max_failed_fraction * len(rows):
-            raise RunStopped(
-                f"{len(failures)} of {len(rows)} samples failed, more than reward.max_failed_fraction="
-                f"{self.cfg.reward.max_failed_fraction:g}; the first: {failures[0]}"
-            )
+        """Report the failed samples of each data set. Raises RunStopped for a data set with too many."""
+        # Each by itself: in a table of large data sets, a small one may fail completely within their fraction.
+        for one in self.sets:
+            own = [row for row in rows if row.set == one.name]
+            failures = [row.failure for row in own if row.failure]
+            said = f"{one.name}: {len(failures)} of {len(own)} samples failed"
+            if len(failures) > self.cfg.reward.max_failed_fraction * len(own):
+                raise RunStopped(
+                    f"{said}, more than reward.max_failed_fraction={self.cfg.reward.max_failed_fraction:g}; the "
+                    f"first: {failures[0]}"
+                )
+            if failures:
+                self.context.console.say(f"{said} and count as 0; the first: {failures[0]}")
 
     def _write_results(self, table: Sequence[TableRow], rows: Sequence[Generation]) -> None:
         """Write the results without times or machine facts, so that equal evaluations give equal files."""
@@ -172,6 +179,7 @@ def grade_prompt(rows: Sequence[Generation], *, by: Sequence[str], pass_reward: 
         passes=[row.reward is not None and row.reward >= pass_reward for row in rows],
         answers=[row.final_answer for row in rows],
         players=[row.player for row in rows],
+        failed=sum(bool(row.failure) for row in rows),
     )
 
 

@@ -28,6 +28,8 @@ class GradedPrompt:
     """Final answer of each sample, for the vote."""
     players: list[int]
     """Side of each sample, in a game where the policy plays several; otherwise 0."""
+    failed: int
+    """Number of failed samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class TableRow:
     """The shared value."""
     prompts: int
     samples: int
+    failed: int
+    """Number of failed samples, which count as 0."""
     metrics: dict[str, Estimate]
 
 
@@ -94,6 +98,7 @@ def _make_row(
         value=value,
         prompts=len(measured),
         samples=sum(len(one.passes) for one, _ in measured),
+        failed=sum(one.failed for one, _ in measured),
         metrics=dict(zip(shared, estimates, strict=True)),
     )
 
