@@ -74,7 +74,7 @@ class RewardConfig(StrictModel):
     without a reward has failed."""
     judge_budget: JudgeBudgetConfig = JudgeBudgetConfig()
     """Limits of the calls and tokens of judges. A run that has used one up ends after the step, as with `stop_when`,
-    and can be resumed with a larger one."""
+    and an evaluation after the prompts in progress. Both can be resumed with a larger one."""
     max_failed_fraction: float = Field(0.1, ge=0, le=1)
     """Maximum fraction of failed samples in a step, or in a data set of an evaluation; above it the run stops."""
 

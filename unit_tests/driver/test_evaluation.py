@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +18,7 @@ import pytest
 from configs.eval_schema import EvalConfig
 from core.errors import RunStopped, UserError
 from core.timing.clock import Clock
-from core.types.samples import Prompt
+from core.types.samples import Prompt, Sample
 from data_feeds.rows.eval_sets import PromptSet
 from data_feeds.rows.invalid_rows import InvalidRows
 from driver.evaluation.estimators import choose_ks, estimate_means, majority_at_k, pass_at_k, pass_hat_k
@@ -35,6 +36,8 @@ from driver.evaluation.suites.generations import (
 from driver.evaluation.suites.resume import find_samples
 from driver.evaluation.suites.run import EvalRun
 from driver.evaluation.suites.table import GradedPrompt, make_table
+from rollouts.scheduling.availability import EngineAvailability
+from rollouts.scheduling.judge_spend import JudgeSpend
 from unit_tests.helpers.examples import sample_of
 
 COUNTS = [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]
@@ -236,6 +239,19 @@ def test_samples_serve_again_for_equal_rows_whatever_an_environment_adds(tmp_pat
             find(replace(row, **change))
 
 
+class Judged:
+    """Requests of groups whose samples cost a judge's call each."""
+
+    def __init__(self, n_engines: int, judges: JudgeSpend) -> None:
+        self.engines, self.judges = EngineAvailability(n_engines), judges
+
+    async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> list[Sample]:
+        await asyncio.sleep(0)
+        sample = replace(sample_of([1, 2], [False, True], prompt=prompt), reward=1.0, counts={"judge/calls": 1.0})
+        self.judges.count([sample] * size)
+        return [sample] * size
+
+
 def an_evaluation(folder: Path, sets: dict[str, int], **reward: Any) -> tuple[EvalRun, list[str]]:
     """Return an evaluation of prompts without engines, two samples each, and the lines that it prints."""
     raw = {
@@ -245,18 +261,20 @@ def an_evaluation(folder: Path, sets: dict[str, int], **reward: Any) -> tuple[Ev
         "reward": {"function": "arithmetic", **reward},
         "samples": 2,
         "resamples": 100,
+        "prompts_per_engine": 1,
     }
     said: list[str] = []
     console = SimpleNamespace(say=said.append, is_live=False)
     context: Any = SimpleNamespace(folder=SimpleNamespace(path=folder), clock=Clock(), console=console, facts={})
     prompts = {name: [Prompt(id=f"{name}/{i}", messages=[]) for i in range(n)] for name, n in sets.items()}
+    cfg = EvalConfig.model_validate(raw)
     run = EvalRun(
-        cfg=EvalConfig.model_validate(raw),
+        cfg=cfg,
         sets=[
             PromptSet(name=name, prompts=of, samples=2, invalid=InvalidRows(), form="ours", notes=[])
             for name, of in prompts.items()
         ],
-        requests=SimpleNamespace(),  # type: ignore[arg-type]
+        requests=Judged(1, JudgeSpend(cfg.reward.judge_budget)),  # type: ignore[arg-type]
         context=context,
         writer=PartWriter(folder, prompts_per_part=2),
         done={},
@@ -285,3 +303,20 @@ def test_a_small_set_may_not_fail_within_the_fraction_of_a_large_one(tmp_path: P
         ("large", 36, 0),
         ("small", 2, 2),
     ]
+
+
+def test_an_evaluation_that_uses_up_its_judges_keeps_what_it_paid_for(tmp_path: Path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    run, _ = an_evaluation(first, {"a": 5}, judge_budget={"calls": 6})
+    with pytest.raises(RunStopped, match=r"judge_budget\.calls=6 is used up, 6 were spent: resume with a larger one"):
+        asyncio.run(run.sample_all())
+    kept = read_generations(list_parts(first))
+    assert [row.index for row in kept] == [0, 0, 1, 1, 2, 2], "the third prompt reached the limit, and is there"
+    copy_parts(first, second)
+    run, _ = an_evaluation(second, {"a": 5}, judge_budget={"calls": 10})
+    run.done.update({("a", i): kept[2 * i : 2 * i + 2] for i in range(3)})
+    asyncio.run(run.sample_all())
+    assert run.requests.judges.calls == 10, "the six calls of the first are counted; the last prompt used up the rest"
+    assert [row.samples for row in run.report()] == [10]

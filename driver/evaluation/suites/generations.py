@@ -2,6 +2,7 @@
 
     generations/part_00000.parquet    complete groups of samples: complete, because it has this name
     generations.parquet               all samples, by data set, prompt and sample
+    judge_spend.json                  calls and tokens of judges, if there are any
 
 A part is written under a temporary name and renamed, so an evaluation may be killed at any time.
 """
@@ -19,14 +20,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core.errors import UserError, first_line, writing
-from core.text.atomic_write import replacing
+from core.text.atomic_write import replacing, write_whole
+from core.text.text_files import parse_json, read_text
 from core.types.episodes import list_episodes
 from core.types.messages import describe_messages
 from core.types.samples import Group, Prompt
 from driver.evaluation.suites.answers import find_final_answer
 from driver.run_inputs import hash_row
+from rollouts.scheduling.judge_spend import JudgeSpend
 
 PARTS, WHOLE = "generations", "generations.parquet"
+SPEND = "judge_spend.json"
+"""File of a run folder with the calls and tokens of judges so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +139,28 @@ def list_files(run_folder: Path) -> list[Path]:
 
 
 def copy_parts(source: Path, run_folder: Path) -> None:
-    """Copy the samples of a resumed evaluation, as parts."""
+    """Copy the samples of a resumed evaluation, as parts, and what its judges have spent."""
     home = run_folder / PARTS
     with writing(home):
         home.mkdir(exist_ok=True)
         for i, part in enumerate(list_files(source)):
             with replacing(home / f"part_{i:05d}.parquet") as partial:
                 shutil.copyfile(part, partial)
+    if (source / SPEND).is_file():
+        with replacing(run_folder / SPEND) as partial:
+            shutil.copyfile(source / SPEND, partial)
+
+
+def write_spend(run_folder: Path, spend: JudgeSpend) -> None:
+    """Write the calls and tokens of judges so far, if there are any."""
+    if measured := spend.measure():
+        write_whole(run_folder / SPEND, json.dumps(measured) + "\n")
+
+
+def restore_spend(run_folder: Path, spend: JudgeSpend) -> None:
+    """Continue from the calls and tokens of an interrupted evaluation, if its judges made any."""
+    if (path := run_folder / SPEND).is_file():
+        spend.restore(parse_json(read_text(path, str(path)), str(path)))
 
 
 def write_generations(path: Path, rows: Iterable[Generation]) -> None:

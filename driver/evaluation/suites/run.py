@@ -21,7 +21,14 @@ from data_feeds.rows.eval_sets import PromptSet
 from driver.context import RunContext
 from driver.evaluation.estimators import choose_ks
 from driver.evaluation.suites.display import EvalDisplay, format_estimate, format_table
-from driver.evaluation.suites.generations import Generation, PartWriter, describe_group, join_parts
+from driver.evaluation.suites.generations import (
+    Generation,
+    PartWriter,
+    describe_group,
+    join_parts,
+    restore_spend,
+    write_spend,
+)
 from driver.evaluation.suites.table import RESULTS, GradedPrompt, TableRow, make_table, measure_prompt
 from rollouts.scheduling.generation import GroupRequests
 
@@ -81,15 +88,22 @@ class EvalRun:
             self.context.console.say(f"resumed: the samples of {len(self.done)} prompts are there")
         places = asyncio.Semaphore(self.cfg.prompts_per_engine * self.cfg.rollout.most_engines)
 
-        async def sample(one: PromptSet, index: int, prompt: Prompt) -> None:
+        judges, folder = self.requests.judges, self.context.folder.path
+        restore_spend(folder, judges)
+
+        async def sample(one: PromptSet, index: int, prompt: Prompt) -> bool:
             async with places:
+                # A used up budget starts no prompt; those in progress end, because their judges are paid for.
+                if judges.describe_excess():
+                    return False
                 # the tickets of a training run's evaluation; so a data set's samples do not depend on the other sets
                 group = await self.requests.generate_group(-1 - index, prompt, one.samples)
-            if over := self.requests.judges.describe_excess():
-                raise RunStopped(over)
             rows = describe_group(group, prompt, of_set=one.name, index=index)
             self.writer.add(rows)
+            if not self.writer.waiting:  # a part was written
+                write_spend(folder, judges)
             display.count(one.name, measure_prompt(self._grade(rows), self.ks))
+            return True
 
         missing = [
             sample(one, index, prompt)
@@ -100,11 +114,14 @@ class EvalRun:
         back = start_task(self._serve_restarted())
         try:
             with self.context.clock.phase(Phase.EVALUATE), display.shown():
-                await gather_fail_fast(missing)
+                sampled = await gather_fail_fast(missing)
+            if not all(sampled):
+                raise RunStopped(judges.describe_excess())
         finally:
             back.cancel()
             # After an error too: a resumed evaluation continues from these samples.
             self.writer.flush()
+            write_spend(folder, judges)
             remove_merged(self.merged)
 
     async def _serve_restarted(self) -> None:
