@@ -15,6 +15,9 @@ from data_feeds.rows.read_source import read_source
 from data_feeds.rows.remote_files import fetch_source
 from data_feeds.rows.row_types import ROW_TYPES, RowConverter
 
+OF_SET = "set"
+"""Column of the table with the name of the data set."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
@@ -32,7 +35,7 @@ class PromptSet:
 
 
 def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[ToolSpec] = ()) -> list[PromptSet]:
-    """Load all data sets. Raises UserError for too few valid rows, or a `data.by` column that no row has.
+    """Load all data sets. Raises UserError for too few valid rows, or an invalid column of `data.by`.
 
     env_tools: tools of the environment. Their tokens count towards the length of every prompt.
     """
@@ -65,6 +68,11 @@ def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[Too
 
 
 def _check_columns(by: list[str], sets: list[PromptSet]) -> None:
+    if OF_SET in by:
+        raise UserError(
+            f"data.by names the column {OF_SET}, under which the table has the data sets: rename the column in the "
+            "files, or leave it out, because each of several sets has a row"
+        )
     there = sorted({column for one in sets for prompt in one.prompts for column in prompt.extra})
     if missing := [column for column in by if column not in there]:
         raise UserError(

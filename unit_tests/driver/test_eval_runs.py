@@ -209,6 +209,13 @@ def test_a_column_that_no_row_has_is_named_with_those_that_are_there(eval_recipe
     assert code == 2 and "data.by names the column subject" in err and "level" in err, err
 
 
+def test_a_column_with_the_name_of_ours_is_refused(eval_recipe, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"messages": "1+1=", "answer": "2", "set": "hard"}\n')
+    data = {"sets": [{"path": str(tmp_path / "a.jsonl")}], "by": ["set"], "max_prompt_tokens": 9}
+    code, err = run_here(main_eval, "--config", eval_recipe(data=data))
+    assert code == 2 and "data.by names the column set, under which" in err and len(err.splitlines()) == 1, err
+
+
 def test_stop_strings_are_refused_with_an_engine_that_ignores_them(eval_recipe, tmp_path):
     (tmp_path / "mine.py").write_text(OWN_ENGINE)
     rollout = {"engine": str(tmp_path / "mine.py"), "stop": ["a"]}

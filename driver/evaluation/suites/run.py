@@ -17,7 +17,7 @@ from core.text.atomic_write import write_whole
 from core.text.summary import Summarized, Summary
 from core.timing.phases import Phase
 from core.types.samples import Prompt
-from data_feeds.rows.eval_sets import PromptSet
+from data_feeds.rows.eval_sets import OF_SET, PromptSet
 from driver.context import RunContext
 from driver.evaluation.estimators import choose_ks
 from driver.evaluation.suites.display import EvalDisplay, format_estimate, format_table
@@ -31,9 +31,6 @@ from driver.evaluation.suites.generations import (
 )
 from driver.evaluation.suites.table import RESULTS, GradedPrompt, TableRow, make_table, measure_prompt
 from rollouts.scheduling.generation import GroupRequests
-
-OF_SET = "set"
-"""Column of the table with the name of the data set."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
