@@ -160,6 +160,12 @@ def test_k_is_chosen_up_to_the_number_of_samples():
         (" no  number\n", "nonumber"),
         (r"<think>\boxed{3}</think>So 4.", "4"),
         ("", ""),
+        (r"\boxed{1,2}", "1,2"),
+        (r"\boxed{1, 200}", "1,200"),
+        (r"\boxed{ 1,200 }", "1200"),
+        ("\\boxed{3 \n 1 / 2 \n a}", "3 1/2a"),
+        ("of 1,2345", "2345"),
+        ("costs 1,234,567.5 in all", "1234567.5"),
     ],
 )
 def test_the_final_answer_of_a_reply(reply, answer):

@@ -11,13 +11,14 @@ import re
 from rewards.replies import cut_reasoning
 
 BOX = re.compile(r"\\f?boxed\s*\{")
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
+# Commas separate thousands only: 1,2 is two numbers.
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 
 
 def find_final_answer(reply: str) -> str:
     r"""Return the last \boxed{...}; otherwise the text after the last "####", the last number, or the whole reply.
 
-    White space is removed, as are the commas of a number. Reasoning does not count.
+    White space is removed, but for a space between digits, as are the commas of a number. Reasoning does not count.
 
     >>> find_final_answer(r"so \boxed{\frac{1}{2}}."), find_final_answer("#### 1,200"), find_final_answer("3 + 4 is 7.")
     ('\\frac{1}{2}', '1200', '7')
@@ -28,9 +29,12 @@ def find_final_answer(reply: str) -> str:
         found = reply.rpartition("####")[2].strip().partition("\n")[0]
     if found is None and (numbers := NUMBER.findall(reply)):
         found = numbers[-1]
-    plain = "".join((reply if found is None else found).split())
-    # Only of a number: in other answers, such as a tuple, a comma has a meaning.
-    return plain.replace(",", "") if NUMBER.fullmatch(plain) else plain
+    answer = (reply if found is None else found).strip()
+    # Only of a number: in other answers, such as the tuple 1, 200, a comma has a meaning.
+    if NUMBER.fullmatch(answer):
+        return answer.replace(",", "")
+    # A space stays between digits: 3 1/2 is not 31/2.
+    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(answer.split()))
 
 
 def list_boxes(text: str) -> list[str]:
