@@ -42,7 +42,7 @@ from driver.records.speed import measure_speed
 from driver.records.trackers.base import Outcome
 from driver.records.trackers.hub import Trackers
 from driver.records.tracking import make_sample_rows, make_trackers
-from driver.resume import bitwise_only_changes, changed_package_files
+from driver.resume import describe_changes, restore_before
 from driver.saving import write_model, write_value_model
 from rollouts.scheduling.availability import EngineAvailability, list_running
 from rollouts.worker import RolloutWorker
@@ -196,7 +196,8 @@ class RunContext:
             self.console.say(said)
         with self.clock.phase(Phase.CHECKPOINT):
             home = self.folder.path / "checkpoints"
-            await write_checkpoint(home, trainers, replace(state, metrics=state.metrics | self.logged))
+            whole = replace(state, metrics=state.metrics | self.logged, before=self.facts.get("before", {}))
+            await write_checkpoint(home, trainers, whole)
             best = remove_old_checkpoints(home, keys.keep, BestBy(metric=keys.best_metric, lower=keys.lower_is_better))
             if keys.best is not None and best is not None and best.state.steps_done == state.steps_done:
                 await self._writer(trainers, tokenizer, state.steps_done)(self.folder.path / "best_model")
@@ -212,10 +213,9 @@ class RunContext:
         self.facts["resumed"] = {"checkpoint": str(checkpoint.folder), "steps_done": done}
         self.console.steps_done = done
         self.console.say(f"resumed after {done} steps: {checkpoint.folder}")
-        for key in changed_package_files(checkpoint.state.recipe, settings):
-            self.console.say(f"{key} (FeynRL's own) changed since the checkpoint was made; the numbers may differ")
-        if moved := bitwise_only_changes(checkpoint.state.recipe["settings"], settings["settings"]):
-            self.console.say(f"not to the last bit: {', '.join(moved)} differs from the run that is resumed")
+        self.facts |= restore_before(checkpoint.state, settings)
+        for sentence in describe_changes(checkpoint.state.recipe, settings):
+            self.console.say(sentence)
         return done
 
     async def start_cluster(self) -> None:

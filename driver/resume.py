@@ -18,7 +18,7 @@ from core.loading import FileSpec
 from core.text.secrets import hide_settings
 from data_feeds.chat.template_args import pin_date
 from data_feeds.chat.tokenizer import ChatTokenizer
-from driver.checkpoint import Checkpoint, find_checkpoint
+from driver.checkpoint import Checkpoint, RunState, find_checkpoint
 from driver.load_recipe import Loaded
 
 NOT_FOR_TRAINING = (
@@ -166,6 +166,28 @@ def bitwise_only_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]
     """List the changed keys that affect only the last bits."""
     keys = list_bitwise_only(now) + (EVALUATION if "groups_per_step" in now else ())
     return [key for key in now | then if is_listed(keys, key) and then.get(key) != now.get(key)]
+
+
+def describe_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return sentences on changes since the checkpoint that are allowed."""
+    said = [
+        f"{key} (FeynRL's own) changed since the checkpoint was made; the numbers may differ"
+        for key in changed_package_files(then, now)
+    ]
+    if moved := bitwise_only_changes(then["settings"], now["settings"]):
+        said.append(f"not to the last bit: {', '.join(moved)} differs from the run that is resumed")
+    return said
+
+
+def restore_before(state: RunState, now: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the held-out metrics of the untrained model as the fact `before`.
+
+    Empty if the checkpoint has none, or if the evaluation is another now, so that they could not be compared.
+    """
+    then, after = state.recipe["settings"], now["settings"]
+    keys = [key for key in {**then, **after} if is_listed(EVALUATION, key) and key != "eval_every"]
+    is_same = all(then.get(key) == after.get(key) for key in keys)
+    return {"before": state.before} if state.before and is_same else {}
 
 
 def is_listed(names: Collection[str], key: str) -> bool:

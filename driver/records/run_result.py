@@ -49,6 +49,11 @@ def list_held_out(before: Mapping[str, float], after: Mapping[str, float]) -> li
     return [(name, before[name], after[name]) for name in before if name in after and name not in hidden]
 
 
+def name_start(when: str, steps_done: int) -> str:
+    """Return the name of an evaluation; `before` becomes `after step 990` in a run that is resumed there."""
+    return f"after step {steps_done}" if when == "before" and steps_done else when
+
+
 def make_result(reason: str, folder: Path, facts: Mapping[str, Any], metrics: dict[str, float]) -> RunResult:
     """Create the result of a completed run. facts: contents of summary.json. metrics: of the last step."""
     return RunResult(

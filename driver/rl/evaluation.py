@@ -14,6 +14,7 @@ from core.types.samples import Prompt
 from data_feeds.feed import Feed
 from driver.context import RunContext
 from driver.evaluation.evaluator import EvalResult, Evaluator
+from driver.records.run_result import name_start
 from driver.rl.colocation import Colocation
 from rollouts.scheduling.generation import Generation
 
@@ -55,7 +56,7 @@ class RunEvaluation:
 
     async def evaluate(self, run: EvaluatedRun, when: str) -> None:
         """Measure before or after training, and log it."""
-        self._log(await self._evaluate(run, when))
+        self._log(await self._evaluate(run, name_start(when, run.steps_done)))
 
     async def _evaluate(self, run: EvaluatedRun, when: str) -> dict[str, float]:
         """Measure the reward on the held-out prompts, `eval_samples` each at the run's temperature.

@@ -32,6 +32,7 @@ from driver.checks.output_folder import check_output_folders
 from driver.context import RunContext
 from driver.load_recipe import Loaded, with_forms
 from driver.records.rollout_metrics import name_train_metrics
+from driver.records.run_result import name_start
 from driver.records.speed import describe_trainers, read_tflops
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume, pin_template_date
@@ -241,6 +242,7 @@ class Run:
         if self.held_out is None:
             return
         measured = await self._measure(self.held_out)
+        when = name_start(when, self.first_step)
         self.context.facts[when] = measured
         self.context.log_evaluation(self.context.facts.get("steps_done", self.first_step), measured)
         shown = [f"loss {measured[names.EVAL_LOSS]:.4f}"]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from data_feeds.packing.batches import micro_batches
 from driver.checkpoint import (
     COMPLETE,
     BestBy,
+    RunState,
     find_checkpoint,
     is_due,
     list_checkpoints,
@@ -29,7 +31,7 @@ from driver.checkpoint import (
     write_checkpoint,
 )
 from driver.load_recipe import load_recipe
-from driver.resume import bitwise_only_changes, check_settings, collect_settings
+from driver.resume import bitwise_only_changes, check_settings, collect_settings, restore_before
 from driver.start.trainers import build_trainer
 from trainers.checkpoint.state import rank_file
 from unit_tests.helpers.checkpoints import Writer, stand
@@ -246,6 +248,9 @@ def assert_same_end(whole: Path, resumed: Path, first_step: int) -> None:
     assert len(want) > first_step > 0 and got == want[first_step:]
     evaluated = evaluations_of(whole)
     assert evaluations_of(resumed) == {step: line for step, line in evaluated.items() if step >= first_step}
+    was, now = (json.loads((folder / "summary.json").read_text()) for folder in (whole, resumed))
+    ends = [[summary.get(when) for when in ("before", "after")] for summary in (was, now)]
+    assert ends[0] == ends[1], "before is the untrained model"
     assert (resumed / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
 
 
@@ -369,6 +374,18 @@ def test_a_run_whose_bits_differ_may_be_resumed_without_the_claim():
     then = {"rollout.batch_invariant": True, "trainer.lr_schedule": "constant"}
     check_settings(then, now := then | {"rollout.batch_invariant": False})
     assert bitwise_only_changes(then, now) == ["rollout.batch_invariant"]
+
+
+def test_a_resumed_run_compares_with_the_untrained_model_of_an_equal_evaluation():
+    then = {"eval_samples": 4, "eval_every": 2, "data.eval": "a.jsonl", "trainer.lr": 1.0}
+    state = RunState(steps_done=9, metrics={}, position={}, recipe={"settings": then}, before={"reward/mean": 0.1})
+
+    def restore(**changes: object) -> dict:
+        return restore_before(state, {"settings": then | changes})
+
+    assert restore(eval_every=1) == {"before": {"reward/mean": 0.1}}
+    assert restore(eval_samples=8) == restore(**{"data.eval": "b.jsonl"}) == restore(eval_reward="mine.py") == {}
+    assert restore_before(replace(state, before={}), {"settings": then}) == {}, "an earlier checkpoint"
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(recipe, tmp_path):

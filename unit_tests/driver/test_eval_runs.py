@@ -139,6 +139,8 @@ def test_evaluations_beside_training_say_what_their_checkpoints_say(recipe, eval
     resumed = evaluations_of(folder_of(tmp_path, "resumed"))
     assert {step: row["eval/version"] for step, row in resumed.items()} == {2: 2, 4: 4}
     assert resumed[2]["eval/reward/mean"] == evaluated[2]["eval/reward/mean"], "it was not lost"
+    summary = json.loads((folder_of(tmp_path, "resumed") / "summary.json").read_text())
+    assert all(summary[when] == facts[when] for when in ("before", "after step 2")), "before is the untrained model"
 
 
 def test_sets_and_columns_get_rows_and_samples_do_not_depend_on_other_sets(eval_recipe, tmp_path, capsys, one_thread):
