@@ -311,6 +311,17 @@ def test_a_small_set_may_not_fail_within_the_fraction_of_a_large_one(tmp_path: P
     ]
 
 
+def test_a_merged_model_is_removed_though_the_samples_cannot_be_written(tmp_path: Path):
+    run, _ = an_evaluation(tmp_path, {"a": 1})
+    run.merged = tmp_path / "merged_model"
+    run.merged.mkdir()
+    run.writer.folder = tmp_path / "a_file"
+    run.writer.folder.touch()
+    with pytest.raises(RunStopped, match=r"part_00000\.parquet cannot be written"):
+        asyncio.run(run.sample_all())
+    assert not run.merged.exists()
+
+
 def test_an_evaluation_that_uses_up_its_judges_keeps_what_it_paid_for(tmp_path: Path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()

@@ -116,10 +116,13 @@ class EvalRun:
                 raise RunStopped(judges.describe_excess())
         finally:
             back.cancel()
-            # After an error too: a resumed evaluation continues from these samples.
-            self.writer.flush()
-            write_spend(folder, judges)
-            remove_merged(self.merged)
+            try:
+                # First, because it may be what fills the disk.
+                remove_merged(self.merged)
+            finally:
+                # After an error too: a resumed evaluation continues from these samples.
+                self.writer.flush()
+                write_spend(folder, judges)
 
     async def _serve_restarted(self) -> None:
         """Let restarted engines serve at once: they have loaded the weights themselves."""

@@ -14,6 +14,7 @@ from configs.load import apply_override, find_inherited, naming_inherited, read_
 from configs.trainer_schema import ModelConfig
 from core.cluster.ray_address import parse_address
 from core.errors import UserError
+from core.text.atomic_write import write_whole
 from core.text.text_files import parse_json, read_text
 from core.timing.phases import Phase
 from data_feeds.chat.template_args import check_template_args, make_tokenizer, pin_date
@@ -197,7 +198,7 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
     """Start the engines; return after they have loaded the model."""
     cfg, folder = prepared.cfg, context.folder.path
     plan = prepared.plan.in_folder(folder, None if prepared.resumed is None else prepared.resumed.folder)
-    (folder / SETTINGS).write_text(json.dumps(prepared.settings, indent=1) + "\n", encoding="utf-8")
+    write_whole(folder / SETTINGS, json.dumps(prepared.settings, indent=1) + "\n")
     if prepared.resumed is not None:
         copy_parts(prepared.resumed.folder, folder)
     writer = PartWriter(folder, prompts_per_part=cfg.prompts_per_part)
