@@ -106,8 +106,10 @@ class RunEvaluation:
     def _report(self, found: EvalResult) -> dict[str, float]:
         """Print the result of an evaluation; return the metrics under their log names."""
         shown = self.context.facts[found.when] = found.metrics
-        n = len(self.evaluator.prompts)
-        self.context.console.say(f"{found.when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
+        n, mean = len(self.evaluator.prompts), shown.get(names.REWARD_MEAN)
+        # reward.max_failed_fraction=1 lets every sample fail
+        said = "no sample has a reward" if mean is None else f"held-out reward {mean:.3f}"
+        self.context.console.say(f"{found.when}: {said} over {n} prompts")
         return {names.EVAL.format(name): value for name, value in shown.items()}
 
 

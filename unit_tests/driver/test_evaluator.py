@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 
 import main_rl
 from configs.schema import RLConfig
+from core.timing.clock import Clock
 from core.types.samples import Prompt
 from driver.evaluation.evaluator import EvalResult, Evaluator
 from driver.load_recipe import load_recipe
+from driver.rl.evaluation import RunEvaluation
 from rollouts.scheduling.availability import EngineAvailability, EngineState
 from rollouts.scheduling.buffer import Schedule
 from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, answer, run_in_virtual_time
@@ -92,6 +95,22 @@ def test_answers_of_two_versions_are_no_measurement():
     assert held_out.measure([[answer(0, 1)], [answer(1, 2)]], "then") is None
     found = held_out.measure([[answer(0, 2)], [answer(1, 2)]], "then")
     assert found is not None and found.version == 2 and found.metrics["reward/mean"] == 0.0
+
+
+def test_held_out_samples_that_all_failed_end_no_run():
+    said: list[str] = []
+    console = SimpleNamespace(say=said.append)
+    context: Any = SimpleNamespace(facts={}, clock=Clock(), console=console, log_evaluation=lambda *_: None)
+
+    async def body() -> None:
+        held_out = held_out_of(SimulatedEngines(times=TIMES, engines=1, concurrent=1))
+        held_out.cfg = SimpleNamespace(eval_pass_reward=1.0, reward=SimpleNamespace(max_failed_fraction=1.0))
+        failed = replace(answer(0, 2), reward=None, failure="it broke")
+        held_out.when, held_out.pending = "after step 2", asyncio.create_task(asyncio.sleep(1, [[failed]]))
+        await RunEvaluation(held_out, context, 1).end_pending()
+
+    run_in_virtual_time(body())
+    assert said == ["after step 2: no sample has a reward over 1 prompts"]
 
 
 @pytest.mark.parametrize(
