@@ -376,7 +376,7 @@ def test_a_run_whose_bits_differ_may_be_resumed_without_the_claim():
     assert bitwise_only_changes(then, now) == ["rollout.batch_invariant"]
 
 
-def test_a_resumed_run_compares_with_the_untrained_model_of_an_equal_evaluation():
+def test_a_resumed_run_keeps_before_of_an_equal_evaluation():
     then = {"eval_samples": 4, "eval_every": 2, "data.eval": "a.jsonl", "trainer.lr": 1.0}
     state = RunState(steps_done=9, metrics={}, position={}, recipe={"settings": then}, before={"reward/mean": 0.1})
 

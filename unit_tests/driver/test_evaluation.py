@@ -288,7 +288,7 @@ def an_evaluation(folder: Path, sets: dict[str, int], **reward: Any) -> tuple[Ev
     return run, said
 
 
-def test_a_small_set_may_not_fail_within_the_fraction_of_a_large_one(tmp_path: Path):
+def test_a_small_set_may_not_fail_within_the_fraction_of_others(tmp_path: Path):
     rows = [[a_row("large", i, s) for s in range(2)] for i in range(2, 20)]
     rows += [[a_row("small", 1, s) for s in range(2)]]
     for name, fraction in (("stops", 0.1), ("goes_on", 1.0)):
@@ -311,7 +311,7 @@ def test_a_small_set_may_not_fail_within_the_fraction_of_a_large_one(tmp_path: P
     ]
 
 
-def test_a_merged_model_is_removed_though_the_samples_cannot_be_written(tmp_path: Path):
+def test_a_merged_model_is_removed_if_samples_cannot_be_written(tmp_path: Path):
     run, _ = an_evaluation(tmp_path, {"a": 1})
     run.merged = tmp_path / "merged_model"
     run.merged.mkdir()
@@ -322,7 +322,7 @@ def test_a_merged_model_is_removed_though_the_samples_cannot_be_written(tmp_path
     assert not run.merged.exists()
 
 
-def test_an_evaluation_that_uses_up_its_judges_keeps_what_it_paid_for(tmp_path: Path):
+def test_a_used_up_budget_of_judges_keeps_what_was_paid_for(tmp_path: Path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()

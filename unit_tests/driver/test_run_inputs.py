@@ -273,7 +273,7 @@ def test_an_evaluation_notices_another_template_rubric_or_helper(tiny_path, sums
         prepare_again()
 
 
-def test_the_settings_of_an_evaluation_hold_no_secret_and_a_new_key_is_no_change(tiny_path, tmp_path):
+def test_settings_of_an_evaluation_hold_no_secret_and_may_get_a_new_one(tiny_path, tmp_path):
     tokenizer = make_tokenizer(ModelConfig(path=tiny_path), PromptDataConfig(train="x"))
 
     def collect(secret: str, *overrides: str) -> tuple[EvalConfig, dict[str, Any]]:
