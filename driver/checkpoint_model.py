@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,8 @@ from core.errors import UserError, writing
 from core.types.weights import ExportScope
 from driver.checkpoint import PROGRESS, read_checkpoint
 from modeling.export import exported_tensors
+from modeling.freeze import find_frozen, freeze
+from modeling.hf_config import ImageUse
 from modeling.load import load_model
 from modeling.saved_model import check_saved, save_exported
 from trainers.checkpoint.saved_policy import load_policy
@@ -28,6 +30,10 @@ class CheckpointModel:
     dtype: str
     lora: LoraConfig | None
     quantization: Literal["nf4"] | None
+    freeze: Sequence[str]
+    """`trainer.freeze` of the run, whose parameters the checkpoint omits."""
+    images: ImageUse
+    """`model.images` of the run."""
 
 
 def find_checkpoint_model(path: str) -> CheckpointModel | None:
@@ -48,6 +54,8 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
         dtype=settings["model.dtype"],
         lora=LoraConfig(**lora) if lora else None,
         quantization=settings.get("model.quantization"),
+        freeze=settings.get("trainer.freeze", ()),
+        images=settings.get("model.images", "auto"),
     )
 
 
@@ -63,6 +71,8 @@ def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote
         key=f"{found.folder}, model.path",
         trust_remote_code=trust_remote_code,
     )
+    if found.lora is None:  # else PEFT has frozen all that the checkpoint omits
+        freeze(model, find_frozen(model, found.freeze, images=found.images))
     load_policy(model, found.folder)
     exported = exported_tensors(model)
     scopes: list[ExportScope] = ["whole", "adapter"] if found.lora and not found.quantization else ["whole"]

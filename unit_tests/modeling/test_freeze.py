@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,16 +14,21 @@ from algs.reward_model import RewardModel
 from algs.sft import SFT
 from configs.schema import SLConfig
 from configs.trainer_schema import LoraConfig
+from core.cluster.workers import Local
 from core.errors import UserError
+from driver.checkpoint import write_checkpoint
+from driver.checkpoint_model import find_checkpoint_model, write_checkpoint_model
 from driver.checks.explain import GIB, estimate_memory
 from driver.checks.models import check_freeze
 from driver.load_recipe import load_recipe
 from modeling.freeze import find_frozen
 from modeling.load import load_model
 from modeling.saved_model import check_saved
+from unit_tests.helpers.checkpoints import stand
 from unit_tests.helpers.examples import families, with_values
 from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.models import random_model
+from unit_tests.helpers.seeing import save_model
 from unit_tests.helpers.shared_prefixes import laid_out
 
 SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -78,6 +85,27 @@ def test_the_rest_is_trained_and_all_is_sent_and_saved(moe_path, tmp_path, dtype
     check_saved(tmp_path, dtype=dtype)
     again = dict(load_model(str(tmp_path), dtype=dtype, attention="auto").named_parameters())
     assert all(torch.equal(again[name], p) for name, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["patterns", "text of a vision model"])
+def test_a_checkpoint_without_frozen_parts_becomes_a_model(moe_path, tmp_path, kind):
+    settings: dict[str, Any] = {"model.path": moe_path, "model.images": "auto", "trainer.freeze": ["model.layers.0"]}
+    if kind != "patterns":
+        path = save_model(tmp_path / "seeing", "idefics3")
+        settings = {"model.path": path, "model.images": "off", "trainer.freeze": []}
+    path, images = settings["model.path"], settings["model.images"]
+    trainer = trainer_of(path, SFT(), attention="auto", images=images, freeze=settings["trainer.freeze"])
+    trainer.step([laid_out(families(), "shared")])
+    recipe = {"settings": settings | {"model.dtype": "float32"}}
+    made = asyncio.run(write_checkpoint(tmp_path, Local(trainer), replace(stand(1), recipe=recipe)))
+    found = find_checkpoint_model(str(made))
+    assert found is not None
+    write_checkpoint_model(found, tmp_path / "written", trust_remote_code=False)
+    again = dict(load_model(str(tmp_path / "written"), dtype="float32", attention="auto").named_parameters())
+    assert all(torch.equal(again[name], p) for name, p in trainer.model.named_parameters())
+    start = load_model(path, dtype="float32", attention="auto").named_parameters()
+    frozen = {name for name, p in start if torch.equal(again[name], p)}
+    assert frozen == {name for name, p in trainer.model.named_parameters() if not p.requires_grad} != set()
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4)], ids=["whole", "adapter"])
