@@ -306,7 +306,8 @@ class CheckpointConfig(StrictModel):
     best: str | None = None
     """Metric that selects the best checkpoint, such as eval/reward/mean. Its model is also saved in the run folder's
     best_model/. Unset: the lowest eval/loss (supervised runs with eval_every), without best_model/. A resumed run
-    compares only new checkpoints."""
+    compares only new checkpoints. eval/ metrics are of the saved weights, which engines receive before the evaluation;
+    others, such as reward/mean, are of the weights before the step."""
     best_mode: Literal["auto", "highest", "lowest"] = "auto"
     """Order of the values of `best`. auto: lowest for names that end in loss, nll or kl, otherwise highest."""
 

@@ -46,6 +46,13 @@ class Evaluator:
     when: str = ""
     """Time of the pending evaluation."""
 
+    @property
+    def decides(self) -> bool:
+        """True if the end of the run or its best checkpoint depends on evaluations."""
+        cfg = self.cfg
+        read = [cfg.checkpoint.best or "", "" if cfg.stop_when is None else cfg.stop_when.metric]
+        return any(metric.startswith(names.EVAL.format("")) for metric in read)
+
     def may_run_beside(self, steps_done: int) -> bool:
         """Tell whether an evaluation after `steps_done` steps can run concurrently until the next weight sync.
 
@@ -53,12 +60,12 @@ class Evaluator:
         frequent as syncs, because two of them would end at the same sync.
         """
         cfg = self.cfg
-        # Both need the result in the line of the evaluated step.
-        decides = cfg.stop_when is not None or (cfg.checkpoint.best or "").startswith(names.EVAL.format(""))
         sync_every = cfg.weight_sync.every
         return (
             cfg.max_staleness > 0
-            and not decides
+            # Both need the result in the line of the evaluated step.
+            and cfg.stop_when is None
+            and not self.decides
             and cfg.eval_every > sync_every
             and steps_done % cfg.eval_every == 0
             and steps_done + sync_every < cfg.steps

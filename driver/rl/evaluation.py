@@ -64,8 +64,9 @@ class RunEvaluation:
         After the last step it may have been measured already.
         """
         buffer = self.evaluator.generation.buffer
-        if self.context.is_over and buffer.version < run.steps_done:
-            await run.sync_weights(run.steps_done)  # stop_when may end a run between two weight syncs
+        # stop_when may end a run between two weight syncs; and a result that decides is of the weights to be saved
+        if (self.context.is_over or self.evaluator.decides) and buffer.version < run.steps_done:
+            await run.sync_weights(run.steps_done)
         if self.last is None or self.last.version != buffer.version:
             self.last = await self._measure(run, when)
         return self._report(replace(self.last, when=when))

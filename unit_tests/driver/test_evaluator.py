@@ -69,6 +69,32 @@ def test_beside_training_an_evaluation_costs_no_time_and_is_of_one_version():
     assert seconds_of("in place") > alone + 3 * TIMES.group
 
 
+@pytest.mark.parametrize(
+    ("read", "version"),
+    [
+        ({"checkpoint": {"every": 3, "best": "eval/reward/mean"}}, 3),
+        ({"stop_when": {"metric": "eval/reward/mean", "above": 0.9}}, 3),
+        ({"checkpoint": {"every": 3, "best": "reward/mean"}}, 0),
+    ],
+)
+def test_an_evaluation_that_decides_is_of_the_newest_weights(recipe, sums, read, version):
+    """Between two weight syncs the engines have older weights than a checkpoint saves."""
+    changes = {"max_staleness": 3, "weight_sync.every": 4, "eval_every": 3, "data.eval": str(sums / "eval.parquet")}
+    cfg = load_recipe(RLConfig, recipe(changes | read), []).cfg
+    engines = SimulatedEngines(times=TIMES, engines=1, concurrent=8)
+    run = SimulatedRun(Schedule(steps=9, per_step=1, max_staleness=3, sync_every=4), engines, TIMES)
+    told: dict[str, Any] = {"is_over": False, "checkpoint_is_due": lambda done: True, "facts": {}}
+    context: Any = SimpleNamespace(clock=Clock(), console=SimpleNamespace(say=lambda _: None), **told)
+    evaluator = Evaluator(cfg, [Prompt(id="0", messages=[])], run.generation)
+
+    async def body() -> dict[str, float]:
+        await run.sync_weights(0)
+        run.steps_done = 3
+        return await RunEvaluation(evaluator, context, cfg.eval_every).evaluate_if_due(run, 3)
+
+    assert run_in_virtual_time(body())["eval/version"] == version
+
+
 def held_out_of(engines: SimulatedEngines, **settings: Any) -> Evaluator:
     run = SimulatedRun(Schedule(steps=1, per_step=1), engines, TIMES)
     if settings:
