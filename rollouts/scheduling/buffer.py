@@ -20,13 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from core.types.arrays import from_json, list_fields, to_json
-from core.types.images import EncodedImage, read_image
-from core.types.kept_sets import KeptSets
-from core.types.messages import describe_messages
-from core.types.routes import describe_routes, restore_routes
-from core.types.sample_json import collect_images, describe_places, restore_messages, restore_places
-from core.types.samples import Group, Prompt, Sample, make_sample
+from core.types.images import read_image
+from core.types.sample_json import collect_images, describe_group, restore_group
+from core.types.samples import Group, Prompt
 from rollouts.scheduling.sampled_rows import SampledRows
 
 # Without a bound, a task in which no group has a signal would sample for ever.
@@ -261,7 +257,8 @@ class ReplayBuffer:
     def get_state(self) -> dict[str, Any]:
         """Return the finished groups and started tickets, for JSON.
 
-        Prompts are omitted, since tickets draw them. Images are included, since an environment may have produced them.
+        Of prompts only the messages and tools are included, to which an environment may have added, and their images.
+        Tickets draw the rest.
         """
         finished = [*self.ready, *self.waiting.values()]
         images = collect_images(s for g in finished for s in g.group)
@@ -272,7 +269,8 @@ class ReplayBuffer:
             "n_reported": self.n_reported,
             "images": {name: base64.b64encode(image.data).decode() for name, image in images.items()},
             "finished": [
-                {**_fields_but("group", g), "group": [_describe_sample(s) for s in g.group]} for g in finished
+                {"ticket": f.ticket, "accepted": f.accepted, "seconds": f.seconds, **describe_group(f.group)}
+                for f in finished
             ],
         }
 
@@ -293,45 +291,12 @@ class ReplayBuffer:
         buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
         images = {name: read_image(base64.b64decode(text)) for name, text in state["images"].items()}
         for one in state["finished"]:
-            buffer._put_waiting(_group_from_state(one, draw_prompt, images))
+            # a prompt's row depends on the ticket alone, so it is the stopped run's
+            group = restore_group(one, draw_prompt(one["ticket"]), images)
+            of_group = {name: one[name] for name in ("ticket", "accepted", "seconds")}
+            buffer._put_waiting(FinishedGroup(group=group, **of_group))
         # every lower ticket has left the buffer
         buffer.next_ready = min([*buffer.started, *buffer.waiting, buffer.ticket])
         buffer._move_to_ready()
         buffer.n_reported = state["n_reported"]
         return buffer
-
-
-def _describe_sample(sample: Sample) -> dict[str, Any]:
-    """Return a sample without the prompt, for JSON. Images are named by hash."""
-    kept = None if sample.kept is None else {"ids": sample.kept.ids, "offsets": sample.kept.offsets}
-    messages = describe_messages(sample.transcript)
-    named = {"transcript": messages, "images": describe_places(sample.images), "kept": kept}
-    if sample.routes is not None:
-        named["routes"] = describe_routes(sample.routes)
-    return {name: to_json(value) for name, value in (_fields_but("prompt", sample) | named).items()}
-
-
-def _group_from_state(
-    one: Mapping[str, Any], draw_prompt: Callable[[int], Prompt], images: Mapping[str, EncodedImage]
-) -> FinishedGroup:
-    # a prompt depends on the ticket alone, so it is the stopped run's
-    prompt = draw_prompt(one["ticket"])
-    group = [make_sample(prompt=prompt, **_read_sample(s, images)) for s in one["group"]]
-    fields_of_group: dict[str, Any] = {**one, "group": group}
-    return FinishedGroup(**fields_of_group)
-
-
-def _read_sample(described: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> dict[str, Any]:
-    """Restore the fields of `_describe_sample`, by name."""
-    found: dict[str, Any] = from_json(described)
-    found["transcript"] = restore_messages(found["transcript"], images)
-    found["images"] = restore_places(found["images"], images)
-    if found.get("kept") is not None:
-        found["kept"] = KeptSets(**found["kept"])
-    if found.get("routes") is not None:
-        found["routes"] = restore_routes(found["routes"])
-    return found
-
-
-def _fields_but(name: str, record: Any) -> dict[str, Any]:
-    return {field: getattr(record, field) for field in list_fields(type(record)) if field != name}

@@ -103,13 +103,17 @@ def some_groups(n: int = 4, size: int = 3, *, seed: int = 0, longest: int = 24) 
     return [[a_sample(rng, group=g, longest=longest) for _ in range(size)] for g in range(n)]
 
 
-def through_checkpoint(group: Group) -> tuple[ReplayBuffer, str, ReplayBuffer]:
-    """Return a buffer with one waiting group, the JSON text of its checkpoint, and the buffer read from that."""
+def through_checkpoint(group: Group, row: Prompt | None = None) -> tuple[ReplayBuffer, str, ReplayBuffer]:
+    """Return a buffer with one waiting group, the JSON text of its checkpoint, and the buffer read from that.
+
+    row: what its ticket draws; None: its prompt.
+    """
     buffer = ReplayBuffer(Schedule(steps=2, per_step=2))
     buffer.started = {0, 1}
     buffer.add_group(FinishedGroup(ticket=0, group=group, accepted=True, seconds=1.0))
     text = json.dumps(buffer.get_state(), indent=1)
-    return buffer, text, ReplayBuffer.from_state(json.loads(text), buffer.schedule, lambda _: group[0].prompt, step=0)
+    draw = {0: row or group[0].prompt}
+    return buffer, text, ReplayBuffer.from_state(json.loads(text), buffer.schedule, draw.__getitem__, step=0)
 
 
 def run_here(program: ModuleType, *argv: str) -> tuple[int, str]:

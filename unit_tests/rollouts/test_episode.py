@@ -12,6 +12,7 @@ from core.types.samples import make_sample
 from rollouts.envs.calculator import Calculator
 from rollouts.seeds import make_seed
 from unit_tests.helpers.episodes import PROMPT, Duel, Scripted, Tool, play, play_all, said
+from unit_tests.helpers.examples import through_checkpoint
 
 
 def test_only_what_the_policy_said_is_learnt():
@@ -182,6 +183,15 @@ def test_an_environment_may_speak_first():
     with pytest.raises(UserError, match=r"data.max_prompt_tokens=3: the prompt p has 4 tokens with what the env"):
         play(Scripted([5]), env=env, max_prompt_tokens=3)
     assert env.closed == 2, "after an error too"
+
+
+def test_a_checkpoint_keeps_what_an_environment_adds_to_the_prompt():
+    """A teacher with a prompt of its own compares it with the sample's tokens, and sample files tell it."""
+    (told, _), (plain, _) = play(Scripted([5]), env=Opens()), play(Scripted([5]))
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    group = [told, replace(plain, prompt=replace(PROMPT, tools=[tool])), told, plain]
+    [again] = through_checkpoint(group, replace(PROMPT, answer="of the row"))[2].waiting.values()
+    assert [s.prompt for s in again.group] == [replace(s.prompt, answer="of the row") for s in group]
 
 
 @pytest.mark.parametrize("replies, turns", [([[5]], 3), ([[3], [3]], 2)])
