@@ -30,7 +30,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed
 from driver.checkpoint import BestBy, Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
 from driver.checks.hub_upload import push_model
-from driver.checks.output_folder import write_to_each
+from driver.checks.output_folder import write_each
 from driver.early_stop import EarlyStop
 from driver.records.advice import Adviser, make_settings
 from driver.records.console import Console
@@ -43,7 +43,7 @@ from driver.records.trackers.base import Outcome
 from driver.records.trackers.hub import Trackers
 from driver.records.tracking import make_sample_rows, make_trackers
 from driver.resume import describe_changes, restore_before
-from driver.saving import write_model, write_value_model
+from driver.saving import list_writes, write_model
 from rollouts.scheduling.availability import EngineAvailability, list_running
 from rollouts.worker import RolloutWorker
 from trainers.trainer import Trainer
@@ -161,18 +161,17 @@ class RunContext:
     async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
         """Save the final model to the run folder and to `save_to`, and the other models that the run has."""
         self.check_trained()
-        copies = [Path(to).absolute()] if (to := self.training.save_to) else []
         with self.clock.phase(Phase.SAVE):
             steps = self.facts.get("steps_done", self.cfg.n_steps)
-            run, cfg, write = self.folder.path, self.training, self._writer(trainers, tokenizer, steps)
-            await write_to_each([run / "model", *copies], write)
-            if cfg.trainer.ema is not None:
-                await write(run / "model_ema", which="ema")
-            if alg.value_lr is not None:
-                await write_value_model(run / "value_model", trainers, cfg, run=run, steps=steps)
-            if cfg.push_to is not None:
-                self.facts["pushed"] = pushed = await asyncio.to_thread(push_model, cfg.push_to, run / "model")
-                self.console.say(f"pushed to {pushed}")
+            write, run = self._writer(trainers, tokenizer, steps), self.folder.path
+            writes = list_writes(write, trainers, self.training, alg, run=run, steps=steps, push=self._push)
+            await write_each(writes)
+
+    async def _push(self, to: str, model: Path) -> None:
+        if not model.is_dir():
+            return  # its write has failed, and is the error of the run
+        self.facts["pushed"] = pushed = await asyncio.to_thread(push_model, to, model)
+        self.console.say(f"pushed to {pushed}")
 
     def _writer(
         self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, steps: int

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
+from algs.base import Algorithm
 from configs.schema import RunConfig
 from core.cluster.workers import Workers
 from core.types.weights import SavedModel
@@ -51,3 +53,29 @@ async def write_value_model(folder: Path, trainers: Workers[Trainer], cfg: RunCo
     await trainers.call_all(Trainer.save_model, folder, "value")
     write_card(folder, cfg, run=run, steps=steps, which="value")
     check_saved(folder, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code)
+
+
+def list_writes(
+    write: Callable[..., Awaitable[None]],
+    trainers: Workers[Trainer],
+    cfg: RunConfig,
+    alg: Algorithm,
+    *,
+    run: Path,
+    steps: int,
+    push: Callable[[str, Path], Awaitable[None]],
+) -> list[Callable[[], Awaitable[None]]]:
+    """Return the calls that save all models of a run, in order; `save_to` is last, as the only one outside `run`.
+
+    write: writes a model into a folder. push: uploads one that is written.
+    """
+    writes = [partial(write, run / "model")]
+    if cfg.trainer.ema is not None:
+        writes.append(partial(write, run / "model_ema", which="ema"))
+    if alg.value_lr is not None:
+        writes.append(partial(write_value_model, run / "value_model", trainers, cfg, run=run, steps=steps))
+    if cfg.push_to is not None:
+        writes.append(partial(push, cfg.push_to, run / "model"))
+    if cfg.save_to is not None:
+        writes.append(partial(write, Path(cfg.save_to).absolute()))
+    return [*writes]

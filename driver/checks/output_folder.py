@@ -38,6 +38,11 @@ def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
         raise UserError(f"{key} is a model that this run reads ({used[0]}): name another folder")
     if Path(cfg.run_dir).resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{key} holds run_dir={cfg.run_dir}: name a folder of its own")
+    # At the end the folder is replaced by a new one, and neither of these can be.
+    if folder.is_symlink():
+        raise UserError(f"{key} is a link: name the folder that it leads to, {folder.resolve()}")
+    if os.path.ismount(folder):
+        raise UserError(f"{key} is a mount point: name a folder in it, such as {folder / 'model'}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{key} is a file: name a folder")
     if folder.exists() and (held := sorted(os.listdir(folder))) and MARKER not in held:
@@ -89,12 +94,12 @@ async def save_in_one_step(folder: Path, write: Callable[[Path], Any], facts: di
         os.replace(partial, folder)
 
 
-async def write_to_each(folders: Sequence[Path], write: Callable[[Path], Awaitable[None]]) -> None:
-    """Write to every folder, and raise the first failure: the disk of one may be full, and that of another not."""
+async def write_each(writes: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Call all, and raise the first failure: the disk of one folder may be full, and that of another not."""
     failures: list[RunStopped] = []
-    for folder in folders:
+    for write in writes:
         try:
-            await write(folder)
+            await write()
         except RunStopped as error:
             failures.append(error)
     if failures:

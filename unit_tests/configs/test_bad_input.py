@@ -178,6 +178,8 @@ FOLDERS = {
         lambda d, m: {"save_to": str(linked(d / "l", m))},
         "is a model that this run reads",
     ),
+    "save_to a link": (lambda d, m: {"save_to": str(linked(d / "l", str(d / "own")))}, "is a link: name .*/own$"),
+    "save_to a mount point": (lambda d, m: {"save_to": "/proc"}, "is a mount point: name a folder in it"),
     "save_to another's folder": (lambda d, m: {"save_to": str(below(d / "f").parent)}, "holds .*and no run of FeynRL"),
     "save_to above the runs": (lambda d, m: {"save_to": str(d / "new"), "run_dir": str(d / "new/r")}, "holds run_dir="),
     "run_dir a file": (lambda d, m: {"run_dir": str(below(d / "f"))}, "run_dir=.*no run folder can be made"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 import main_rl
+import main_sl
 from configs.schema import SLConfig
 from core.cluster.workers import Local
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -28,7 +30,7 @@ from modeling.model_files import explain_gap
 from modeling.saved_model import SavedModelWrong
 from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import ROOT
+from unit_tests.helpers.runs import ROOT, folder_of
 from unit_tests.helpers.small_trained import a_base, edit, rewrite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,6 +93,15 @@ def test_a_save_that_is_not_the_model_is_a_loud_error(tiny_path, recipe, tmp_pat
         asyncio.run(write_model(folder, Local(trainer), tokenizer, cfg, run=tmp_path, steps=1, say=said.append))
     assert not folder.exists() and not said, "it does not count as saved"
     assert (tmp_path / "model.partial" / "model.safetensors").is_file(), "nothing that was trained is thrown away"
+
+
+def test_what_cannot_be_copied_is_whole_in_the_run_folder(recipe, tmp_path):
+    (tmp_path / "copy.partial").touch()  # where the copy would be written
+    path = recipe({"save_to": str(tmp_path / "copy"), "trainer.ema": 0.5, "steps": 1}, kind="sl")
+    code, err = run_here(main_sl, "--config", path)
+    assert code == 1 and re.search(r"/copy cannot be written: Not a directory; the model is not saved there", err), err
+    folder = folder_of(tmp_path)
+    assert (folder / "model/config.json").is_file() and (folder / "model_ema/config.json").is_file()
 
 
 @pytest.fixture
