@@ -135,8 +135,9 @@ class Parts:
         return f"{tokenizer.vocabulary} ids, template {cfg.data.template}, replies end with {tokenizer.stop_token_ids}"
 
     def describe_weights(self) -> str:
+        longest = self.cfg.longest_sample if isinstance(self.cfg, RLConfig) else None
         check_policy(self.cfg.model, self.tokenizer)
-        check_teacher_models(self.alg, self.tokenizer, self.cfg.model)
+        check_teacher_models(self.alg, self.tokenizer, self.cfg.model, longest=longest)
         return "the files hold the tensors of the config, and every token has an embedding"
 
     def look_at_data(self, which: Which) -> Iterator[Finding]:

@@ -30,15 +30,19 @@ from trainers.compiled import check_compile
 from trainers.optimizer_probe import check_optimizer
 
 
-def check_policy(model: ModelConfig, tokenizer: ChatTokenizer, opponent: str | None = None) -> None:
+def check_policy(
+    model: ModelConfig, tokenizer: ChatTokenizer, opponent: str | None = None, *, longest: int | None = None
+) -> None:
     """Raise UserError if model files do not match the config, or token ids lack an embedding.
 
     opponent: folder of a frozen model that samples from the same tokens, or of an adapter of the policy's model.
+    longest: largest number of tokens that it reads.
     """
     if opponent is not None and is_adapter(opponent):
         check_base(opponent, model.path, key="rollout.opponent", trust_remote_code=model.trust_remote_code)
     elif opponent is not None:
-        check_frozen(opponent, tokenizer, model, key="rollout.opponent", use="play with the same tokens")
+        use = "play with the same tokens"
+        check_frozen(opponent, tokenizer, model, key="rollout.opponent", use=use, longest=longest)
     check_weights(model.path, trust_remote_code=model.trust_remote_code)
     _check_vocabulary(model.path, tokenizer, key="model.path", trusts=model.trust_remote_code)
 
@@ -104,24 +108,39 @@ def check_router_replay(cfg: RLConfig) -> None:
         RouterHook(small, small, device="cpu", key=key)
 
 
-def check_teacher_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:
+def check_teacher_models(
+    alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig, *, longest: int | None = None
+) -> None:
     """Raise UserError for a teacher that cannot be loaded, or whose vocabulary differs from the policy's.
 
-    Columns and measures of models must have names that exist.
+    Columns and measures of models must have names that exist. longest: largest number of tokens of a sample; None if
+    the rows are not read yet.
     """
     plan_measures(alg)
     check_teachers(alg.teachers, list_read(alg))
+    # a teacher with a prompt of its own grades no sample that it cannot read whole
+    whole = {teacher.path for teacher in alg.teachers.values() if teacher.prompt is None}
     for frozen in list_paths(alg.teachers):
-        check_frozen(frozen, tokenizer, model, key="alg", use="compute log-probabilities of the same tokens")
+        room = longest if frozen in whole else None
+        use = "compute log-probabilities of the same tokens"
+        check_frozen(frozen, tokenizer, model, key="alg", use=use, longest=room)
 
 
-def check_frozen(path: str, tokenizer: ChatTokenizer, model: ModelConfig, *, key: str, use: str) -> None:
+def check_frozen(
+    path: str, tokenizer: ChatTokenizer, model: ModelConfig, *, key: str, use: str, longest: int | None
+) -> None:
     """Raise UserError for a frozen model that cannot be loaded, or whose vocabulary differs from the policy's.
 
-    use: a verb phrase, the use of the model with the policy's tokens.
+    use: a verb phrase, the use of the model with the policy's tokens. longest: largest number of tokens that it reads.
     """
     trusts = model.trust_remote_code
     check_model_folder(path, key=key, trust_remote_code=trusts)
+    positions = max_positions(path, trust_remote_code=trusts)
+    if longest is not None and positions is not None and longest > positions:
+        raise UserError(
+            f"one sample may reach {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and {key} names "
+            f"the model {path}, which has {positions} positions: lower one of the two, or take another model"
+        )
     # plain: its chat template is never used, and may be missing.
     own = ChatTokenizer(path, "plain", key=key, trust_remote_code=trusts)
     if tokenizer.hf.get_vocab() != own.hf.get_vocab():

@@ -12,7 +12,8 @@ from algs.opd import OPD
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
-from driver.checks.models import check_teacher_models
+from driver.checks.models import check_policy, check_teacher_models
+from unit_tests.helpers.small_trained import edit
 
 
 def test_a_teacher_is_read_before_the_run_starts(tiny_path: str, tmp_path: Path):
@@ -28,3 +29,17 @@ def test_a_teacher_is_read_before_the_run_starts(tiny_path: str, tmp_path: Path)
     (teacher / "config.json").unlink()
     with pytest.raises(UserError, match=f"alg={teacher}"):
         check_teacher_models(alg, tokenizer, model)
+
+
+def test_a_frozen_model_reads_the_longest_sample(tiny_path: str, tmp_path: Path):
+    """Beyond its positions a model computes log-probabilities, of which nothing says that they are wrong."""
+    tokenizer, model = ChatTokenizer(tiny_path, "chat"), ModelConfig(path=tiny_path)
+    short = str(shutil.copytree(tiny_path, tmp_path / "short"))
+    edit(tmp_path / "short/config.json", max_position_embeddings=50)
+    check_teacher_models(OPD(teacher=short), tokenizer, model, longest=50)
+    check_policy(model, tokenizer, short, longest=50)
+    says = f"one sample may reach 51 tokens .* and {{}} names the model {short}, which has 50 positions: lower one"
+    with pytest.raises(UserError, match=says.format("alg")):
+        check_teacher_models(OPD(teacher=short), tokenizer, model, longest=51)
+    with pytest.raises(UserError, match=says.format("rollout.opponent")):
+        check_policy(model, tokenizer, short, longest=51)

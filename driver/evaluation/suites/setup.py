@@ -113,7 +113,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     cfg = cfg.model_copy(update={"data": (data := pin_date(tokenizer, cfg.data, earlier))})
     given, plan = given.model_copy(update={"data": data}), replace(plan, data=data)
     check_sampling(cfg, tokenizer)
-    check_policy(model, tokenizer, cfg.rollout.opponent_folder)
+    check_policy(model, tokenizer, cfg.rollout.opponent_folder, longest=cfg.longest_sample)
     check_engine_memory(cfg)
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_user_code(meta, path=cfg.model.path)
