@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ def score_columns(
     trainer: Scorer, micro_batches: list[Batch], columns: frozenset[ScoredColumn]
 ) -> list[dict[ScoredColumn, Floats]]:
     """Compute columns under the current weights: arrays [M], per micro-batch."""
-    models = group_by_model(columns)
+    models = group_by_model(columns, trainer.alg.teachers)
     resting = [(model, of) for model, of in models.items() if model not in trainer.references]
     batches = map(trainer.load, micro_batches)
     scored = [{c: v for model, of in resting for c, v in _score(trainer, batch, model, of)} for batch in batches]
@@ -71,15 +71,17 @@ def _score(trainer: Scorer, batch: Batch, model: str, columns: list[ScoredColumn
     return [(column, policy.measures.get(column, policy.logp).cpu().numpy()) for column in columns]
 
 
-def group_by_model(columns: frozenset[ScoredColumn]) -> dict[str, list[ScoredColumn]]:
+def group_by_model(columns: frozenset[ScoredColumn], teachers: Collection[str]) -> dict[str, list[ScoredColumn]]:
     """Return the columns that one forward pass of a model computes, by the name of the model.
 
-    >>> group_by_model(frozenset({"prox_logp", "prox.collision", "ref_logp"}))
+    >>> group_by_model(frozenset({"prox_logp", "prox.collision", "ref_logp"}), ["ref_logp"])
     {'prox': ['prox.collision', 'prox_logp'], 'ref_logp': ['ref_logp']}
     """
     models: dict[str, list[ScoredColumn]] = {}
     # sorted: sharded models gather weights in every forward pass, so the order is the same on all ranks
     for column in sorted(columns):
-        model = PROX if column == "prox_logp" else column.rpartition(".")[0] or column
+        # a teacher's name may have a dot, as that of its data set; other dots separate a model and its measure
+        of_measure = column if column in teachers else column.rpartition(".")[0]
+        model = PROX if column == "prox_logp" else of_measure or column
         models.setdefault(model, []).append(column)
     return models

@@ -59,6 +59,13 @@ def test_a_gradient_that_is_not_finite_is_not_applied(tiny_path, dtype):
     assert not torch.equal(trainer.flatten_weights(), before) and torch.isfinite(trainer.flatten_weights()).all()
 
 
+def test_a_teachers_name_may_have_a_dot(tiny_path):
+    """As that of a data set."""
+    trainer = trainer_of(tiny_path, OPD(teacher={"math.v2": tiny_path}))
+    [scored] = columns_of(trainer, an_update(good=True), "teacher of math.v2", "prox_logp")
+    torch.testing.assert_close(scored["teacher of math.v2"], scored["prox_logp"])
+
+
 def test_an_update_that_is_made_ends_a_row_of_skipped_ones(tiny_path):
     trainer = trainer_of(tiny_path, Planted(), max_skipped_updates=3)
     bad, good = an_update(good=False), an_update(good=True)
