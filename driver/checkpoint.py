@@ -14,6 +14,7 @@ A learner's files are read and written by trainers/checkpoint/state.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -146,8 +147,8 @@ def list_checkpoints(home: Path, *, say: Callable[[str], None] | None = None) ->
 
 
 def find_best(checkpoints: Sequence[Checkpoint], by: BestBy) -> Checkpoint | None:
-    """Return the checkpoint with the best value (the oldest of equals); None if no value was measured."""
-    measured = [c for c in checkpoints if by.metric in c.state.metrics]
+    """Return the checkpoint with the best finite value (the oldest of equals); None if no value was measured."""
+    measured = [c for c in checkpoints if math.isfinite(c.state.metrics.get(by.metric, math.nan))]
     # min returns the first of equals, and the list is sorted: the oldest.
     sign = 1 if by.lower else -1
     return min(measured, key=lambda c: sign * c.state.metrics[by.metric], default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -168,8 +169,6 @@ class RunContext:
             await write_each(writes)
 
     async def _push(self, to: str, model: Path) -> None:
-        if not model.is_dir():
-            return  # its write has failed, and is the error of the run
         self.facts["pushed"] = pushed = await asyncio.to_thread(push_model, to, model)
         self.console.say(f"pushed to {pushed}")
 
@@ -197,6 +196,8 @@ class RunContext:
             home = self.folder.path / "checkpoints"
             whole = replace(state, metrics=state.metrics | self.logged, before=self.facts.get("before", {}))
             await write_checkpoint(home, trainers, whole)
+            if not math.isfinite(value := self.logged.get(keys.best_metric, 0.0)):
+                self.console.say(f"step {state.steps_done}: {keys.best_metric} is {value}, so this is not the best")
             best = remove_old_checkpoints(home, keys.keep, BestBy(metric=keys.best_metric, lower=keys.lower_is_better))
             if keys.best is not None and best is not None and best.state.steps_done == state.steps_done:
                 await self._writer(trainers, tokenizer, state.steps_done)(self.folder.path / "best_model")

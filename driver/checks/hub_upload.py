@@ -43,6 +43,8 @@ def push_model(name: str, folder: Path) -> str:
     from huggingface_hub import HfApi
 
     hub = HfApi()
+    if not folder.is_dir():
+        raise RunStopped(f"push_to={name}: nothing is pushed, because {folder} could not be written")
     try:
         # Private: nobody should find out at the end of a run that the model is public.
         made = hub.create_repo(name, private=True, exist_ok=True)

@@ -86,6 +86,14 @@ def test_the_best_is_the_highest_where_that_is_asked(tmp_path):
     assert best is not None and os.readlink(tmp_path / "best") == best.folder.name == "step_00002"
 
 
+def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
+    for step, loss in {1: float("nan"), 2: 3.0, 3: float("-inf"), 4: 2.0, 5: 4.0}.items():
+        write(tmp_path, step, eval_loss=loss)
+        best = remove_old_checkpoints(tmp_path, keep=1, by=BY_LOSS)
+        assert best is None if step == 1 else best is not None
+    assert names(tmp_path) == ["best", "last", "step_00004", "step_00005"]
+
+
 BEST = {
     # name of the metric: (changes, the sentence); None where the recipe is valid
     "eval/reward/mean": ({"eval_every": 0}, "it is measured with eval_every"),
