@@ -217,14 +217,14 @@ class Trainer:
         learner.backward((loss * batch.tokens.weight).sum())
 
     def _update_weights(self) -> dict[str, float]:
-        """Update every learner with finite gradients; return the gradient norms, or {} if any update was skipped."""
+        """Update every learner, or none if a gradient is not finite; return the gradient norms, {} if skipped."""
         lr = self.get_lr(self.updates_done)
         learners = [("grad_norm", self.policy, lr)] if self.alg.trains_policy else []
         if self.critic is not None and self.alg.value_lr is not None:
             # the ratio value_lr / lr is constant, so that the critic follows the policy's warm-up and decay
             learners.append(("value/grad_norm", self.critic, lr * self.alg.value_lr / self.cfg.lr))
-        # all are updated even if one is skipped: every update is a collective
-        norms = {name: learner.update(lr=lr, apply=learner.has_finite_gradients()) for name, learner, lr in learners}
+        are_finite = [learner.has_finite_gradients() for _, learner, _ in learners]  # every call is a collective
+        norms = {name: learner.update(lr=lr, apply=all(are_finite)) for name, learner, lr in learners}
         finite = all(math.isfinite(n) for n in norms.values())  # the same on every rank
         if finite and self.cfg.ema is not None:
             self.references[AVERAGE].move(self.policy, 1 - self.cfg.ema)

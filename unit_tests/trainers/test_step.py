@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from algs.grpo import GRPO
 from algs.objective import Objective
 from algs.opd import OPD
+from algs.ppo import PPO
 from algs.sft import SFT
 from algs.terms import KL
 from configs.trainer_schema import TrainerConfig
@@ -27,7 +28,7 @@ from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
 from trainers.meter import SourceLosses, StepMetrics
 from trainers.observers import BatchSeen, Observers
 from trainers.optimizer import make_optimizer
-from unit_tests.helpers.examples import a_changed, columns_of, sample_of, some_groups
+from unit_tests.helpers.examples import a_changed, columns_of, sample_of, some_groups, with_values
 from unit_tests.helpers.local_trainers import TEMPERATURE, trainer_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,6 +58,22 @@ def test_a_gradient_that_is_not_finite_is_not_applied(tiny_path, dtype):
     assert torch.equal(trainer.flatten_weights(), before)
     trainer.step([an_update(good=True)])
     assert not torch.equal(trainer.flatten_weights(), before) and torch.isfinite(trainer.flatten_weights()).all()
+
+
+class BadValues(PPO):
+    """Its value loss is infinite."""
+
+    def value_loss(self, values, tokens):
+        loss, metrics = super().value_loss(values, tokens)
+        return loss * torch.inf, metrics
+
+
+def test_an_update_that_is_skipped_for_its_critic_leaves_the_policy_too(tiny_path):
+    trainer = trainer_of(tiny_path, BadValues(critic_lr=0.5))
+    before = trainer.flatten_weights()
+    update = micro_batches(with_values(some_groups(2, 2)), "token", 10_000)[0]
+    assert trainer.step([update])["updates_skipped"] == 1
+    assert torch.equal(trainer.flatten_weights(), before)
 
 
 def test_a_teachers_name_may_have_a_dot(tiny_path):
