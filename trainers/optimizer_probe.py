@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +31,12 @@ class ProbedOptimizer:
     """True if all states are tensors, each a single number or of the parameter's shape."""
     state_bytes: float
     """Bytes of states per parameter."""
+    moves_groups: bool
+    """True if updates change values of the parameter groups, such as a rate that the optimizer estimates."""
 
 
 def probe_optimizer(cfg: TrainerConfig, *, is_sharded: bool) -> ProbedOptimizer:
-    """Run a few updates on a matrix, and on its rows as vectors. Raises UserError for an optimizer that fails.
+    """Run a few updates on a matrix, and on its rows alone. Raises UserError for an optimizer that fails.
 
     is_sharded: as in `check_optimizer`.
     """
@@ -47,21 +48,24 @@ def probe_optimizer(cfg: TrainerConfig, *, is_sharded: bool) -> ProbedOptimizer:
     weight = torch.randn(_SHAPE, generator=generator).to(device)
     gradients = [(torch.randn(_SHAPE, generator=generator) * scales).to(device) for _ in range(_UPDATES)]
     try:
-        whole, states = _run_updates(cfg, [weight], [[g] for g in gradients])
+        whole, optimizer = _run_updates(cfg, weight, gradients)
     except UserError:
         raise
     except Exception as error:  # the border to a class of another package, whatever it raises
         raise UserError(f"trainer.optimizer={cfg.optimizer} fails on a matrix of float32: {error}") from error
     try:
-        rows, _ = _run_updates(cfg, [*weight], [[*g] for g in gradients])
-        is_elementwise = torch.allclose(torch.stack(rows), whole[0], rtol=1e-4, atol=1e-6)
+        # an optimizer for each row, as each rank has: one may read all tensors that it is given, as for a norm
+        rows = [_run_updates(cfg, weight[i], [g[i] for g in gradients])[0] for i in range(len(weight))]
+        is_elementwise = torch.allclose(torch.stack(rows), whole, rtol=1e-4, atol=1e-6)
     except Exception:  # one that takes matrices only, such as Muon, cannot update a part
         is_elementwise = False
+    states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [value for value in states if isinstance(value, Tensor)]
     return ProbedOptimizer(
         is_elementwise=is_elementwise,
         keeps_by_shape=len(tensors) == len(states) and all(t.ndim == 0 or t.shape == _SHAPE for t in tensors),
         state_bytes=sum(t.nbytes for t in tensors if t.ndim) / weight.numel(),
+        moves_groups=_describe_groups(optimizer) != _describe_groups(make_optimizer(cfg, [weight])),
     )
 
 
@@ -86,25 +90,30 @@ def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool =
     found = probe_optimizer(cfg, is_sharded=is_sharded)
     # a single rank of FSDP2 has whole tensors; DeepSpeed's optimizers see flattened ones
     has_parts = is_sharded and not (cfg.strategy == "fsdp2" and cfg.ranks == 1)
-    if has_parts and not (found.is_elementwise and found.keeps_by_shape):
+    if has_parts and not (found.is_elementwise and found.keeps_by_shape and not found.moves_groups):
         why = "computes a number's update from other numbers of its tensor"
         if found.is_elementwise:
             why = "keeps states of other shapes than the parameter's"
+        if found.is_elementwise and found.keeps_by_shape:
+            why = "keeps numbers in its groups, which a resumed run would begin anew"
         raise UserError(
             f"trainer.optimizer={cfg.optimizer} {why}, and trainer ranks on Ray hold parts of tensors: choose another "
             "optimizer, trainer.strategy=fsdp2 with trainer.ranks=1, or backend: local"
         )
 
 
-def _run_updates(
-    cfg: TrainerConfig, weights: list[Tensor], gradients: list[list[Tensor]]
-) -> tuple[list[Tensor], list[Any]]:
-    """Return the updated weights and the states of all of them."""
-    weights = [w.clone() for w in weights]
-    optimizer = make_optimizer(cfg, weights)
-    for of_update in gradients:
-        for weight, gradient in zip(weights, of_update, strict=True):
-            weight.grad = gradient.clone()
+def _run_updates(cfg: TrainerConfig, weight: Tensor, gradients: list[Tensor]) -> tuple[Tensor, torch.optim.Optimizer]:
+    """Return the updated weight and its optimizer."""
+    weight = weight.clone()
+    optimizer = make_optimizer(cfg, [weight])
+    for gradient in gradients:
+        weight.grad = gradient.clone()
         set_lr(optimizer, cfg.lr)
         optimizer.step()
-    return weights, [value for state in optimizer.state.values() for value in state.values()]
+    return weight, optimizer
+
+
+def _describe_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    """Return the values of the parameter groups as text, but for those that the trainer sets."""
+    ours = ("params", "lr", "lr_scale")
+    return [{key: repr(value) for key, value in group.items() if key not in ours} for group in optimizer.param_groups]

@@ -264,6 +264,40 @@ def test_a_cleared_optimizer_goes_on_as_a_new_one(name, settings):
     assert torch.equal(cleared, new)
 
 
+class ByNormOfAll(torch.optim.SGD):
+    """Divides gradients by the norm of all that it is given."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                p -= group["lr"] * p.grad / norm
+
+
+class Counting(torch.optim.SGD):
+    """Counts its updates in the group, as those do that estimate their rate."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["updates"] = group.get("updates", 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (ByNormOfAll, "computes a number's update from other numbers of its tensor"),
+        (Counting, "keeps numbers in its groups, which a resumed run would begin anew"),
+    ],
+)
+def test_ranks_with_an_optimizer_each_need_one_that_couples_nothing(kind, why):
+    cfg = TrainerConfig(optimizer=f"{__name__}.{kind.__name__}")
+    check_optimizer(cfg, is_sharded=False)
+    with pytest.raises(UserError, match=f"{kind.__name__} {why}, and trainer ranks on Ray"):
+        check_optimizer(cfg, is_sharded=True)
+
+
 def test_a_rate_that_is_a_tensor_is_scaled_for_each_group():
     weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
     groups = [{"params": [w], "lr_scale": scale} for w, scale in zip(weights, (0.5, 2.0), strict=True)]
