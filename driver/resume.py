@@ -29,6 +29,7 @@ NOT_FOR_TRAINING = (
     *("trainer.max_skipped_updates", "trainer.peak_tflops"),
     *("reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
     *("reward.max_concurrency", "reward.judge_budget."),
+    *("rollout.agent.address", "rollout.gateway", "rollout.gateway.", "rollout.restarts", "profile."),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
     *("weight_sync.transport", "weight_sync.folder", "weight_sync.delta", "weight_sync.whole_every"),
     *("capture.", "compare_losses", "placement", "rollout.sleep_mode"),
@@ -40,6 +41,7 @@ BITWISE_ONLY = (
     *("trainer.sequence_parallel", "trainer.offload", "trainer.compile"),
     *("rollout.num_engines", "rollout.num_engines.", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.batch_invariant", "rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
+    *("rollout.max_concurrency", "rollout.servers"),
     *("judge.num_engines", "judge.tensor_parallel_size", "judge.placement"),
 )
 """Keys that may change so that a run can continue after running out of memory, or without equal bits. The gradient is

@@ -378,6 +378,25 @@ def test_held_out_prompts_move_last_bits_where_an_engine_answers_them():
     assert bitwise_only_changes(now | rl, now | rl) == []
 
 
+MOVED = {
+    # key: (what it was, what it is, whether only last bits depend on it)
+    "rollout.servers": (["http://a:1"], ["http://b:1"], True),
+    "rollout.max_concurrency": (None, 8, True),
+    "rollout.agent.address": (["http://a:1"], ["http://b:1"], False),
+    "rollout.gateway.listen": ("10.0.0.1", "10.0.0.2", False),
+    "rollout.restarts": (3, 9, False),
+    "profile.steps": ([], [5], False),
+}
+
+
+@pytest.mark.parametrize("key", MOVED)
+def test_where_and_how_engines_run_may_change(key):
+    was, now, moves_bits = MOVED[key]
+    then = {"trainer.lr_schedule": "constant", key: was}
+    check_settings(then, then | {key: now})
+    assert bitwise_only_changes(then, then | {key: now}) == ([key] if moves_bits else [])
+
+
 def test_a_run_whose_bits_differ_may_be_resumed_without_the_claim():
     then = {"rollout.batch_invariant": True, "trainer.lr_schedule": "constant"}
     check_settings(then, now := then | {"rollout.batch_invariant": False})
