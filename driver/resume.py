@@ -20,6 +20,7 @@ from data_feeds.chat.template_args import pin_date
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.checkpoint import Checkpoint, RunState, find_checkpoint
 from driver.load_recipe import Loaded
+from driver.model_hash import MODEL_FILES, hash_models
 
 NOT_FOR_TRAINING = (
     *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address", "ship_code"),
@@ -77,11 +78,12 @@ def collect_settings(
 ) -> dict[str, Any]:
     """Return the configuration by dotted key, and hashes of what it names.
 
-    code: files of plug-ins by key. inputs: hashes of driver/run_inputs.py. Models are compared by name only.
+    code: files of plug-ins by key. inputs: hashes of driver/run_inputs.py.
     """
     cfg: RunConfig = loaded.cfg
     specs = {key: spec for key, spec in {"alg": loaded.alg_spec, **code}.items() if spec is not None}
-    hashes = {f"the file of {key}": spec.sha256 for key, spec in specs.items()} | {**inputs}
+    hashes = {f"the file of {key}": spec.sha256 for key, spec in specs.items()}
+    hashes |= {**inputs, **hash_models(cfg, loaded.alg)}
     in_package = sorted(f"the file of {key}" for key, spec in specs.items() if spec.in_package)
     settings = {
         # Without secrets, because a checkpoint contains these settings.
@@ -154,8 +156,10 @@ def _complete_sources(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the files, rows and templates whose content differs from the checkpoint's."""
     before, after = then["sha256"], now["sha256"]
-    # A file of FeynRL that the checkpoint does not know is new in the package; a user's is a change.
-    expected = [key for key in after if key in before or key not in now["in_package"]]
+    # A file of FeynRL that the checkpoint does not know is new in the package; a user's is a change. A
+    # checkpoint may be older than the hashes of models.
+    new = [*now["in_package"], *(key for key in after if key.startswith(MODEL_FILES))]
+    expected = [key for key in after if key in before or key not in new]
     return [key for key in [*expected, *(k for k in before if k not in after)] if before.get(key) != after.get(key)]
 
 

@@ -28,11 +28,14 @@ from data_feeds.feed import load_prompts
 from driver.evaluation.suites.resume import collect_eval_settings, find_samples
 from driver.evaluation.suites.setup import SETTINGS, load_eval_recipe, prepare_eval
 from driver.load_recipe import load_recipe
+from driver.model_hash import MODEL_FILES
+from driver.resume import changed_files, collect_settings
 from driver.run_inputs import hash_inputs, hash_rows
 from driver.start.rollouts import build_engine, plan_rollouts
 from rewards import reward_model
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import ROOT, folder_of
+from unit_tests.helpers.small_trained import rewrite
 
 DATED = (
     "{{ '<|system|>' + strftime_now('%d %b %Y') }}"
@@ -179,6 +182,21 @@ def test_files_of_a_reward_are_part_of_a_run(recipe, tmp_path, monkeypatch):
         "the file payroll.py beside your code",
         "the file of reward.settings.rubric",
     }
+
+
+def test_a_resume_notices_a_model_that_was_trained_again(tiny_path, recipe, tmp_path):
+    """Its files have the same names and sizes, and an adapter would go on upon another base."""
+    base, teacher = (Path(shutil.copytree(tiny_path, tmp_path / name)) for name in ("base", "teacher"))
+    alg = {"name": "opd", "teacher": str(teacher)}
+    loaded = load_recipe(RLConfig, recipe({"model.path": str(base), "alg": alg}), [])
+    then = collect_settings(loaded, {}, {})
+    assert changed_files(then, collect_settings(loaded, {}, {})) == []
+    for folder in (base, teacher):
+        rewrite(folder, lambda tensors: [tensor.mul_(1.01) for tensor in tensors.values()])
+    now = collect_settings(loaded, {}, {})
+    assert changed_files(then, now) == ["the files of model.path", f"the files of {teacher}, which alg names"]
+    older = {key: digest for key, digest in then["sha256"].items() if not key.startswith(MODEL_FILES)}
+    assert changed_files({**then, "sha256": older}, now) == [], "a checkpoint from before there were hashes"
 
 
 def test_the_hash_of_rows_sees_every_column(tmp_path, tiny_path):
