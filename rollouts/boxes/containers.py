@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import tarfile
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,12 +37,17 @@ GONE = ("no such container", "no container with name", "is not running", "no ins
 
 
 class ContainerBox:
-    """Container with files that stay between commands, and so do processes in the background."""
+    """Container with files that stay between commands.
+
+    So do processes in the background, until a command exceeds a limit.
+    """
 
     def __init__(self, program: Program, spec: BoxSpec) -> None:
         self.broken = ""
         self.path = order_path(spec.environment.get("PATH", PATH))
         self.name = f"feynrl-{secrets.token_hex(8)}"
+        self.home = tempfile.mkdtemp(prefix="box-")
+        """Working folder of the program: podman writes a file there when memory runs out."""
         self._program, self._spec = program, spec
         self._started = False
 
@@ -70,25 +76,24 @@ class ContainerBox:
         given = {**self._spec.environment, **(environment or {})}
         words = self._program.run(self.name, command, folder=self._spec.folder, environment=given)
         variables = {**os.environ, **self._program.pass_on(given)}
-        ran = await run_program(words, seconds=seconds, most=self._spec.limits.output_bytes, variables=variables)
+        most = self._spec.limits.output_bytes
+        ran = await run_program(words, seconds=seconds, most=most, variables=variables, folder=self.home)
         if ran.killed_for is not None:
             # its processes would go on in the container, beside the verifier
-            self.broken = f"a command was ended for its {ran.killed_for}"
-            await self._end()
+            await self.stop_processes()
         elif ran.exit_code != 0:
             await self._check_alive()
         return ran
 
     async def put(self, folder: str, files: Mapping[str, bytes]) -> None:
         check_names(files)
-        removal = self._program.run(self.name, ["rm", "-rf", folder], folder="/", environment={})
-        await self._step(removal, seconds=BOX_TIMEOUT_S)
+        await self._step(self._program.remove(self.name, folder), seconds=BOX_TIMEOUT_S)
         archive = write_archive(folder.strip("/"), files)
         await self._step(self._program.put(self.name), seconds=BOX_TIMEOUT_S, stdin=archive)
 
     async def get(self, path: str, *, most: int) -> bytes | None:
         words = self._program.get(self.name, path)
-        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=LARGEST_ARCHIVE)
+        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=LARGEST_ARCHIVE, folder=self.home)
         if ran.exit_code != 0:
             await self._check_alive()
             return None
@@ -99,7 +104,10 @@ class ContainerBox:
             await self._step(self._program.restart(self.name), seconds=BOX_TIMEOUT_S)
 
     async def close(self) -> None:
-        await self._end()
+        try:
+            await self._end()
+        finally:
+            shutil.rmtree(self.home, ignore_errors=True)
 
     async def _start(self) -> None:
         """Start the container, with a limit on the disk if the storage of this machine's program knows one."""
@@ -123,19 +131,21 @@ class ContainerBox:
         program, spec = self._program, self._spec
         words = program.start(self.name, spec, limit_disk=limit_disk)
         variables = {**os.environ, **program.pass_on(spec.environment)}
-        return words, await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16, variables=variables)
+        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16, variables=variables, folder=self.home)
+        return words, ran
 
     async def _find_path(self) -> str:
         """Return the PATH of the image. It is read before the policy can change the container."""
         words = self._program.run(self.name, ["sh", "-c", 'printf %s "$PATH"'], folder="/", environment={})
-        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16)
+        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16, folder=self.home)
         if ran.exit_code != 0:
             raise_failure(words, ran)
         return ran.stdout.decode(errors="replace").strip() or PATH
 
     async def _check_alive(self) -> None:
         """Note that the container has ended. Raises SandboxUnavailable if the program cannot tell."""
-        ran = await run_program(self._program.look(self.name), seconds=BOX_TIMEOUT_S, most=2**16)
+        words = self._program.look(self.name)
+        ran = await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16, folder=self.home)
         if ran.exit_code == 0 and ran.stdout.strip() != b"false":
             return
         said = ran.stderr.decode(errors="replace").lower()
@@ -147,11 +157,11 @@ class ContainerBox:
         for words in self._program.end(self.name):
             # one that has ended already is an error of the program, and what we want
             with suppress(SandboxUnavailable):
-                await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16)
+                await run_program(words, seconds=BOX_TIMEOUT_S, most=2**16, folder=self.home)
 
     async def _step(self, words: Sequence[str], *, seconds: float, stdin: bytes = b"") -> None:
         """Run a command line that must succeed, unless the container has ended."""
-        ran = await run_program(words, seconds=seconds, most=2**16, stdin=stdin)
+        ran = await run_program(words, seconds=seconds, most=2**16, stdin=stdin, folder=self.home)
         if ran.exit_code != 0 and self._started:
             await self._check_alive()
         if ran.exit_code != 0 and not self.broken:
@@ -175,20 +185,20 @@ def check_program(program: Program) -> None:
 
 
 async def run_program(
-    words: Sequence[str], *, seconds: float, most: int, stdin: bytes = b"", variables: Mapping[str, str] | None = None
+    words: Sequence[str],
+    *,
+    seconds: float,
+    most: int,
+    stdin: bytes = b"",
+    variables: Mapping[str, str] | None = None,
+    folder: str | None = None,
 ) -> Ran:
     """Run a program with bounded time and output. It is killed when either is exceeded, or on cancellation.
 
-    variables: None stands for those of this process.
+    variables, folder: None stands for those of this process.
     """
     began = time.monotonic()
-    pipe = asyncio.subprocess.PIPE
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=variables
-        )
-    except OSError as error:
-        raise SandboxUnavailable(f"{words[0]} cannot be started: {error.strerror or error}") from error
+    process = await start_program(words, variables, folder)
     assert process.stdin and process.stdout and process.stderr
     killed_for: list[KilledFor] = []
 
@@ -234,6 +244,19 @@ async def run_program(
         seconds=time.monotonic() - began,
         killed_for=killed_for[0] if killed_for else None,
     )
+
+
+async def start_program(
+    words: Sequence[str], variables: Mapping[str, str] | None, folder: str | None
+) -> asyncio.subprocess.Process:
+    """Start a program with pipes. Raises SandboxUnavailable."""
+    pipe = asyncio.subprocess.PIPE
+    try:
+        return await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=variables, cwd=folder
+        )
+    except OSError as error:
+        raise SandboxUnavailable(f"{words[0]} cannot be started: {error.strerror or error}") from error
 
 
 async def finish_killed(

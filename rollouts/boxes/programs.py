@@ -1,7 +1,8 @@
-"""Command lines of podman, docker and apptainer, as their manuals describe them. Not run by our tests.
+"""Command lines of podman, docker and apptainer, as their manuals describe them. Our tests run podman 4.3.
 
-Containers of podman and docker are named and labelled, and stop by themselves after LONGEST_LIFE_S. What a
-killed run leaves is removed by `podman rm`, `docker rm` or `apptainer instance stop`. Files travel as tar archives.
+Containers of podman and docker are named and labelled, and stop by themselves after LONGEST_LIFE_S. What a killed run
+leaves is removed by `podman rm`, `docker rm` or `apptainer instance stop`, but for its folders box-* in the folder for
+temporary files. Files travel as tar archives.
 The disk is limited where the engine's storage can do that (btrfs, zfs, or xfs with quotas), and that of Apptainer by
 `sessiondir max size` of its configuration; the number of files is not. Commands of podman and docker run as the image's
 user, often root, who can replace any program of the container, those that verify its work included. No process of a
@@ -14,12 +15,14 @@ rm), apptainer.org/docs/user/1.3 (instance, exec, networking).
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollouts.boxes.base import BoxSpec
+from rollouts.boxes.base import PATH, BoxSpec
 from rollouts.boxes.images import DIGEST
 
 LABEL = "feynrl"
@@ -28,6 +31,8 @@ OF_PROGRAM = re.compile(
     re.IGNORECASE,
 )
 """Variables that podman and docker would obey themselves, so their values must be in the command line."""
+MOST_PROCESSES = 2**15
+"""Podman's own number of processes, which a container of it cannot exceed."""
 LONGEST_LIFE_S = 24 * 3600
 Words = list[str]
 
@@ -48,6 +53,10 @@ class Program(Protocol):
 
     def run(self, box: str, command: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> Words:
         """Run a command in the container. folder: "" for the image's."""
+        ...
+
+    def remove(self, box: str, folder: str) -> Words:
+        """Remove a folder, whoever owns it."""
         ...
 
     def put(self, box: str) -> Words:
@@ -89,7 +98,7 @@ class Containers:
         # swap counts in the second, so equal values allow none
         words += ["--memory", memory, "--memory-swap", memory, "--cpus", str(spec.cpus)]
         words += ["--pids-limit", str(limits.processes), "--ulimit", f"fsize={limits.file_mib * 2**20}"]
-        words += ["--ulimit", f"nofile={limits.open_files}"]
+        words += ["--ulimit", f"nofile={limits.open_files}", *limit_user()]
         words += ["--storage-opt", f"size={limits.disk_mib}m"] if limit_disk else []
         words += name_variables(spec.environment)
         if spec.folder:
@@ -103,6 +112,11 @@ class Containers:
         words = [self.name, "exec", *name_variables(environment)]
         words += ["--workdir", folder] if folder else []
         return [*words, box, *command]
+
+    def remove(self, box: str, folder: str) -> Words:
+        # the image's user may have no right to, and programs of its folders must not run as root
+        words = [self.name, "exec", "--user", "0", "--env", f"PATH={PATH}", "--workdir", "/", box]
+        return [*words, "rm", "-rf", folder]
 
     def put(self, box: str) -> Words:
         return [self.name, "cp", "-", f"{box}:/"]
@@ -138,7 +152,8 @@ class Apptainer:
         words += ["--memory", f"{limits.memory_mib}M", "--memory-swap", "0", "--cpus", str(spec.cpus)]
         words += ["--pids-limit", str(limits.processes)]
         words += ["--pwd", spec.folder] if spec.folder else []
-        return [*words, spec.image, box]
+        # the working folder is the box's
+        return [*words, os.path.abspath(spec.image) if os.path.isfile(spec.image) else spec.image, box]
 
     def pass_on(self, environment: Mapping[str, str]) -> dict[str, str]:
         # these pass --cleanenv too
@@ -148,6 +163,9 @@ class Apptainer:
         words = [self.name, "exec", "--cleanenv"]
         words += ["--pwd", folder] if folder else []
         return [*words, f"instance://{box}", *command]
+
+    def remove(self, box: str, folder: str) -> Words:
+        return self.run(box, ["rm", "-rf", folder], folder="/", environment={})
 
     def put(self, box: str) -> Words:
         return [self.name, "exec", "--cleanenv", f"instance://{box}", "tar", "-xf", "-", "-C", "/"]
@@ -178,6 +196,17 @@ def name_variables(environment: Mapping[str, str]) -> Words:
     """
     named = [f"{name}={value}" if OF_PROGRAM.fullmatch(name) else name for name, value in environment.items()]
     return [part for one in named for part in ("--env", one)]
+
+
+def limit_user() -> Words:
+    """Return the option for the number of processes of the container's user, on the whole machine.
+
+    Without it podman asks for more than it has, which root without CAP_SYS_RESOURCE cannot get. The processes of a
+    container are limited by --pids-limit.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    most = MOST_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, MOST_PROCESSES)
+    return ["--ulimit", f"nproc={most}"]
 
 
 PROGRAMS: dict[str, Program] = {one.name: one for one in (Containers("podman"), Containers("docker"), Apptainer())}

@@ -235,14 +235,15 @@ def test_an_image_that_is_not_what_its_digest_says_is_refused(tmp_path):
 SPEC = BoxSpec(image=f"debian@{HIDDEN}", environment={"A": "b"}, folder="/app", limits=SMALL)
 IN_CONTAINERS = (
     "--init --name box --label feynrl=box --network none --security-opt no-new-privileges --memory 256m --memory-swap "
-    "256m --cpus 1 --pids-limit 32 --ulimit fsize=6291456 --ulimit nofile=256 --storage-opt size=8m --env A "
-    f"--workdir /app --entrypoint sleep debian@{HIDDEN} 86400"
+    "256m --cpus 1 --pids-limit 32 --ulimit fsize=6291456 --ulimit nofile=256 --ulimit nproc=32768 "
+    f"--storage-opt size=8m --env A --workdir /app --entrypoint sleep debian@{HIDDEN} 86400"
 )
 LINES: dict[str, dict[str, str]] = {
     **{
         name: {
             "start": f"{name} run --detach {IN_CONTAINERS}",
             "run": f"{name} exec --env C --workdir /x box ls -l",
+            "remove": f"{name} exec --user 0 --env PATH={PATH} --workdir / box rm -rf /x",
             "put": f"{name} cp - box:/",
             "get": f"{name} cp box:/logs/a -",
             "look": f"{name} container inspect --format {{{{.State.Running}}}} box",
@@ -255,6 +256,7 @@ LINES: dict[str, dict[str, str]] = {
         "start": "apptainer instance start --containall --no-home --writable-tmpfs --no-privs --net --network none "
         f"--memory 256M --memory-swap 0 --cpus 1 --pids-limit 32 --pwd /app debian@{HIDDEN} box",
         "run": "apptainer exec --cleanenv --pwd /x instance://box ls -l",
+        "remove": "apptainer exec --cleanenv --pwd / instance://box rm -rf /x",
         "put": "apptainer exec --cleanenv instance://box tar -xf - -C /",
         "get": "apptainer exec --cleanenv instance://box tar -cf - -C / logs/a",
         "look": "apptainer exec --cleanenv instance://box true",
@@ -265,11 +267,13 @@ LINES: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_the_command_lines_are_those_of_the_manuals(name):
+def test_the_command_lines_are_those_of_the_manuals(name, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
     program = PROGRAMS[name]
     found = {
         "start": program.start("box", SPEC, limit_disk=True),
         "run": program.run("box", ["ls", "-l"], folder="/x", environment={"C": "d"}),
+        "remove": program.remove("box", "/x"),
         "put": program.put("box"),
         "get": program.get("box", "/logs/a"),
         "look": program.look("box"),
@@ -334,16 +338,18 @@ def test_a_containers_path_is_read_from_its_image_and_put_in_order(stand_in, mon
     async def use(box: Box) -> str:
         return box.path
 
-    given = f"/app/bin:/usr/bin:/bin:{stand_in.parent}"
+    given = f"/app/bin:{stand_in.parent}:/usr/bin:/bin"
     monkeypatch.setenv("PATH", given)
     assert within(BoxSpec(image=SPEC.image), use, backend="podman") == order_path(given) != given
     assert within(replace(SPEC, environment={"PATH": "/x:/app"}), use, backend="podman") == f"/x:{PATH}:/app"
 
 
 def test_a_container_that_ends_is_the_policys_doing_a_dead_daemon_is_not(stand_in, monkeypatch):
-    async def end(box: Box) -> str:
-        assert "[time]" in await sh(box, "exec sleep 60", seconds=0.3)
-        return box.broken
+    async def slow(box: Box) -> str:
+        assert "[time]" in await sh(box, "echo a > f; exec sleep 60", seconds=0.3)
+        # what it left running is ended, and the files stay
+        assert (stand_in / "calls").read_text().splitlines()[-1].startswith("restart ")
+        return await sh(box, "cat f") + box.broken
 
     async def vanish(box: Box) -> str:
         await sh(box, f"rm -r {stand_in}/box")
@@ -356,7 +362,7 @@ def test_a_container_that_ends_is_the_policys_doing_a_dead_daemon_is_not(stand_i
         monkeypatch.setenv("DOWN", "1")
         await sh(box, "true")
 
-    assert within(SPEC, end, backend="podman") == "a command was ended for its time"
+    assert within(SPEC, slow, backend="podman") == "a\n"
     assert within(SPEC, vanish, backend="podman") == "its container has ended"
     with pytest.raises(SandboxUnavailable, match="podman failed: Error: cannot connect"):
         within(SPEC, die, backend="podman")
