@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -32,6 +33,8 @@ NO_LIMIT = (b"storage-opt", b"storage option", b"pquota", b"project quota", b"bt
 """Words of the programs for storage that cannot limit the disk of a container. A quota may also be used up."""
 UNLIMITED: set[str] = {"apptainer"}
 """Programs that cannot limit the disk here, as far as this process knows."""
+HINT = re.compile(rb"(Run|See) 'docker |\s*$")
+"""Lines below docker's errors."""
 GONE = ("no such container", "no container with name", "is not running", "no instance", "instance not found")
 """Words of the programs for a container that has ended."""
 
@@ -115,7 +118,7 @@ class ContainerBox:
         limit_disk = name not in UNLIMITED
         words, ran = await self._try_start(limit_disk=limit_disk)
         if limit_disk and ran.exit_code != 0 and any(one in ran.stderr.lower() for one in NO_LIMIT):
-            reason = last_line(ran.stderr)
+            reason = find_reason(ran.stderr)
             # of a refused container, the name may be left
             await self._end()
             words, ran = await self._try_start(limit_disk=False)
@@ -150,7 +153,7 @@ class ContainerBox:
             return
         said = ran.stderr.decode(errors="replace").lower()
         if ran.exit_code != 0 and not any(words in said for words in GONE):
-            raise SandboxUnavailable(f"{self._program.name} failed: {last_line(ran.stderr) or 'it said nothing'}")
+            raise SandboxUnavailable(f"{self._program.name} failed: {find_reason(ran.stderr) or 'it said nothing'}")
         self.broken = "its container has ended"
 
     async def _end(self) -> None:
@@ -169,8 +172,17 @@ class ContainerBox:
 
 
 def raise_failure(words: Sequence[str], ran: Ran) -> NoReturn:
-    why = last_line(ran.stderr) or f"no end after {ran.seconds:.3g} s"
+    why = find_reason(ran.stderr) or f"no end after {ran.seconds:.3g} s"
     raise SandboxUnavailable(f"`{words[0]} {words[1]}` failed: {why}")
+
+
+def find_reason(stderr: bytes) -> str:
+    """Return the last line of an error output, but for docker's hint at its help.
+
+    >>> find_reason(b"docker: no such image\\n\\nRun 'docker run --help' for more information\\n")
+    'docker: no such image'
+    """
+    return last_line(b"\n".join(line for line in stderr.splitlines() if not HINT.match(line)))
 
 
 def check_program(program: Program) -> None:
@@ -181,7 +193,7 @@ def check_program(program: Program) -> None:
     words = [program.name, "--version"] if program.name == "apptainer" else [program.name, "info"]
     done = subprocess.run(words, capture_output=True, timeout=BOX_TIMEOUT_S, check=False)
     if done.returncode:
-        raise SandboxUnavailable(f"`{' '.join(words)}` failed: {last_line(done.stderr)}")
+        raise SandboxUnavailable(f"`{' '.join(words)}` failed: {find_reason(done.stderr)}")
 
 
 async def run_program(

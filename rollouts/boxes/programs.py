@@ -1,4 +1,6 @@
-"""Command lines of podman, docker and apptainer, as their manuals describe them. Our tests run podman 4.3.
+"""Command lines of podman, docker and apptainer, as their manuals describe them. Tests run podman 4.3.
+
+Docker 20.10 ran once, by hand. Apptainer has not run.
 
 Containers of podman and docker are named and labelled, and stop by themselves after LONGEST_LIFE_S. What a killed run
 leaves is removed by `podman rm`, `docker rm` or `apptainer instance stop`, but for its folders box-* in the folder for
