@@ -91,7 +91,7 @@ class RolloutWorker:
         self._places = Places(rollout.episodes_per_engine, rollout.timeout_s)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
-        self._played: dict[int, tuple[Prompt, list[list[Played]]]] = {}
+        self.played: dict[int, tuple[Prompt, list[list[Played]]]] = {}
         """Groups without rewards, by ticket: the prompt, and the episodes."""
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
@@ -105,20 +105,23 @@ class RolloutWorker:
         return await self._run_group(self._make_group(ticket, prompt, size))
 
     async def play_group(self, ticket: int, prompt: Prompt, size: int) -> bool:
-        """Run the episodes of a group for `reward_group`, before which a judge may get the device. Return False after
-        `rollout.timeout_s`."""
+        """Run a group's episodes for `reward_group` or `forget_group`. Return False after `rollout.timeout_s`."""
         play = self._choose_episodes(ticket, prompt)
         episodes = await self._run_group(gather_fail_fast((play(n) for n in range(size)), grace_s=0))
         if episodes is None:
             return False
-        self._played[ticket] = prompt, episodes
+        self.played[ticket] = prompt, episodes
         return True
 
     async def reward_group(self, ticket: int) -> Group:
         """Return a group that `play_group` has played, with rewards."""
-        prompt, played = self._played.pop(ticket)
+        prompt, played = self.played.pop(ticket)
         episodes = await gather_fail_fast(map(self._reward_episode, played), grace_s=0)
         return await self._finish_group(ticket, prompt, episodes)
+
+    def forget_group(self, ticket: int) -> None:
+        """Drop a played group that nobody waits for any more."""
+        self.played.pop(ticket, None)
 
     async def _run_group(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Await a group that the engine samples. Return None, and cancel it, after `rollout.timeout_s`."""

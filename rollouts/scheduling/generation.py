@@ -87,8 +87,13 @@ class GroupRequests:
             if not await self._wait_for_episodes(rank, call):
                 return None
         # without a deadline of the group: each reward has its own, and waits for those of other groups
-        async with self.turns.judging():
-            return await self._wait_while_alive(rank, ask(rank, RolloutWorker.reward_group, ticket))
+        try:
+            async with self.turns.judging():
+                return await self._wait_while_alive(rank, ask(rank, RolloutWorker.reward_group, ticket))
+        except BaseException:
+            # not awaited: the engine may be dead, or the run may end
+            start_task(ask(rank, RolloutWorker.forget_group, ticket))
+            raise
 
     async def _wait_for_episodes(self, rank: int, call: Coroutine[Any, Any, T]) -> T | None:
         """Await the call that samples a group; return None on timeout."""

@@ -10,10 +10,13 @@ from typing import Any, cast
 
 import pytest
 
+from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from core.cluster.ray_workers import Remote
+from core.cluster.workers import Local
 from core.errors import ProcessDied
 from core.timing.clock import Clock
+from core.types.samples import Prompt
 from data_prep import tiny_model
 from driver.checks.explain import estimate_memory
 from driver.checks.explain_devices import place_processes
@@ -23,7 +26,10 @@ from driver.rl.colocation import Colocation, ColocationState
 from driver.start.devices import count_judge_ranks
 from driver.start.judges import Judges, plan_judge, plan_judge_roles
 from rollouts.judges.worker import JudgeWorker
+from rollouts.scheduling.generation import GroupRequests
 from rollouts.scheduling.judge_turns import JudgeTurns
+from rollouts.worker import RolloutWorker
+from unit_tests.helpers.episodes import Scripted, Tool, Words
 from unit_tests.helpers.runs import evaluations_of, metrics_of, samples_of
 
 COLOCATED = {"placement": "colocate"}
@@ -87,6 +93,33 @@ def test_groups_are_played_together_and_judged_together():
     assert notes[:3] == ["a played", "b played", "judge"] and sorted(notes[3:5]) == ["a asked", "b asked"]
     second = ["none", "engines", "c played", "judge", "c asked", "c scored", "none"]
     assert notes[5:] == ["a scored", "b scored", *second]
+
+
+def test_an_engine_keeps_no_episodes_of_a_group_that_is_given_up():
+    """As when an evaluation ends early, while the group waits for the episodes of others."""
+    rewards: Any = None  # never reached
+    engine: Any = Scripted([5])
+    rollout = RolloutConfig(max_new_tokens=4)
+    worker = RolloutWorker(
+        engine, Words(), lambda _: Tool(), rewards, reward=RewardConfig(function="x"), rollout=rollout, seed=0
+    )
+    turns = JudgeTurns(Devices())
+    requests = GroupRequests(Local(worker), timeout_s=50.0, turns=turns)
+
+    async def go() -> None:
+        async with turns.playing():
+            group = asyncio.create_task(
+                requests.generate_group(0, Prompt(id="p", messages=[{"role": "user", "content": "1"}]), 1)
+            )
+            while not worker.played:
+                await asyncio.sleep(0.001)
+            group.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await group
+            await asyncio.sleep(0.001)
+
+    asyncio.run(go())
+    assert worker.played == {}
 
 
 class Everyone:
