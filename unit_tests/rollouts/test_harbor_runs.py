@@ -12,6 +12,7 @@ import main_sl
 from data_prep import boxed_tasks, tiny_model
 from rollouts.envs.harbor import Harbor
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.letters import Letters
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.runs import folder_of, metrics_of, program, samples_of
 
@@ -32,12 +33,6 @@ def teach(row: dict[str, Any], command: str) -> dict[str, Any]:
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def count_tokens(command: str) -> list[int]:
-    """The sampled tokens of the taught turns: one for each character, and one for the end of a turn."""
-    call = "@bash" + json.dumps({"command": command}, separators=(",", ":")) + ";"
-    return [len(call) + 1, len("ok") + 1]
 
 
 @needs_sandbox
@@ -79,6 +74,7 @@ def test_three_steps_on_a_task(tmp_path, monkeypatch, recipe):
         "trainer.lr": 1e-4,
         "rollout.max_turns": 3,
         "rollout.max_new_tokens": 160,
+        "record_tokens": True,
         "run_dir": str(tmp_path / "runs"),
     }
     done = program(recipe(changes))
@@ -87,15 +83,14 @@ def test_three_steps_on_a_task(tmp_path, monkeypatch, recipe):
     steps = metrics_of(folder)
     assert len(steps) == 3 and all(step["rollout/failed"] == 0 for step in steps)
     samples = [sample for step in range(3) for sample in samples_of(folder, step)]
-    taught = 0
+    letters, taught = Letters(tmp_path / "taught"), 0
     for sample in samples:
+        replies = letters.check(sample, tools="bash(command)")
         if "turns" not in sample:  # a reply without a call
             assert sample["reward"] == 0.0
             continue
         said, *others = [turn for turn in sample["turns"] if turn["role"] == "assistant"]
         command = said["tool_calls"][0]["function"]["arguments"]["command"] if "tool_calls" in said else ""
         assert sample["reward"] == float(command == RIGHT), sample["turns"]
-        if command in (RIGHT, WRONG) and [turn["content"] for turn in others] == ["ok"]:
-            taught += 1
-            assert [turn["tokens"] for turn in (said, *others)] == count_tokens(command)
+        taught += command in (RIGHT, WRONG) and replies == 2 and others[0]["content"] == "ok"
     assert taught > 5 and {sample["reward"] for sample in samples} == {0.0, 1.0}
