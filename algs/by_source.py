@@ -29,7 +29,7 @@ from core.types.measures import Measure
 from core.types.samples import Group, Policy, ScoredColumn, Tokens
 from core.types.terms import TokenLoss
 
-OF_EACH = (*(PolicyGradient.model_fields.keys() - Algorithm.model_fields.keys()), "loss_norm")
+OF_EACH = (*(name for name in PolicyGradient.model_fields if name not in Algorithm.model_fields), "loss_norm")
 
 
 class BySource(PolicyGradient):

@@ -294,7 +294,9 @@ def plan_update(
         else:
             bins = pack_units([len(s.token_ids) - 1 for s in samples], units, max_tokens, ranks=ranks, padded=padded)
     except TooLarge as error:
-        too_large = GROUP_TOO_LARGE if whole_groups else str(error) if are_single else EPISODE_TOO_LARGE
+        if are_single and not whole_groups:
+            raise RunStopped(str(error)) from error
+        too_large = GROUP_TOO_LARGE if whole_groups else EPISODE_TOO_LARGE
         raise RunStopped(too_large.format(error.tokens, max_tokens)) from error
     return Plan(
         samples=samples,

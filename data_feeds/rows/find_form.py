@@ -13,7 +13,7 @@ from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.values import find_value, parse_list
 
 PROBED = 200
-"""Rows at the beginning of a data set that its form must fit, with later ones that have a column that these lack."""
+"""Rows at the beginning of a data set that its form must fit, with the columns that begin later."""
 FOREIGN = ("human", "gpt", "bot", "model", "function_call", "observation", "function_response")
 """Roles that only other forms have."""
 PAIR_KEYS = (("user", "assistant"), ("human", "assistant"), ("input", "output"), ("question", "answer"))
@@ -92,7 +92,7 @@ def find_form(kind: RowKind, rows: Sequence[Row], *, key: str, path: str, given:
     key, path: the source in the recipe, for errors. Raises UserError, with the fix, for a form that does not fit, and
     if no form fits or several do.
     """
-    probe = Probe([*rows[:PROBED], *_list_rows_with_new_columns(rows)])
+    probe = Probe([*rows[:PROBED], *_list_new_columns(rows)])
     found = list_fitting(kind, probe) if given == "auto" else [_check_given(kind, probe, key=key, given=given)]
     if len(found) > 1:
         a, b = (_resolve(form, probe) for form in found[:2])
@@ -112,14 +112,15 @@ def find_form(kind: RowKind, rows: Sequence[Row], *, key: str, path: str, given:
     raise UserError(f"{key} {_explain_misfit(kind, probe, key=key, path=path)}")
 
 
-def _list_rows_with_new_columns(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows after the first PROBED that have a column that all rows before them lack."""
+def _list_new_columns(rows: Sequence[Row]) -> list[Row]:
+    """Return the cells, by row after the first PROBED, of columns that all rows before lack."""
     seen = Probe(rows[:PROBED]).columns.copy()
     found: list[Row] = []
     for row in rows[PROBED:]:
         if row.keys() - seen and (new := {name for name, value in row.items() if value is not None} - seen):
             seen |= new
-            found.append(row)
+            # alone, because the row may be one of those that are invalid
+            found.append({name: row[name] for name in new})
     return found
 
 

@@ -29,8 +29,9 @@ def check_given(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:
     check_demonstrated(cfg, alg, prompts)
     check_recorded(cfg, alg, prompts)
     # a file of the user's may return None for rows with images
-    is_shown = not cfg.alg.get("file") and any(teacher.prompt is not None for teacher in alg.teachers.values())
-    if is_shown and (seen := next((p for p in prompts.all() if find_images(p.messages)), None)):
+    shown = [one for one in alg.teachers.values() if one.prompt is not None and not cfg.alg.get("file")]
+    taught = (p for p in prompts.all() if any(not one.sources or p.source in one.sources for one in shown))
+    if seen := next((p for p in taught if find_images(p.messages)), None):
         raise UserError(
             f"data.train has images (as in {seen.id}), and the teacher of {type(alg).__name__} reads text only: remove "
             "these rows, or use another algorithm"

@@ -38,11 +38,14 @@ class PlannedStep:
     groups: list[list[Group]]
     """[update], with their advantages."""
     plans: list[Plan]
-    """[update]"""
+    """[update], of those that are made: the last ones are not if no token of theirs would be trained."""
     batches: list[list[list[Batch]]]
-    """[update][rank][micro-batch]"""
-    skipped: int = 0
-    """Updates that are not made, because no token would be trained."""
+    """[update][rank][micro-batch], as `plans`"""
+
+    @property
+    def skipped(self) -> int:
+        """Number of updates that are not made."""
+        return len(self.groups) - len(self.plans)
 
     def shard(self, n_workers: int) -> list[list[list[Batch]]]:
         """Return the batches of each worker, [worker][update][micro-batch]; a sequence group has equal batches."""

@@ -129,12 +129,12 @@ class Run:
             return await score_groups(self.trainers, groups, columns, teachers=teachers, reader=reader)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Assign token advantages, over all groups of the step."""
+        """Assign token advantages, over all groups of the step; those that train nothing come last."""
         with self.context.clock.phase(Phase.ADVANTAGES):
             check_demonstrations(self.alg, groups)
             filled = assign_advantages(self.alg, groups)
             check_advantages(self.alg, groups, filled)
-            return filled
+            return sorted(filled, key=lambda group: not has_tokens([group], self.alg.terms))
 
     async def train(self, groups: list[Group]) -> dict[str, float]:
         """Train on the groups of a step, distributed over its updates."""
@@ -150,8 +150,9 @@ class Run:
                 self.time.prefetch_trainer_timers()
             self.steps_done += 1
         metrics = name_train_metrics(measured) | step.measure() | measure_algorithm(step.alg)
-        metrics[names.TRAIN_SKIPPED] += step.skipped
         metrics |= await self.observers.on_step(step, measured, metrics)
+        # after the observers, which ask for gradients that are not finite
+        metrics[names.TRAIN_SKIPPED] += step.skipped
         self.alg = await move_algorithm(self.alg, self.trainers, groups, measured)
         with clock.phase(Phase.TRAIN):
             await move_teachers(self.trainers, self.alg, self.steps_done)
@@ -160,17 +161,13 @@ class Run:
     def _plan_step(self, groups: list[Group]) -> PlannedStep:
         """Distribute the groups of a step over updates, ranks and micro-batches."""
         k = self.cfg.updates_per_step
-        # every k-th group, so that neighbours in time are spread over the updates; those that train nothing come last
-        dealt = sorted(groups, key=lambda group: not has_tokens([group], self.alg.terms))
-        of_updates = [dealt[i::k] for i in range(k)]
-        # at least one, whose plan says why nothing is trained
-        made = [own for own in of_updates if has_tokens(own, self.alg.terms)] or of_updates[:1]
-        made = [prepare_update(self.alg, own) for own in made]
-        plans = [self._plan(own) for own in made]
+        # every k-th group, so that neighbours in time are spread over the updates
+        of_updates = [prepare_update(self.alg, groups[i::k]) for i in range(k)]
+        # groups without tokens are last, and so are updates; at least one is made, whose plan says why it has none
+        made = max(1, sum(has_tokens(own, self.alg.terms) for own in of_updates))
+        plans = [self._plan(own) for own in of_updates[:made]]
         batches = [plan.batches() for plan in plans]
-        return PlannedStep(
-            step=self.steps_done, alg=self.alg, groups=made, plans=plans, batches=batches, skipped=k - len(made)
-        )
+        return PlannedStep(step=self.steps_done, alg=self.alg, groups=of_updates, plans=plans, batches=batches)
 
     def _plan(self, groups: list[Group], *, apart: bool = False) -> Plan:
         """Split groups into micro-batches. apart: samples need not be together."""

@@ -12,7 +12,7 @@ from algs.totals import prepare_update
 from configs.schema import SLConfig
 from core import metrics as names
 from core.cluster.workers import Workers, copy_to_groups
-from core.errors import UserError
+from core.errors import RunStopped, UserError
 from core.timing.phases import Phase
 from core.types.arrays import Floats
 from core.types.batch import RowLayout
@@ -22,7 +22,6 @@ from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_groups
 from data_feeds.packing.batches import Plan, plan_update
-from data_feeds.packing.splice import find_first_sampled
 from driver.alg_state import measure_algorithm, move_algorithm, restore_algorithm, state_to_json
 from driver.checkpoint import Checkpoint, RunState
 from driver.checks.hub_upload import check_hub_upload
@@ -90,6 +89,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
+        check_groups(cfg, alg, held_out)
     loaded = with_forms(loaded, rows, held_out)
     # Only after loading is the number of valid rows known, and so the steps of `epochs`.
     loaded = replace(loaded, cfg=loaded.cfg.with_steps(rows.rows))
@@ -107,15 +107,17 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
 
 def check_groups(cfg: SLConfig, alg: Algorithm, rows: Feed[Group]) -> None:
     """Raise UserError for a row whose completions, which the loss compares, are too long for one micro-batch."""
-    budget = cfg.trainer.micro_batch_tokens
     for group in rows.all() if alg.whole_groups else ():
-        # at best they share the tokens of their prompt
-        shared = min(find_first_sampled(sample) for sample in group)
-        if (tokens := shared + sum(len(sample.token_ids) - shared for sample in group)) > budget:
-            raise UserError(
-                f"the {len(group)} completions of row {group[0].prompt.id} have {tokens} tokens and must be in one "
-                f"micro-batch, and trainer.micro_batch_tokens={budget} has no room for them: raise it"
+        try:
+            # with shared prefixes, the least that a group can take
+            plan_update(
+                *([group], alg.loss_norm, cfg.trainer.micro_batch_tokens),
+                padded=False,
+                share_prefixes=True,
+                whole_groups=True,
             )
+        except RunStopped as error:
+            raise UserError(f"row {group[0].prompt.id}: {error}") from error
 
 
 def check_rows(cfg: SLConfig, alg: Algorithm) -> None:

@@ -50,23 +50,21 @@ class HttpEngine(Engine):
         # InvalidURL: a port that is no number
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UserError(f"rollout.servers: {self.address} does not answer: {name_error(error)}") from error
-        self._check_answer(answer.status_code, answer.text)
+        if answer.status_code != 200:
+            raise self._refuse("does not tell its settings")
+        self._check_answer(answer.text)
         # no limits: requests wait in the server, and rollout.timeout_s is the deadline of a group
         # an idle connection ends before the server's 5 s, or a request would meet its end
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
         self._http = httpx.AsyncClient(base_url=self.address, timeout=None, limits=limits)
 
-    def _check_answer(self, status: int, text: str) -> None:
+    def _check_answer(self, text: str) -> None:
         """Raise UserError if the answer of a server is not that of vLLM with the recipe's settings."""
         try:
-            told = json.loads(text)["vllm_config"] if status == 200 else None
-            if told is not None:
-                self._check_settings(told)
+            self._check_settings(json.loads(text)["vllm_config"])
         # of another server, or another vLLM
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._refuse("does not tell its settings as vLLM does") from error
-        if told is None:
-            raise self._refuse(f"does not tell its settings (status {status})")
 
     def _check_settings(self, found: Mapping[str, Any]) -> None:
         config, model, parallel = self.config, found["model_config"], found["parallel_config"]

@@ -290,6 +290,19 @@ def test_replay_reproduces_the_run_to_the_last_digits(step, changes):
     assert found[-1].losses[0].cosine == pytest.approx(1.0)
 
 
+def test_a_step_with_an_update_that_is_not_made_is_replayed(step):
+    """ScaleRL leaves out groups of equal rewards; here three of four, and one update has no other."""
+    made = step({"alg": {"name": "scalerl"}, "updates_per_step": 2, "capture": {"every": 1, "weights": True}})
+    teaches = rewarded(some_groups(4))[2]
+    equal = [[a_changed(s, reward=0.0, advantage=None) for s in g] for g in some_groups(4)]
+    metrics = made.train(moved([*equal[:2], teaches, equal[3]]))
+    [*captured] = read_captured(made.home, 0)
+    assert [s.reward for s in captured] == [s.reward for s in teaches] + [0.0] * (len(captured) - len(teaches))
+    found = recompute.replay(snapshot_folder(made.home, 0), [], update=0)
+    assert found.is_reproduced and found.recomputed["loss"] == pytest.approx(metrics["train/loss"], abs=1e-6)
+    assert metrics["train/updates_skipped"] == 1
+
+
 def test_a_number_that_is_not_finite_is_not_reproduced():
     nan = float("nan")
     assert (

@@ -246,7 +246,7 @@ def test_completions_that_fit_no_micro_batch_are_refused_at_the_start(tmp_path, 
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(tmp_path / "x.jsonl"), "max_tokens": 100}
     how = {"alg": {"name": "offline_dro"}, "data": data, "trainer": {"micro_batch_tokens": 300}}
-    with pytest.raises(UserError, match=r"the 8 completions of row 1 have .* raise it"):
+    with pytest.raises(UserError, match=r"^row 1: the samples of a group have .* trainer.micro_batch_tokens=300"):
         prepare(load_recipe(SLConfig, recipe_of(tmp_path, tiny_path, **how), []))
 
 
