@@ -18,7 +18,7 @@ from core.types.images import PlacedImage, list_written
 from core.types.kept_sets import KeptSets, KeptTokens
 from core.types.samples import Batch, Group, LossNorm, Prompt, Sample, make_sample
 from core.types.terms import Term
-from data_feeds.packing.bin_packing import TooLarge, pack_units
+from data_feeds.packing.bin_packing import SAMPLE_TOO_LARGE, TooLarge, pack_units
 from data_feeds.packing.inputs import check_untrained, count_inputs, fill_row, find_inputs, make_keys
 from data_feeds.packing.kept_sets import select_kept
 from data_feeds.packing.numbering import number_samples, renumber
@@ -294,9 +294,7 @@ def plan_update(
         else:
             bins = pack_units([len(s.token_ids) - 1 for s in samples], units, max_tokens, ranks=ranks, padded=padded)
     except TooLarge as error:
-        if are_single and not whole_groups:
-            raise RunStopped(str(error)) from error
-        too_large = GROUP_TOO_LARGE if whole_groups else EPISODE_TOO_LARGE
+        too_large = GROUP_TOO_LARGE if whole_groups else SAMPLE_TOO_LARGE if are_single else EPISODE_TOO_LARGE
         raise RunStopped(too_large.format(error.tokens, max_tokens)) from error
     return Plan(
         samples=samples,

@@ -15,13 +15,14 @@ COST_IS_SQUARE_AT = 12_288
 """Sequence length at which attention costs as much as everything else; see estimate_cost."""
 
 
+SAMPLE_TOO_LARGE = "a sequence of {} tokens does not fit trainer.micro_batch_tokens={}: raise it"
+
+
 class TooLarge(ValueError):
     """Error of a unit that exceeds the micro-batch budget."""
 
     def __init__(self, tokens: int, max_tokens: int):
-        super().__init__(
-            f"a sequence of {tokens} tokens does not fit trainer.micro_batch_tokens={max_tokens}: raise it"
-        )
+        super().__init__(SAMPLE_TOO_LARGE.format(tokens, max_tokens))
         self.tokens = tokens
 
 
