@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+
 from algs.base import Algorithm, GroupRelative
 from configs.schema import RLConfig
 from core.errors import UserError
 from core.types.messages import find_images
 from core.types.samples import Prompt
 from data_feeds.feed import Feed
+from rewards import resolve_reward
+from rewards.several import RewardPlan
+
+TEXT_JUDGES = ("judge", "rubric")
+"""Rewards that show prompt and reply to a judge as text."""
 
 
 def check_sources(alg: Algorithm, prompts: Feed[Prompt]) -> None:
@@ -24,8 +32,9 @@ def check_sources(alg: Algorithm, prompts: Feed[Prompt]) -> None:
         raise UserError(f"no term of {type(alg).__name__} trains on the source {missing[0]!r} of data.train: add one")
 
 
-def check_given(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:
-    """Raise UserError for replies or images of the data set that the algorithm or the reward cannot use."""
+def check_given(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt], rewards: RewardPlan) -> None:
+    """Raise UserError for sources, replies or images of data.train that the algorithm or the reward cannot use."""
+    check_sources(alg, prompts)
     check_demonstrated(cfg, alg, prompts)
     check_recorded(cfg, alg, prompts)
     # a file of the user's may return None for rows with images
@@ -36,6 +45,23 @@ def check_given(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:
             f"data.train has images (as in {seen.id}), and the teacher of {type(alg).__name__} reads text only: remove "
             "these rows, or use another algorithm"
         )
+    check_judged(prompts.all(), "data.train", rewards)
+
+
+def check_judged(prompts: Iterable[Prompt], key: str, *plans: RewardPlan | None) -> None:
+    """Raise UserError for a row with images of which a judge would read the text alone. key: of the rows."""
+    specs = [resolve_reward(name) for name in TEXT_JUDGES]
+    seen = [prompt for prompt in prompts if find_images(prompt.messages)]
+    for plan in (plan for plan in plans if plan is not None):
+        for function in plan.functions:
+            # a prompt_file may leave the question out; one that shows it fails the samples
+            if function.spec not in specs or "prompt_file" in function.settings:
+                continue
+            if asked := next((p for p in seen if function.name in plan.list_names(p.source)), None):
+                raise UserError(
+                    f"{key} has images (as in {asked.id}), and the judge of {Path(function.spec.path).stem} reads text "
+                    "only: use another reward for these rows, or remove them"
+                )
 
 
 def check_demonstrated(cfg: RLConfig, alg: Algorithm, prompts: Feed[Prompt]) -> None:

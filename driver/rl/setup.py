@@ -40,7 +40,7 @@ from driver.checks.models import (
 )
 from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
-from driver.checks.terms import check_given, check_sources
+from driver.checks.terms import check_given, check_judged
 from driver.context import RunContext
 from driver.load_recipe import Loaded, with_forms
 from driver.records.engine_timers import EngineTimers
@@ -135,11 +135,11 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     sampling = make_sampling(cfg, allowed_tokens)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools, sampling=sampling)
     check_teacher_sources(alg.teachers, {prompt.source for prompt in prompts.all()})
-    check_sources(alg, prompts)
-    check_given(cfg, alg, prompts)
+    check_given(cfg, alg, prompts, rollouts.reward_functions)
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
+        check_judged(held_out.all(), "data.eval", rollouts.reward_functions, rollouts.eval_functions)
     loaded = with_forms(loaded, prompts, held_out)
     has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))

@@ -78,7 +78,7 @@ class Judge:
         content = fill_template(
             self.template,
             {
-                "question": show_question(prompt.messages),
+                "question": show_question(prompt.messages) if "{question}" in self.template else "",
                 "reply": enclose(reply, key),
                 "answer": prompt.answer,
                 "criteria": criteria,

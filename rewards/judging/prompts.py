@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rewards.judging.settings import JudgeSettings
 from rewards.replies import cut_reasoning
+from rewards.scored import Failed
 
 if TYPE_CHECKING:
     from core.types.messages import Message
@@ -45,8 +46,9 @@ def enclose(text: str, key: str) -> str:
 
 
 def show_reply(messages: Sequence[Message], settings: JudgeSettings) -> str:
-    """Return the policy's text for the judge; "" for an empty reply."""
+    """Return the policy's text for the judge; "" for an empty reply. Raises Failed for an image."""
     shown = messages[-1:] if settings.view == "last" else messages
+    _refuse_images(shown, "a message of the episode", "set reward.settings.view to last")
     texts = [_show_message(message, settings) for message in shown]
     if not any(text.strip() for text, message in zip(texts, shown, strict=True) if message["role"] == "assistant"):
         return ""
@@ -56,7 +58,8 @@ def show_reply(messages: Sequence[Message], settings: JudgeSettings) -> str:
 
 
 def show_question(messages: Sequence[Message]) -> str:
-    """Return the prompt as text; the roles are named if there are several messages."""
+    """Return the prompt as text; the roles are named if there are several messages. Raises Failed for an image."""
+    _refuse_images(messages, "the prompt", "leave {question} out of a reward.settings.prompt_file")
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -78,6 +81,12 @@ def ask_for_verdict(settings: JudgeSettings, key: str) -> str:
         case "probability":
             return f"Answer with one word, {settings.words[0]} or {settings.words[1]}."
     return f"End with the verdict, {what}, between <verdict-{key}> and </verdict-{key}>."
+
+
+def _refuse_images(messages: Sequence[Message], where: str, fix: str) -> None:
+    # not by find_images, whose module imports numpy in every reward process
+    if any(part["type"] == "image" for message in messages for part in message.get("parts", ())):
+        raise Failed(f"the judge reads text only, and {where} has an image: {fix}, or use another reward")
 
 
 def _show_message(message: Message, settings: JudgeSettings) -> str:

@@ -34,6 +34,7 @@ from driver.checks.explain import estimate_memory
 from driver.checks.terms import check_given
 from driver.load_recipe import load_recipe
 from driver.rl.teachers import Reader, check_teacher_sources, move_teachers, score_groups
+from rewards.weights import plan_rewards
 from unit_tests.helpers.examples import run_here, sample_of
 from unit_tests.helpers.golden2 import GOLDEN2
 from unit_tests.helpers.local_trainers import TEMPERATURE, trainer_of
@@ -58,9 +59,9 @@ def test_images_of_a_teacher_that_reads_text_are_refused_at_the_start(recipe):
     image = {"type": "image", "image": EncodedImage(b"", width=1, height=1, hash="")}
     seen = Prompt(id="7", messages=[{"role": "user", "content": "?", "parts": [cast(Any, image)]}])
     prompts = cast(Any, SimpleNamespace(all=lambda: [seen]))
-    check_given(cfg, OPD(teacher="t"), prompts)
+    check_given(cfg, OPD(teacher="t"), prompts, rewards := plan_rewards(cfg.reward))
     with pytest.raises(UserError, match=r"images \(as in 7\), and the teacher of OPSD reads text only"):
-        check_given(cfg, OPSD(), prompts)
+        check_given(cfg, OPSD(), prompts, rewards)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,20 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from configs.rollout_schema import RewardConfig
 from core.errors import UserError
+from core.types.images import EncodedImage
 from core.types.samples import Prompt
+from driver.checks.terms import check_judged
 from rewards import Failed, RewardRun, judge, rubric
 from rewards.judging.prompts import hash_text, show_reply
 from rewards.judging.settings import JudgeSettings
+from rewards.weights import plan_rewards
 from tools.benchmarks.judge_server import Asked, JudgeServer
 from unit_tests.helpers.judged import PROMPT, score_at
 
@@ -292,6 +297,28 @@ def test_the_judge_sees_what_view_and_show_reasoning_say():
     assert show_reply(messages, whole) == "assistant: \nlook({'at': 7})\n\ntool: 9\n\nassistant: It is 9."
     assert "more" in show_reply(messages, settings.model_copy(update={"show_reasoning": True}))
     assert show_reply([{"role": "tool", "content": "9"}], whole) == ""
+
+
+IMAGE: Any = {"type": "image", "image": EncodedImage(b"", width=1, height=1, hash="")}
+SHOWN = Prompt(id="7", messages=[{"role": "user", "content": "What is this?", "parts": [IMAGE]}])
+
+
+def test_a_judge_never_grades_an_image_by_the_text_beside_it(tmp_path):
+    [failed] = ask(server := JudgeServer(), "A cat.", prompt=SHOWN)
+    assert isinstance(failed, Failed) and "the judge reads text only, and the prompt has an image" in str(failed)
+    assert not server.answered
+    (file := tmp_path / "mine.txt").write_text("{answer} {reply} {verdict}")
+    assert ask(server, "77", prompt=SHOWN, prompt_file=str(file))[0].parts, "this one shows no question"
+    whole = JudgeSettings(base_url="http://h/v1", model="j", view="whole")
+    with pytest.raises(Failed, match=r"has an image: set reward.settings.view to last"):
+        show_reply([*SHOWN.messages, {"role": "assistant", "content": "A cat."}], whole)
+
+
+def test_rows_with_images_for_a_judge_are_refused_at_the_start():
+    plan = plan_rewards(RewardConfig(function="gsm8k", by_source={"seen": {"rubric": 1.0}}))
+    check_judged([SHOWN], "data.train", plan, None)
+    with pytest.raises(UserError, match=r"data.train has images \(as in 7\), and the judge of rubric reads text only"):
+        check_judged([replace(SHOWN, source="seen")], "data.train", plan)
 
 
 def test_anchors_are_graded_again_without_the_cache(tmp_path):

@@ -31,6 +31,7 @@ from driver.checks.explain_texts import find_tokenizer
 from driver.checks.image_use import settle_eval_images
 from driver.checks.machines import claim_machines
 from driver.checks.models import check_policy, check_room
+from driver.checks.terms import check_judged
 from driver.context import RunContext
 from driver.evaluation.suites.generations import PartWriter, copy_parts
 from driver.evaluation.suites.resume import Resumed, collect_eval_settings, find_samples
@@ -118,6 +119,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_user_code(meta, path=cfg.model.path)
     sets = load_sets(cfg, tokenizer, env_tools)
+    check_judged((prompt for one in sets for prompt in one.prompts), "data.sets", plan.reward_functions)
     cfg, given = (with_set_forms(one, sets) for one in (cfg, given))
     has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
