@@ -112,13 +112,15 @@ async def run_asserts(box: Sandbox, code: str, suite: Suite, limits: Limits) -> 
     )
     # [:-1]: the text after the last line break is empty, or a line cut off by a kill
     lines = [line.removeprefix(nonce) for line in ran.stdout.decode(errors="replace").split("\n")[:-1] if nonce in line]
+    if ran.killed_for == "output":  # by the results: neither the code nor a test can print there
+        raise SandboxUnavailable(f"{suite.id}: the results of {len(suite.tests)} tests exceed the sandbox's output")
     if not lines:
         _check_judge(ran)
         return [False] * len(suite.tests), False
-    told = json.loads(lines[-1])
+    results = [json.loads(line) for line in lines]
+    told, passed = results[-1], [result["passed"] for result in results]
     if told["unsuited"]:
         raise ValueError(f"{suite.id}: a test cannot be judged: {told['unsuited'][0]}")
-    passed = [not why for why in told["said"]]
     # a killed run has no results for the remaining tests
     return passed + [False] * (len(suite.tests) - len(passed)), bool(told["ran"])
 

@@ -55,7 +55,7 @@ CHEATS = {
     "ends before the tests": "import os\nos._exit(0)",
     "exits before the tests": "raise SystemExit(0)",
     "ends in a test": "import os\ndef add(a, b): os._exit(0)",
-    "prints what passing looks like": 'print(\'{"ran": true, "said": ["", "", ""], "unsuited": []}\' * 9)',
+    "prints what passing looks like": 'print(\'{"ran": true, "passed": true, "unsuited": []}\' * 9)',
     "agrees with everything": "class Yes:\n    def __eq__(self, other): return True\ndef add(a, b): return Yes()",
     "is a number that agrees": "class Yes(int):\n    __eq__ = lambda self, other: True\ndef add(a, b): return Yes(99)",
     "changes builtins": "import builtins\nbuiltins.AssertionError = None\nbuiltins.compile = builtins.exec = print",
@@ -89,7 +89,7 @@ CHEATS = {
         "def add(a, b): return 0"
     ),
     "writes to every handle": (
-        'import os\nline = b\'{"ran": true, "said": ["", "", ""], "unsuited": []}\\n\'\n'
+        'import os\nline = b\'{"ran": true, "passed": true, "unsuited": []}\\n\'\n'
         "for n in range(20):\n"
         "    try: os.write(n, line)\n"
         "    except OSError: pass"
@@ -114,6 +114,13 @@ def test_tests_that_were_never_reached_have_not_passed():
     """Code that ends the judge, or hangs, in its second test has passed one of three, and is not correct."""
     ends = "import os\ndef add(a, b):\n    if a < 0: os.kill(os.getppid(), 9)\n    return a + b\n"
     assert judge(ends) == pytest.approx({"correct": 0.0, "passed": 1 / 3, "ran": 1.0})
+
+
+@needs_sandbox
+def test_right_code_passes_however_many_tests_its_row_has():
+    """Neither results nor what a test prints fill the output, which would end the run before the last test."""
+    prints = "print('x' * 2**20)\nassert add(1, 2) == 3"
+    assert judge(RIGHT, tests=[*TESTS * 500, prints]) == ALL
 
 
 @needs_sandbox

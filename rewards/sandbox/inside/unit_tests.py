@@ -5,8 +5,8 @@ name of the code is a proxy. A call sends the arguments to the candidate. Plain 
 Code that exits, patches the interpreter, prints anything or defines an `__eq__` that always agrees affects only its own
 values. Other objects stay with the candidate, and the judge has a reference.
 
-Prints a line after each test; the last line counts. It is the nonce, and JSON of "ran", "said" (why each test failed,
-or ""), and "unsuited".
+Prints a line after each test: the nonce, and JSON of "ran", "passed", and "unsuited" (reasons why tests cannot be
+judged).
 """
 
 from __future__ import annotations
@@ -274,17 +274,23 @@ def be_judge() -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # the candidate, of the same user, must not read this memory
-    told: dict[str, Any] = {"ran": False, "said": [], "unsuited": []}
+    # a test may print what the code returned, which must not fill the output
+    results, nothing = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_WRONLY)
+    for handle in (1, 2):
+        os.dup2(nothing, handle)
+    sources = [given["setup"], *given["tests"]]
+    ran, unsuited = False, []
     try:
         there = candidate.tell(do="load", code=given["code"])
-        names = prepare_names(candidate, there, [given["setup"], *given["tests"]])
-        told["ran"] = True
-        failure = run_test(candidate, given["setup"], names, told)
-    except (Gone, Exception) as error:
-        names, failure = {}, describe(error)
+        names = prepare_names(candidate, there, sources)
+        ran = True
+        starts = run_test(candidate, given["setup"], names, unsuited)
+    except (Gone, Exception):
+        names, starts = {}, False
     for test in given["tests"]:
-        told["said"].append(failure or run_test(candidate, test, names, told))
-        print(given["nonce"] + json.dumps(told), flush=True)
+        passed = starts and run_test(candidate, test, names, unsuited)
+        told = {"ran": ran, "passed": passed, "unsuited": unsuited[:1]}
+        print(given["nonce"] + json.dumps(told), file=results, flush=True)
     candidate.end()
     os._exit(0)
 
@@ -304,25 +310,16 @@ def prepare_names(candidate: Candidate, there: Any, sources: list[str]) -> dict[
     return names
 
 
-def run_test(candidate: Candidate, source: str, names: dict[str, Any], told: dict[str, Any]) -> str:
-    """Return why a test fails, or ""."""
+def run_test(candidate: Candidate, source: str, names: dict[str, Any], unsuited: list[str]) -> bool:
+    """Tell whether a test passes. unsuited: gets the reason if it cannot be judged."""
     try:
         exec(compile(source, "tests.py", "exec"), names)
     except Unsuited as error:
-        told["unsuited"].append(str(error))
-        return str(error)
-    except BaseException as error:
-        return describe(error)
-    return "the code has ended its process" if candidate.gone else ""
-
-
-def describe(error: BaseException) -> str:
-    if isinstance(error, Gone):
-        return "the code has ended its process"
-    try:
-        return f"{type(error).__name__}: {error}"[:LONGEST_REASON]
-    except BaseException:  # the message may hold an object of the code
-        return type(error).__name__
+        unsuited.append(str(error))
+        return False
+    except BaseException:
+        return False
+    return not candidate.gone
 
 
 if __name__ == "__main__":
