@@ -224,6 +224,15 @@ def test_a_row_whose_tests_cannot_be_read_is_no_zero(extra, says):
 
 
 @needs_sandbox
+def test_a_module_that_the_tests_lack_is_no_zero():
+    with pytest.raises(ValueError, match="row/0: a test cannot be judged: there is no module nowhere in the sandbox"):
+        judge("def add(a, b): return 0", tests=TESTS, setup="def near(a, b):\n    import nowhere.linalg as l")
+    other = "try:\n    import nowhere\nexcept ImportError: nowhere = None\nimport math, os.path"
+    assert judge("import nowhere\n" + RIGHT, tests=TESTS, setup=other) == NONE | {"ran": 0.0}, "a module of the code"
+    assert judge(RIGHT, tests=TESTS, setup=other) == ALL
+
+
+@needs_sandbox
 def test_a_test_that_cannot_be_judged_is_no_zero():
     with pytest.raises(ValueError, match="row/0: a test cannot be judged: a function cannot be passed"):
         judge("def apply(f, x): return f(x)", tests=["assert apply(lambda x: x + 1, 2) == 3"])

@@ -279,7 +279,7 @@ def be_judge() -> None:
     for handle in (1, 2):
         os.dup2(nothing, handle)
     sources = [given["setup"], *given["tests"]]
-    ran, unsuited = False, []
+    ran, unsuited = False, find_missing(sources)
     try:
         there = candidate.tell(do="load", code=given["code"])
         names = prepare_names(candidate, there, sources)
@@ -293,6 +293,25 @@ def be_judge() -> None:
         print(given["nonce"] + json.dumps(told), file=results, flush=True)
     candidate.end()
     os._exit(0)
+
+
+def find_missing(sources: list[str]) -> list[str]:
+    """Return why the tests cannot be judged: imports of modules that this Python has not, outside of `try`."""
+    import ast
+    from importlib.util import find_spec
+
+    imported: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(source) for source in sources]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.add(node.module.partition(".")[0])
+        elif not isinstance(node, ast.Try):  # it may have another way
+            waiting += ast.iter_child_nodes(node)
+    missing = sorted(name for name in imported if name not in sys.modules and find_spec(name) is None)
+    return [f"there is no module {name} in the sandbox" for name in missing]
 
 
 def prepare_names(candidate: Candidate, there: Any, sources: list[str]) -> dict[str, Any]:
