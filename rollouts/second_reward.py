@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from configs.rollout_schema import RewardConfig
+from core.errors import UserError
 from core.types.messages import Message
+from core.types.notes import Note
 from core.types.samples import Sample
 from rewards.rewarder import Rewarder
 from rewards.weights import weigh_parts
@@ -13,6 +15,10 @@ from rewards.weights import weigh_parts
 PREFIX = "second/"
 """Prefix of the counts of a sample that hold the parts of the second reward."""
 MEAN, FAILED = "mean", "failed"
+TAKEN = {MEAN, FAILED, "corr"}
+"""Names of metrics beside the parts, which no part may have."""
+AUTHOR = "eval_reward"
+"""Author of the note that says why the second reward failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +33,19 @@ class SecondReward:
         if sample.failure or sample.origin != "policy":
             return sample
         result = await self.rewards.compute_reward(sample.prompt, messages)
-        found = {FAILED: 1.0}
-        if not result.failure:
+        found, notes = {FAILED: 1.0}, [*sample.notes, *result.notes]
+        if result.failure:
+            notes.append(Note(by=AUTHOR, text=result.failure))
+        else:
             parts = result.reward_parts
+            if taken := sorted(TAKEN & parts.keys()):
+                raise UserError(
+                    f"eval_reward returns a part {taken[0]!r}, and eval/second_reward/{taken[0]} is another metric: "
+                    "rename the part"
+                )
             found = parts | {FAILED: 0.0, MEAN: weigh_parts(self.config, parts, sample.prompt.source)}
         counts = sample.counts | {PREFIX + name: value for name, value in found.items()}
-        return replace(sample, counts=counts, notes=[*sample.notes, *result.notes])
+        # calls of a judge, which both rewards may ask
+        for name, value in result.counts.items():
+            counts[name] = counts.get(name, 0.0) + value
+        return replace(sample, counts=counts, notes=notes)

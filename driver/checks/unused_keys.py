@@ -222,6 +222,11 @@ def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
             "trainer.freeze is set and would not be read, because with model.lora all weights are frozen anyway, and "
             "model.lora.targets and model.lora.vision choose the layers with an adapter: leave it out"
         )
+    if is_given("eval_reward.judge_budget", given):
+        raise UserError(
+            "eval_reward.judge_budget is set and would not be read, because reward.judge_budget counts the judges of "
+            "both rewards: leave it out"
+        )
     _check_sources(cfg)
 
 

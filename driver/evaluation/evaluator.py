@@ -15,7 +15,7 @@ from configs.schema import RLConfig
 from core import metrics as names
 from core.tasks import gather_fail_fast, start_task
 from core.types.samples import Group, Prompt
-from driver.records.judge_metrics import measure_second
+from driver.records.judge_metrics import check_second_failures, measure_second
 from driver.records.rollout_metrics import check_failures, measure_groups, measure_passes
 from rollouts.scheduling.generation import Generation
 
@@ -108,6 +108,8 @@ class Evaluator:
     def measure(self, groups: list[Group], when: str) -> EvalResult | None:
         """Return reward, reward parts, failures and pass@k; None if the tokens are of several versions."""
         check_failures(groups, max_failed_fraction=self.cfg.reward.max_failed_fraction)
+        if self.cfg.eval_reward is not None:
+            check_second_failures(groups, max_failed_fraction=self.cfg.eval_reward.max_failed_fraction)
         versions = {int(v) for group in groups for s in group for v in s.versions[s.action_mask]}
         if len(versions) > 1:
             return None

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from core import judge_metrics as names
+from core.errors import RunStopped
 from core.types.arrays import Floats
 from core.types.samples import Sample
-from rollouts.second_reward import FAILED, MEAN, PREFIX
+from rollouts.second_reward import AUTHOR, FAILED, MEAN, PREFIX
 
 SUMS = {
     "calls": names.JUDGE_CALLS,
@@ -62,6 +63,18 @@ def measure_second(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     if len(pairs) > 1 and (corr := correlate(pairs - pairs.mean(axis=0))) is not None:
         measured[names.SECOND_CORR] = corr
     return measured
+
+
+def check_second_failures(groups: Sequence[Sequence[Sample]], *, max_failed_fraction: float) -> None:
+    """Raise RunStopped if the second reward failed too many samples, quoting the first failure."""
+    scored = [sample for group in groups for sample in group if PREFIX + FAILED in sample.counts]
+    failed = [sample for sample in scored if sample.counts[PREFIX + FAILED]]
+    if len(failed) > max_failed_fraction * len(scored):
+        first = next(note["text"] for note in failed[0].notes if note["by"] == AUTHOR)
+        raise RunStopped(
+            f"eval_reward failed {len(failed)} of {len(scored)} samples, more than eval_reward.max_failed_fraction="
+            f"{max_failed_fraction:g}; the first: {first}"
+        )
 
 
 def correlate(pairs: Floats) -> float | None:

@@ -20,7 +20,9 @@ from rollouts.scheduling.availability import EngineAvailability, EngineState
 from rollouts.scheduling.buffer import Schedule
 from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, answer, run_in_virtual_time
 
-CFG: Any = SimpleNamespace(eval_samples=1, eval_pass_reward=1.0, reward=SimpleNamespace(max_failed_fraction=0.0))
+CFG: Any = SimpleNamespace(
+    eval_samples=1, eval_pass_reward=1.0, reward=SimpleNamespace(max_failed_fraction=0.0), eval_reward=None
+)
 TIMES = Times(group=8.0, group_std=0.0, train=10.0, sync=0.5)
 
 
@@ -130,7 +132,9 @@ def test_held_out_samples_that_all_failed_end_no_run():
 
     async def body() -> None:
         held_out = held_out_of(SimulatedEngines(times=TIMES, engines=1, concurrent=1))
-        held_out.cfg = SimpleNamespace(eval_pass_reward=1.0, reward=SimpleNamespace(max_failed_fraction=1.0))
+        held_out.cfg = SimpleNamespace(
+            eval_pass_reward=1.0, reward=SimpleNamespace(max_failed_fraction=1.0), eval_reward=None
+        )
         failed = replace(answer(0, 2), reward=None, failure="it broke")
         held_out.when, held_out.pending = "after step 2", asyncio.create_task(asyncio.sleep(1, [[failed]]))
         await RunEvaluation(held_out, context, 1).end_pending()
