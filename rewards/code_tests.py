@@ -55,21 +55,39 @@ def find_code(reply: str) -> str:
 
 def read_suite(row: str, extra: Mapping[str, Any]) -> Suite:
     """Parse a row's tests. Raises ValueError if they are missing or malformed."""
-    pairs, tests = _read_pairs(row, extra.get("pairs")), extra.get("tests")
+    pairs, tests, setup = _read_pairs(row, extra.get("pairs")), extra.get("tests"), extra.get("setup")
     if pairs:
-        try:
-            return Suite(id=row, pairs=tuple((str(pair["stdin"]), str(pair["stdout"])) for pair in pairs))
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"{row}: pairs must be objects with stdin and stdout, found {pairs!r:.80}") from error
+        return Suite(id=row, pairs=tuple(_read_pair(row, pair) for pair in pairs))
     if isinstance(tests, str):
         suite = _split_file(row, tests, extra.get("entry_point"))
+    elif not isinstance(tests, list | tuple | None):
+        raise ValueError(f"{row}: tests must be a list of texts, or the text of a file, found {tests!r:.80}")
     else:
-        suite = Suite(id=row, tests=tuple(map(str, tests or ())), setup=str(extra.get("setup") or ""))
+        suite = Suite(id=row, tests=tuple(tests or ()), setup=setup or "")
     if not suite.tests:
         raise ValueError(f"{row} has no tests: give it a column tests, or a column pairs")
-    for source in (suite.setup, *suite.tests):
-        _parse_python(row, source)  # a broken test would count as wrong code
+    _parse_python(row, suite.setup)
+    for test in suite.tests:
+        # a broken test would count as wrong code, and an empty one as right code
+        if all(map(_does_nothing, _parse_python(row, test).body)):
+            raise ValueError(f"{row}: a test has no statement, so that any code passes: {test!r:.80}")
     return suite
+
+
+def _does_nothing(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
+def _read_pair(row: str, pair: Any) -> tuple[str, str]:
+    try:
+        stdin, stdout = pair["stdin"], pair["stdout"]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{row}: pairs must be objects with stdin and stdout, found {pair!r:.80}") from error
+    if not isinstance(stdin, str) or not isinstance(stdout, str):
+        raise ValueError(
+            f"{row}: stdin and stdout of pairs must be text, found {pair!r:.80}: join a list of lines with line breaks"
+        )
+    return stdin, stdout
 
 
 def _read_pairs(row: str, given: Any) -> Any:
@@ -82,7 +100,9 @@ def _read_pairs(row: str, given: Any) -> Any:
         raise ValueError(f"{row}: pairs is no JSON: {given:.80}") from error
 
 
-def _parse_python(row: str, source: str) -> ast.Module:
+def _parse_python(row: str, source: object) -> ast.Module:
+    if not isinstance(source, str):
+        raise ValueError(f"{row}: tests and setup must be texts, found {source!r:.80}")
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
