@@ -33,6 +33,8 @@ def measure_judges(samples: Sequence[Sample]) -> dict[str, float]:
         return {}
     calls, cached = totals.get("calls", 0.0), totals.get("cached", 0.0)
     measured = {metric: totals.get(name, 0.0) for name, metric in SUMS.items()}
+    if totals.get("without_usage"):  # else the tokens of some calls would look like those of all
+        del measured[names.JUDGE_TOKENS_IN], measured[names.JUDGE_TOKENS_OUT]
     if calls + cached:
         measured[names.JUDGE_CACHED] = cached / (calls + cached)
     if calls:

@@ -138,15 +138,15 @@ class Judge:
         clock = asyncio.get_running_loop()
         start = clock.time()
         found, retries = await self._client.ask(body)
-        usage = found.get("usage") or {}
+        usage = found.get("usage")
         answer: Answer = {
             "text": "",
             "value": None,
             "why": "",
             "seconds": round(clock.time() - start, 4),
             "retries": retries,
-            "tokens_in": usage.get("prompt_tokens") or 0,
-            "tokens_out": usage.get("completion_tokens") or 0,
+            "tokens_in": _read_tokens(usage, "prompt_tokens"),
+            "tokens_out": _read_tokens(usage, "completion_tokens"),
         }
         try:
             choice = found["choices"][0]
@@ -165,8 +165,19 @@ def _count(counts: Counter[str], answer: Answer, *, is_cached: bool) -> None:
         return
     counts["judge/calls"] += 1
     counts["judge/unreadable"] += answer["value"] is None
-    for name in ("retries", "tokens_in", "tokens_out"):
-        counts[f"judge/{name}"] += answer[name]
+    counts["judge/retries"] += answer["retries"]
+    tokens_in, tokens_out = answer["tokens_in"], answer["tokens_out"]
+    if tokens_in is None or tokens_out is None:
+        counts["judge/without_usage"] += 1
+        return
+    counts["judge/tokens_in"] += tokens_in
+    counts["judge/tokens_out"] += tokens_out
+
+
+def _read_tokens(usage: Any, name: str) -> int | None:
+    """Return a number of tokens as the server counts them; None if it does not say."""
+    found = usage.get(name) if isinstance(usage, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return found if isinstance(found, int) else None
 
 
 def make_body(settings: JudgeSettings, content: str, *, vote: int, attempt: int) -> dict[str, Any]:

@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 
+from configs.judge_schema import JudgeBudgetConfig
 from configs.rollout_schema import RewardConfig
 from core.errors import UserError
 from core.types.images import EncodedImage
 from core.types.samples import Prompt
 from driver.checks.terms import check_judged
+from driver.records.judge_metrics import measure_judges
 from rewards import Failed, RewardRun, judge, rubric
 from rewards.judging.prompts import hash_text, show_reply
 from rewards.judging.settings import JudgeSettings
 from rewards.weights import plan_rewards
-from tools.benchmarks.judge_server import Asked, JudgeServer
+from rollouts.scheduling.judge_spend import JudgeSpend
+from tools.benchmarks import judge_server
+from tools.benchmarks.judge_server import Asked, JudgeServer, describe
+from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.judged import PROMPT, score_at
 
 SECRET = "sk-do-not-tell-0123456789"
@@ -44,6 +49,20 @@ def test_the_judge_s_own_verdict_is_the_score():
     assert half.notes[0]["by"] == "j" and half.notes[0]["reading"] == 5.5 and "I count them" in half.notes[0]["text"]
     assert half.counts["judge/calls"] == 1 and half.counts["judge/tokens_in"] == 100
     assert "Write sevens." in server.bodies[0]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("usage", [None, "many", {"prompt_tokens": 7}])
+def test_a_server_that_counts_no_tokens_ends_a_run_with_a_budget_of_tokens(usage, monkeypatch):
+    monkeypatch.setattr(judge_server, "describe", lambda answer: describe(answer) | {"usage": usage})
+    [scored] = ask(JudgeServer(), "77")
+    assert scored.counts["judge/calls"] == 1 and not [name for name in scored.counts if "tokens" in name]
+    sample = replace(some_groups()[0][0], counts=dict(scored.counts))
+    spend = JudgeSpend(JudgeBudgetConfig(tokens=1000))
+    spend.count([sample])
+    assert "the server of the judge reports no usage" in spend.describe_excess()
+    assert not [name for name in {**measure_judges([sample]), **spend.measure()} if "tokens" in name]
+    (other := JudgeSpend(JudgeBudgetConfig(calls=2))).count([sample])
+    assert other.describe_excess() == ""
 
 
 UNREADABLE = {
