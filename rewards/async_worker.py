@@ -11,7 +11,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from rewards.calls import Conversation, RewardCalls
+from rewards.calls import Conversation, RewardCalls, last_line
 from rewards.scored import RewardResult
 from rewards.worker import connect, load_calls, read_prompt
 
@@ -56,9 +56,18 @@ async def answer(pool: Connection, calls: RewardCalls, job: Job) -> None:
         # a TimeoutError of the user's own is caught inside, so this one is of the deadline
         async with asyncio.timeout(timeout_s):
             results = await calls.score_async(read_prompt(prompt), conversations)
+        pool.send((number, results))
     except TimeoutError:
-        results = [RewardResult(failure=f"timeout after {timeout_s:g}s")] * len(conversations)
-    pool.send((number, results))
+        pool.send((number, fail_all(f"timeout after {timeout_s:g}s", conversations)))
+    except OSError:  # the pool has closed
+        raise
+    except Exception as error:  # without an answer, the pool would kill the process with all its samples
+        pool.send((number, fail_all(last_line(error), conversations)))
+
+
+def fail_all(why: str, conversations: list[Conversation]) -> list[RewardResult]:
+    """Return a failure for each conversation."""
+    return [RewardResult(failure=why)] * len(conversations)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ A reward function returns one of these for a sample:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -99,7 +100,11 @@ def read_result(returned: Any, who: str) -> RewardResult:
 def read_failure(failed: Failed) -> RewardResult:
     """Return the result of a function that failed its sample."""
     why = " ".join(str(failed).split())[:LONGEST_FAILURE] or "the reward failed the sample, and did not say why"
-    return RewardResult(failure=why, notes=cut_notes(failed.notes), counts=dict(failed.counts))
+    try:
+        notes, counts = _read_notes(failed.notes, "Failed"), _read_numbers(failed.counts, "counts of Failed")
+    except _Invalid as error:
+        return RewardResult(failure=f"{why} ({error})"[:LONGEST_FAILURE])
+    return RewardResult(failure=why, notes=notes, counts=counts)
 
 
 def read_numbers(given: Any, who: str) -> dict[str, float]:
@@ -168,9 +173,22 @@ def _read_scored(given: Scored, who: str) -> RewardResult:
     if not parts:
         raise _Invalid(f"{who} must return a dict of named numbers, it returned {{}}")
     counts = _read_numbers(given.counts, f"counts of {who}")
-    return RewardResult(
-        reward_parts=parts, turn_parts=turns, token_parts=tokens, notes=cut_notes(given.notes), counts=counts
-    )
+    notes = _read_notes(given.notes, who)
+    return RewardResult(reward_parts=parts, turn_parts=turns, token_parts=tokens, notes=notes, counts=counts)
+
+
+def _read_notes(given: Any, who: str) -> tuple[Note, ...]:
+    if not isinstance(given, list | tuple):
+        raise _Invalid(f"notes of {who} must be a list, they are {given!r}")
+    notes: Sequence[Any] = given
+    for note in notes:
+        if not isinstance(note, dict) or not all(isinstance(note.get(key), str) for key in ("by", "text")):  # pyright: ignore[reportUnknownMemberType]
+            raise _Invalid(f"a note of {who} must be an object with the texts by and text, it is {note!r}")
+    try:
+        json.dumps(notes)
+    except (TypeError, ValueError) as error:
+        raise _Invalid(f"notes of {who} must be JSON: {error}") from error
+    return cut_notes(notes)
 
 
 def _read_tokens(name: str, given: Sequence[float] | Steps, who: str) -> tuple[float, ...] | Steps:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +17,9 @@ from configs.rollout_schema import RewardConfig
 from core.errors import UserError
 from core.types.samples import Prompt
 from driver.start.rollouts import share_concurrency
-from rewards import resolve_reward
+from rewards import Failed, resolve_reward
+from rewards.async_worker import answer
+from rewards.calls import read_error
 from rewards.kinds import Kind, find_kind
 from rewards.rewarder import Rewarder
 from rewards.scored import RewardResult
@@ -92,6 +97,41 @@ def test_each_way_to_fail_costs_one_async_sample_and_says_why(tmp_path):
     assert late.failure == "timeout after 0.5s"
     assert rich.reward_parts == {"good": 1.0, "steps": 0.75} and rich.turn_parts == ({"good": 1.0},)
     assert not fine.failure
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"notes": ["?"]}, "no verdict (a note of Failed must be an object with the texts by and text, it is '?')"),
+        ({"notes": [{"by": "me", "text": "?", "reading": {1}}]}, "no verdict (notes of Failed must be JSON: Object"),
+        ({"counts": {"calls": "two"}}, "no verdict (counts of Failed must return numbers up to 1e+09 by name, it"),
+    ],
+)
+def test_a_badly_made_failure_keeps_its_reason(more, said):
+    result = read_error(Failed("no verdict", **more))
+    assert result.failure.startswith(said) and (result.notes, result.counts) == ((), {})
+
+
+@pytest.mark.parametrize("fault", ["in scoring", "in sending"])
+def test_whatever_goes_wrong_with_an_async_sample_it_is_answered(fault):
+    sent: list[tuple[int, list[RewardResult]]] = []
+
+    async def score_async(prompt: Any, conversations: Any) -> list[Any]:
+        if fault == "in scoring":
+            raise KeyError("text")
+        return ["a result that cannot be pickled"]
+
+    def send(answer: tuple[int, list[Any]]) -> None:
+        if not isinstance(answer[1][0], RewardResult):
+            raise TypeError("cannot pickle this")
+        sent.append(answer)
+
+    pool, calls = cast(Any, SimpleNamespace(send=send)), cast(Any, SimpleNamespace(score_async=score_async))
+    asyncio.run(answer(pool, calls, (7, 20.0, pickle.dumps({}), [[]])))
+    [(number, [result])] = sent
+    assert number == 7 and result.failure.startswith(
+        "KeyError" if fault == "in scoring" else "TypeError: cannot pickle"
+    )
 
 
 def test_a_process_that_blocks_or_ends_fails_its_samples_and_is_replaced(tmp_path, monkeypatch):
