@@ -70,8 +70,8 @@ class RewardConfig(StrictModel):
     """Maximum number of calls of async reward functions in flight, of the whole run. Each engine gets an equal part, at
     least 1. A plain function has one call per process of `workers`."""
     timeout_s: Seconds = 20.0
-    """Deadline of a call of a reward function in seconds: of one sample, or for `score_group` of one group. A sample
-    without a reward has failed."""
+    """Deadline of a call of a reward function in seconds: of one sample, or for `score_group` of one group. Plain
+    functions of a row run one after another, and have it times their number. A sample without a reward has failed."""
     judge_budget: JudgeBudgetConfig = JudgeBudgetConfig()
     """Limits of the calls and tokens of judges. A run that has used one up ends after the step, as with `stop_when`,
     and an evaluation after the prompts in progress. Both can be resumed with a larger one."""

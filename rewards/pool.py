@@ -165,12 +165,14 @@ class Worker:
         results: list[list[RewardResult]] = []
         try:
             self.socket.send(describe_samples(samples))
-            for _ in samples:
-                # the worker answers each sample before it begins the next, so this deadline is that of one sample
-                if not self.socket.poll(timeout_s):
+            for prompt, _ in samples:
+                # The worker answers each sample before it begins the next, so this deadline is that of one sample. Its
+                # functions run one after another, and each may take timeout_s.
+                deadline_s = timeout_s * max(1, len(self._reward.list_names(prompt.source)))
+                if not self.socket.poll(deadline_s):
                     self.kill()
                     self.reap()
-                    failure = f"timeout after {timeout_s:g}s"
+                    failure = f"timeout after {deadline_s:g}s"
                     break
                 results.append(self.socket.recv())
             else:

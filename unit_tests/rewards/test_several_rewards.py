@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +13,7 @@ from configs.rollout_schema import RewardConfig
 from core.errors import UserError
 from core.types.samples import Prompt
 from rewards.calls import RewardCalls
+from rewards.pool import Worker
 from rewards.weights import plan_rewards, weigh_parts
 
 SHORT = "def score(prompt, messages, *, most=4):\n    return {'short': float(len(messages[-1]['content']) <= most)}\n"
@@ -56,6 +59,17 @@ def test_a_source_has_the_functions_that_it_names(files):
     several = RewardConfig(functions={"arithmetic": 1.0}, by_source={"b": {files["short"]: 3.0, "arithmetic": 0.5}})
     assert reward_of(several, "12")[1] == 1.0
     assert reward_of(several, "12", source="b") == ({"short.short": 1.0, "arithmetic.correct": 1.0}, 3.5)
+
+
+def test_plain_functions_of_a_row_have_the_deadline_times_their_number(files):
+    """Else two that are slow, and each within it, would fail the sample together."""
+    config = RewardConfig(functions={"arithmetic": 1.0, files["short"]: 1.0}, by_source={"b": {"arithmetic": 1.0}})
+    worker, deadlines = cast(Any, Worker(plan_rewards(config))), []
+    worker._process, worker._ready = SimpleNamespace(), True
+    worker.socket = SimpleNamespace(send=list, recv=list, poll=lambda seconds: deadlines.append(seconds) or True)
+    prompts = [Prompt(id="0", messages=[], source=source) for source in ("a", "b")]
+    worker.compute_rewards([(prompt, [[]]) for prompt in prompts], 20.0)
+    assert deadlines == [40.0, 20.0]
 
 
 def test_a_single_weight_of_several_parts_is_refused(files):
