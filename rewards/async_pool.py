@@ -88,8 +88,10 @@ class _Process:
     def close(self) -> None:
         self._killed_for = self._killed_for or "the run has ended"
         self.is_over = True
-        self._worker.kill()
-        self._thread.join()
+        # again and again, because the thread may be just starting the process
+        while self._thread.is_alive():
+            self._worker.kill()
+            self._thread.join(timeout=0.1)
 
     def _serve(self) -> None:
         """Start the process, and pass the results on until it ends. Runs in the thread."""

@@ -184,10 +184,11 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and its children. Another thread may be waiting for the result."""
-        if self._process is not None:
+        process = self._process  # the other thread may clear it
+        if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 # start_module makes the worker the leader of a process group, in which its children are too
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
 
     def reap(self) -> str:
         """Wait for an exiting process, or kill it, and clean up. Return how it ended, in words."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,9 +19,11 @@ from core.errors import UserError
 from core.types.samples import Prompt
 from driver.start.rollouts import share_concurrency
 from rewards import Failed, resolve_reward
+from rewards.async_pool import _Process
 from rewards.async_worker import answer
 from rewards.calls import read_error
 from rewards.kinds import Kind, find_kind
+from rewards.pool import Worker
 from rewards.rewarder import Rewarder
 from rewards.scored import RewardResult
 from rewards.weights import plan_rewards
@@ -132,6 +135,31 @@ def test_whatever_goes_wrong_with_an_async_sample_it_is_answered(fault):
     assert number == 7 and result.failure.startswith(
         "KeyError" if fault == "in scoring" else "TypeError: cannot pickle"
     )
+
+
+def test_a_pool_closes_while_its_process_is_starting(tmp_path, monkeypatch):
+    (file := tmp_path / "mine.py").write_text(WAITING)
+    begun, closing_now, start = threading.Event(), threading.Event(), Worker.start
+
+    def start_late(worker: Worker) -> None:
+        begun.set()
+        closing_now.wait()
+        start(worker)
+
+    async def play() -> None:
+        process = _Process(one_reward(resolve_reward(str(file))))
+        begun.wait()
+        monkeypatch.setattr(process._worker, "kill", lambda: (Worker.kill(process._worker), closing_now.set()))
+        # a thread of its own, because a close that hangs must not hang the test
+        closer = threading.Thread(target=process.close, daemon=True)
+        closer.start()
+        closer.join(60)
+        is_hanging = closer.is_alive()
+        Worker.kill(process._worker)
+        assert not is_hanging
+
+    monkeypatch.setattr(Worker, "start", start_late)
+    asyncio.run(play())
 
 
 def test_a_process_that_blocks_or_ends_fails_its_samples_and_is_replaced(tmp_path, monkeypatch):
