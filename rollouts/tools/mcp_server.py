@@ -32,7 +32,11 @@ class McpEnv(ToolEnv):
 
     async def open(self) -> list[Message]:
         """Connect to the server, and show its tools to the policy. Raises ToolUnavailable."""
-        self._connection = await (_share(type(self)) if self.shared else _connect(type(self)))
+        if self.shared:
+            self._shared = _share(type(self))
+            self._connection = await self._shared.wait()
+        else:
+            self._connection = await _connect(type(self))
         self.tools = [*type(self).tools, *(tool.spec for tool in self._connection.tools)]
         check_names([spec["function"]["name"] for spec in self.tools], type(self).__qualname__)
         return []
@@ -43,8 +47,10 @@ class McpEnv(ToolEnv):
 
     async def close(self) -> None:
         """Close the connection, or release a shared one."""
-        if "_connection" in self.__dict__:
-            await (_unshare(type(self)) if self.shared else self._connection.close())
+        if "_shared" in self.__dict__:
+            await _unshare(type(self), self._shared)
+        elif "_connection" in self.__dict__:
+            await self._connection.close()
 
 
 class McpConnection:
@@ -54,6 +60,8 @@ class McpConnection:
         self.server, self.env = server, env
         self.name = server if isinstance(server, str) else " ".join(server)
         self.tools: list[Tool] = []
+        self.is_lost = False
+        """True after an error of the connection itself, for which no later call is answered."""
         self._opened, self._closing = asyncio.Event(), asyncio.Event()
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -106,6 +114,7 @@ class McpConnection:
             try:
                 result = await self._client.call_tool(name, arguments)
             except Exception as error:  # the border to the server: the library raises its own errors and its streams'
+                self.is_lost = self.is_lost or _is_of_connection(error)
                 raise ToolFailed(f"the MCP server did not answer {name}: {name_error(_find_cause(error))}") from error
             # parts other than text, such as images, are only named
             text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
@@ -116,15 +125,28 @@ class McpConnection:
         return call
 
 
-@dataclass
+@dataclass(eq=False)
 class _Shared:
     """Connection shared by episodes, with their number."""
 
     connecting: asyncio.Future[McpConnection]
     users: int = 0
 
+    async def wait(self) -> McpConnection:
+        """Return the connection when it is open. Raises ToolUnavailable."""
+        # shielded: the end of one episode must not cancel the connection of the others
+        return await asyncio.shield(self.connecting)
+
+    def is_usable(self) -> bool:
+        """Tell whether a new episode may use it: it is opening, or open and not lost."""
+        future = self.connecting
+        if not future.done():
+            return True
+        return not future.cancelled() and future.exception() is None and not future.result().is_lost
+
 
 _SHARED: dict[type[McpEnv], _Shared] = {}
+"""Connection for the next episode of each class. Earlier episodes may still have one that was lost."""
 
 
 async def _connect(of: type[McpEnv]) -> McpConnection:
@@ -133,27 +155,22 @@ async def _connect(of: type[McpEnv]) -> McpConnection:
     return connection
 
 
-async def _share(of: type[McpEnv]) -> McpConnection:
-    """Return the shared connection. The first episode opens it."""
+def _share(of: type[McpEnv]) -> _Shared:
+    """Return the shared connection, with one more user. The first episode opens it, and the first after its loss."""
     shared = _SHARED.get(of)
-    if shared is None:
+    if shared is None or not shared.is_usable():
         shared = _SHARED[of] = _Shared(asyncio.ensure_future(_connect(of)))
     shared.users += 1
-    try:
-        # shielded: the end of one episode must not cancel the connection of the others
-        return await asyncio.shield(shared.connecting)
-    except BaseException:
-        await _unshare(of)
-        raise
+    return shared
 
 
-async def _unshare(of: type[McpEnv]) -> None:
+async def _unshare(of: type[McpEnv], shared: _Shared) -> None:
     """Release a shared connection. The last episode closes it."""
-    shared = _SHARED[of]
     shared.users -= 1
     if shared.users:
         return
-    del _SHARED[of]
+    if _SHARED.get(of) is shared:
+        del _SHARED[of]
     if not shared.connecting.done():
         shared.connecting.cancel()
     elif not shared.connecting.cancelled() and shared.connecting.exception() is None:
@@ -170,6 +187,15 @@ def _make_client(server: str | Sequence[str], env: Mapping[str, str]) -> Any:
     if isinstance(server, str):
         return Client(server)
     return Client(StdioServerParameters(command=server[0], args=[*server[1:]], env=dict(env)))
+
+
+def _is_of_connection(error: Exception) -> bool:
+    """Tell whether a call failed without an answer of the server."""
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
+
+    # over HTTP, a server that has started again no longer knows the session, and calls each request invalid
+    return not isinstance(error, MCPError) or error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
 
 
 def _find_cause(error: BaseException) -> BaseException:

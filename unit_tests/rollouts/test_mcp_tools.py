@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,9 @@ from unit_tests.helpers.episodes import PROMPT, calls_of, said
 from unit_tests.helpers.processes import find_free_port, leftovers
 
 pytest.importorskip("mcp", reason="the package mcp comes with vLLM")
+from mcp import MCPError
+from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
+
 SERVER = """
 import os, sys, time
 from mcp.server import MCPServer
@@ -137,6 +142,56 @@ def test_episodes_may_share_a_server_and_the_last_one_closes_it(file):
 
     processes = [asyncio.run(play()) for _ in range(2)]
     assert not any(map(is_running, processes)) and processes[0] != processes[1]
+
+
+class FakeClient:
+    """Client of a server that answers each call with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.is_open = error, False
+
+    async def __aenter__(self) -> FakeClient:
+        self.is_open = True
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.is_open = False
+
+    async def list_tools(self, cursor: str | None) -> Any:
+        add = SimpleNamespace(name="add", description="", input_schema={"type": "object"})
+        return SimpleNamespace(tools=[add], next_cursor=None)
+
+    async def call_tool(self, name: str, arguments: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "opened"),
+    [(MCPError(CONNECTION_CLOSED, "gone"), 2), (OSError("gone"), 2), (MCPError(INVALID_PARAMS, "no"), 1)],
+)
+def test_a_shared_connection_that_was_lost_is_opened_again(monkeypatch, error, opened):
+    """Episodes that have the lost one keep it until their end."""
+    clients: list[FakeClient] = []
+
+    def make_client(*server: object) -> FakeClient:
+        clients.append(FakeClient(error))
+        return clients[-1]
+
+    monkeypatch.setattr("rollouts.tools.mcp_server._make_client", make_client)
+    Desk = env_of("http://desk", shared=True)
+
+    async def play() -> None:
+        first, second = Desk(PROMPT), Desk(PROMPT)
+        await first.open()
+        await ask(first, ("add", {}))
+        await second.open()
+        assert len(clients) == opened
+        await second.close()
+        assert clients[0].is_open, "the first still has it"
+        await first.close()
+        assert not any(client.is_open for client in clients)
+
+    asyncio.run(play())
 
 
 @pytest.mark.slow
