@@ -94,10 +94,10 @@ class RunContext:
         self.facts["steps_done"] = step + 1
         if evaluation:
             self.log_evaluation(int(evaluation.get("eval/version", step + 1)), evaluation)
-        skipped = int(metrics[names.TRAIN_SKIPPED])
-        self.updates_skipped += skipped
+        self.updates_skipped += (skipped := int(metrics[names.TRAIN_SKIPPED]))
         self.updates_made += self.training.total_updates // self.cfg.n_steps - skipped
-        self.early_stop.note_step(metrics)
+        if said := self.early_stop.note_step(metrics):
+            self.console.say(said)
 
     def log_evaluation(self, steps_done: int, metrics: dict[str, float]) -> None:
         """Send an evaluation to the trackers, once, at the number of steps behind its weights; 0 before training.

@@ -13,20 +13,24 @@ class EarlyStop:
     """Counter of consecutive values that satisfy the condition. A resumed run starts at 0."""
 
     def __init__(self, when: StopWhenConfig | None):
-        self.when, self.in_a_row, self.is_logged = when, 0, False
+        self.when, self.in_a_row, self.is_logged, self.is_first = when, 0, False, True
         self.reason = ""
         """Reason to end the run now; "" otherwise."""
 
-    def note_step(self, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of a step. Raises UserError at step 0 for a metric of the user's that it does not log."""
-        when = self.when
+    def note_step(self, metrics: Mapping[str, float]) -> str:
+        """Check the metrics of a step; return a sentence if the first of this process lacks the metric, else "".
+
+        Raises UserError at step 0 for a metric of the user's that it does not log.
+        """
+        when, is_first, self.is_first = self.when, self.is_first, False
         if when is None or self.reason:
-            return
+            return ""
         value = metrics.get(when.metric)
         if value is None:
             # A step without the metric neither counts nor breaks the row: evaluations are not made at every step.
             self._check_name(when.metric, metrics)
-            return
+            waits = is_first and not when.metric.startswith("eval/")
+            return f"stop_when.metric={quote(when.metric)}: the first step has not logged it" if waits else ""
         self.is_logged = True
         is_met = value > when.above if when.above is not None else when.below is not None and value < when.below
         self.in_a_row = self.in_a_row + 1 if is_met else 0
@@ -34,6 +38,7 @@ class EarlyStop:
             bound = f"above {when.above:g}" if when.above is not None else f"below {when.below:g}"
             times = f", {when.for_steps} times in a row" if when.for_steps > 1 else ""
             self.reason = f"stop_when: {when.metric} is {value:g}, {bound}{times}"
+        return ""
 
     def end(self, reason: str) -> None:
         """End the run now for another reason, such as a budget."""

@@ -65,7 +65,7 @@ def list_writes(
     steps: int,
     push: Callable[[str, Path], Awaitable[None]],
 ) -> list[Callable[[], Awaitable[None]]]:
-    """Return the calls that save all models of a run, in order; `save_to` is last, as the only one outside `run`.
+    """Return the calls that save all models of a run, in order: those in `run`, then `save_to`, and last the upload.
 
     write: writes a model into a folder. push: uploads one that is written.
     """
@@ -74,8 +74,8 @@ def list_writes(
         writes.append(partial(write, run / "model_ema", which="ema"))
     if alg.value_lr is not None:
         writes.append(partial(write_value_model, run / "value_model", trainers, cfg, run=run, steps=steps))
-    if cfg.push_to is not None:
-        writes.append(partial(push, cfg.push_to, run / "model"))
     if cfg.save_to is not None:
         writes.append(partial(write, Path(cfg.save_to).absolute()))
+    if cfg.push_to is not None:
+        writes.append(partial(push, cfg.push_to, run / "model"))
     return [*writes]

@@ -54,7 +54,7 @@ class RunFacts:
     on_cpu: bool
     allowed_tokens: AllowedTokens
     """Tokens over which the softmax is taken."""
-    router_replay: RouterReplay
+    router_replay: RouterReplay = "off"  # older snapshots lack it
     """rollout.router_replay: replay makes the trainer's routers choose the engine's experts."""
 
 

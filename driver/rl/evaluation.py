@@ -50,12 +50,14 @@ class RunEvaluation:
         if not self.every or steps_done % self.every:
             return {}
         if not self.evaluator.may_run_beside(steps_done):
-            return await self._evaluate(run, f"after step {steps_done}")
+            proof = await self._sync_if_older(run)
+            return proof | await self._evaluate(run, f"after step {steps_done}")
         self.evaluator.begin(f"after step {steps_done}")
         return {}
 
     async def evaluate(self, run: EvaluatedRun, when: str) -> None:
         """Measure before or after training, and log it."""
+        await self._sync_if_older(run)
         self._log(await self._evaluate(run, name_start(when, run.steps_done)))
 
     async def _evaluate(self, run: EvaluatedRun, when: str) -> dict[str, float]:
@@ -63,13 +65,16 @@ class RunEvaluation:
 
         After the last step it may have been measured already.
         """
-        buffer = self.evaluator.generation.buffer
-        # stop_when may end a run between two weight syncs; and a result that decides is of the weights to be saved
-        if (self.context.is_over or self.evaluator.decides) and buffer.version < run.steps_done:
-            await run.sync_weights(run.steps_done)
-        if self.last is None or self.last.version != buffer.version:
+        if self.last is None or self.last.version != self.evaluator.generation.buffer.version:
             self.last = await self._measure(run, when)
         return self._report(replace(self.last, when=when))
+
+    async def _sync_if_older(self, run: EvaluatedRun) -> dict[str, float]:
+        """Sync the weights if an evaluation must be of the newest, and return the metrics of the sync."""
+        # stop_when may end a run between two weight syncs; and a result that decides is of the weights to be saved
+        must = self.context.is_over or self.evaluator.decides
+        is_older = self.evaluator.generation.buffer.version < run.steps_done
+        return await run.sync_weights(run.steps_done) if must and is_older else {}
 
     async def _measure(self, run: EvaluatedRun, when: str) -> EvalResult:
         """Evaluate while the trainers wait; repeat after a sync if an engine was restarted with newer weights."""

@@ -181,6 +181,7 @@ class SimulatedRun:
     ends: list[float] = field(default_factory=list)
     context: Any = field(default_factory=lambda: SimpleNamespace(clock=Clock()))
     colocation = None
+    snapshots = None
     # taken from Run and not written anew, so that a forecast is of the real schedule
     buffer = Run.buffer
     engines = Run.engines

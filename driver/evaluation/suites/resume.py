@@ -43,7 +43,8 @@ FREE = (
         "rollout.restarts",
     ),
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.enforce_eager", "rollout.kv_cache_gib"),
-    "rollout.gpu_memory_utilization",
+    *("rollout.gpu_memory_utilization", "rollout.max_concurrency", "rollout.servers", "rollout.agent.address"),
+    *("rollout.gateway", "rollout.gateway."),
 )
 """Keys that may differ: the samples are equal, up to last bits if an engine's batch shape changes."""
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".py")
