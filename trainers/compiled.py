@@ -29,6 +29,7 @@ from core.patches import watch_compilation
 from modeling.attention import BY_SEQUENCE, attend_by_sequence
 from modeling.blocks import find_blocks
 from modeling.layout_probe import find_probe
+from trainers.deepspeed_masters import find_offload
 from trainers.observers import Observer
 
 KEY, WITHOUT = "trainer.compile=true", "leave it out"
@@ -42,6 +43,7 @@ def check_compile(cfg: TrainerConfig, model: ModelConfig, *, is_sharded: bool, r
         "trainer.sequence_parallel": cfg.sequence_parallel > 1,
         "trainer.offload": cfg.offload,
         "model.lora and trainer.zero_stage=3": adapts_zero_3,
+        **({away: True} if (away := find_offload(cfg)) else {}),
     }
     if is_sharded and (found := [key for key, is_set in not_compared.items() if is_set]):
         raise UserError(

@@ -15,12 +15,18 @@ PLACES = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp
 """Attributes of the optimizers of ZeRO-3, of ZeRO-1 and 2, and of bfloat16 without ZeRO."""
 
 
+def find_offload(cfg: TrainerConfig) -> str | None:
+    """Return the key with which DeepSpeed keeps weights or states elsewhere; None without one."""
+    zero = cfg.deepspeed.get("zero_optimization", {})
+    found = (key for key in ("offload_param", "offload_optimizer") if key in zero)
+    return next((f"trainer.deepspeed.zero_optimization.{key}" for key in found), None)
+
+
 def refuse_offload(cfg: TrainerConfig, who: str) -> None:
     """Raise UserError if DeepSpeed keeps weights elsewhere, where they cannot be exchanged. who: asks for a copy."""
-    zero = cfg.deepspeed.get("zero_optimization", {})
-    if away := [key for key in ("offload_param", "offload_optimizer") if key in zero]:
+    if away := find_offload(cfg):
         raise UserError(
-            f"trainer.deepspeed.zero_optimization.{away[0]} is set, and {who}: for a copy that follows the policy, "
+            f"{away} is set, and {who}: for a copy that follows the policy, "
             "its weights must be on the device: leave it out, or set trainer.strategy=fsdp2"
         )
 

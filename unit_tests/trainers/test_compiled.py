@@ -34,6 +34,12 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile need
     [
         ({"gradient_checkpointing": True}, {}, False, "not been compared .* for trainer.gradient_checkpointing"),
         ({"zero_stage": 3}, {"lora": {}}, False, "not been compared .* for model.lora and trainer.zero_stage=3"),
+        (
+            {"deepspeed": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
+            {},
+            False,
+            "not been compared .* for trainer.deepspeed.zero_optimization.offload_param",
+        ),
         ({}, {"quantization": "nf4", "lora": {"merge_on_save": True}}, False, "the layers of model.quantization=nf4"),
         ({}, {}, True, "rollout.router_replay reads choices inside of the blocks"),
         (
