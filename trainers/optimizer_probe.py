@@ -10,6 +10,7 @@ from torch import Tensor
 from configs.trainer_schema import TrainerConfig
 from core.device import find_device
 from core.errors import UserError
+from trainers.checkpoint.fsdp2_state import is_saved
 from trainers.deepspeed_masters import refuse_offload
 from trainers.optimizer import make_optimizer
 from trainers.parameter_groups import set_lr
@@ -33,6 +34,8 @@ class ProbedOptimizer:
     """Bytes of states per parameter."""
     moves_groups: bool
     """True if updates change values of the parameter groups, such as a rate that the optimizer estimates."""
+    unsaved: str | None
+    """Type of a state that FSDP2's checkpoints would not return as it was; None if there is none."""
 
 
 def probe_optimizer(cfg: TrainerConfig, *, is_sharded: bool) -> ProbedOptimizer:
@@ -66,40 +69,66 @@ def probe_optimizer(cfg: TrainerConfig, *, is_sharded: bool) -> ProbedOptimizer:
         keeps_by_shape=len(tensors) == len(states) and all(t.ndim == 0 or t.shape == _SHAPE for t in tensors),
         state_bytes=sum(t.nbytes for t in tensors if t.ndim) / weight.numel(),
         moves_groups=_describe_groups(optimizer) != _describe_groups(make_optimizer(cfg, [weight])),
+        unsaved=next((_describe_type(value) for value in states if not is_saved(value)), None),
     )
 
 
-def check_optimizer(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool = False) -> None:
-    """Raise UserError for an optimizer that cannot run. is_sharded: the trainer is on Ray."""
+def check_optimizer(
+    cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool = False, is_cleared: bool = False
+) -> None:
+    """Raise UserError for an optimizer that cannot run.
+
+    is_sharded: the trainer is on Ray. is_cleared: a teacher's reset clears the optimizer, too.
+    """
     if cfg.ema is not None and is_sharded and cfg.strategy == "deepspeed":
         refuse_offload(cfg, "trainer.ema is set")
     if cfg.optimizer == "muon":
-        if has_adapter:
-            raise UserError("trainer.optimizer=muon updates whole matrices, and an adapter has factors: use adamw")
-        if is_sharded and cfg.strategy == "deepspeed":
-            raise UserError(
-                "trainer.optimizer=muon updates whole matrices, and DeepSpeed's ranks hold parts of flattened ones: "
-                "set trainer.strategy=fsdp2, or backend=local"
-            )
-        if unknown := {*cfg.optimizer_settings} - {"momentum"}:
-            raise UserError(f"trainer.optimizer_settings has {min(unknown)}, and muon has momentum only: leave it out")
-        # refuses a wrong momentum
-        make_optimizer(cfg, [{"params": [torch.zeros(2, 2)], "lr_scale": 1.0, "is_matrix": True}])
+        check_muon(cfg, is_sharded=is_sharded, has_adapter=has_adapter)
     if not cfg.is_optimizer_named:
         return
     found = probe_optimizer(cfg, is_sharded=is_sharded)
-    # a single rank of FSDP2 has whole tensors; DeepSpeed's optimizers see flattened ones
-    has_parts = is_sharded and not (cfg.strategy == "fsdp2" and cfg.ranks == 1)
-    if has_parts and not (found.is_elementwise and found.keeps_by_shape and not found.moves_groups):
-        why = "computes a number's update from other numbers of its tensor"
-        if found.is_elementwise:
-            why = "keeps states of other shapes than the parameter's"
-        if found.is_elementwise and found.keeps_by_shape:
-            why = "keeps numbers in its groups, which a resumed run would begin anew"
+    if found.moves_groups and is_cleared:
         raise UserError(
-            f"trainer.optimizer={cfg.optimizer} {why}, and trainer ranks on Ray hold parts of tensors: choose another "
-            "optimizer, trainer.strategy=fsdp2 with trainer.ranks=1, or backend: local"
+            f"trainer.optimizer={cfg.optimizer} keeps numbers in its groups, which reset_optimizer or with_optimizer "
+            "of alg would not reset: leave them out, or choose another optimizer"
         )
+    if is_sharded and (why := _refuse_on_ray(cfg, found)):
+        raise UserError(f"trainer.optimizer={cfg.optimizer} {why}, or backend: local")
+
+
+def check_muon(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool) -> None:
+    """Raise UserError if muon cannot run, or has settings that it does not take."""
+    if has_adapter:
+        raise UserError("trainer.optimizer=muon updates whole matrices, and an adapter has factors: use adamw")
+    if is_sharded and cfg.strategy == "deepspeed":
+        raise UserError(
+            "trainer.optimizer=muon updates whole matrices, and DeepSpeed's ranks hold parts of flattened ones: "
+            "set trainer.strategy=fsdp2, or backend=local"
+        )
+    if unknown := {*cfg.optimizer_settings} - {"momentum"}:
+        raise UserError(f"trainer.optimizer_settings has {min(unknown)}, and muon has momentum only: leave it out")
+    # refuses a wrong momentum
+    make_optimizer(cfg, [{"params": [torch.zeros(2, 2)], "lr_scale": 1.0, "is_matrix": True}])
+
+
+def _refuse_on_ray(cfg: TrainerConfig, found: ProbedOptimizer) -> str | None:
+    """Return why the optimizer cannot run on Ray, with the first of the ways out; None if it can."""
+    if found.moves_groups:
+        return "keeps numbers in its groups, which a resumed run on Ray would begin anew: choose another optimizer"
+    if cfg.strategy == "fsdp2" and found.unsaved is not None:
+        return f"keeps a state of type {found.unsaved}, which FSDP2's checkpoints cannot hold: choose another optimizer"
+    # a single rank of FSDP2 has whole tensors; DeepSpeed's optimizers see flattened ones
+    if cfg.strategy == "fsdp2" and cfg.ranks == 1:
+        return None
+    if found.is_elementwise and found.keeps_by_shape:
+        return None
+    why = "computes a number's update from other numbers of its tensor"
+    if found.is_elementwise:
+        why = "keeps states of other shapes than the parameter's"
+    return (
+        f"{why}, and trainer ranks on Ray hold parts of tensors: choose another optimizer, trainer.strategy=fsdp2 with "
+        "trainer.ranks=1"
+    )
 
 
 def _run_updates(cfg: TrainerConfig, weight: Tensor, gradients: list[Tensor]) -> tuple[Tensor, torch.optim.Optimizer]:
@@ -117,3 +146,7 @@ def _describe_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
     """Return the values of the parameter groups as text, but for those that the trainer sets."""
     ours = ("params", "lr", "lr_scale")
     return [{key: repr(value) for key, value in group.items() if key not in ours} for group in optimizer.param_groups]
+
+
+def _describe_type(value: object) -> str:
+    return f"{value.dtype} without dimensions" if isinstance(value, Tensor) else type(value).__name__

@@ -67,16 +67,12 @@ ZERO_WHEN_NEW = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum"})
 
 def clear_moments(optimizer: torch.optim.Optimizer) -> None:
     """Set an optimizer's state to that of a new one."""
-    first_sums = {
-        p: group["initial_accumulator_value"]
-        for group in optimizer.param_groups
-        if "initial_accumulator_value" in group
-        for p in group["params"]
-    }
+    # a setting of the class, which all groups share; ZeRO-3 keeps no parameters in them between two updates
+    first_sum = optimizer.param_groups[0].get("initial_accumulator_value")
     for parameter, state in [*optimizer.state.items()]:
-        if parameter in first_sums:  # Adagrad makes its states before the first update
+        if first_sum is not None and {*state} == {"step", "sum"}:  # Adagrad makes its states before the first update
             state["step"].zero_()
-            state["sum"].fill_(first_sums[parameter])
+            state["sum"].fill_(first_sum)
         elif {*state} <= ZERO_WHEN_NEW:
             for value in state.values():
                 value.zero_()

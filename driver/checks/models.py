@@ -70,7 +70,12 @@ def check_trainer(cfg: RunConfig, alg: Algorithm) -> None:
         replays_routes = True
     if cfg.trainer.compile:
         check_compile(cfg.trainer, cfg.model, is_sharded=cfg.backend == "ray", replays_routes=replays_routes)
-    check_optimizer(cfg.trainer, is_sharded=cfg.backend == "ray", has_adapter=cfg.model.lora is not None)
+    check_optimizer(
+        cfg.trainer,
+        is_sharded=cfg.backend == "ray",
+        has_adapter=cfg.model.lora is not None,
+        is_cleared=any(teacher.with_optimizer for teacher in alg.teachers.values()),
+    )
 
 
 def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:

@@ -37,6 +37,13 @@ def list_saved(folder: Path) -> dict[str, Tensor]:
     return {name: torch.empty(t.size, dtype=t.properties.dtype, device="meta") for name, t in found.items()}
 
 
+def is_saved(value: object) -> bool:
+    """Return whether `from_saved` returns an optimizer's state as `to_saved` took it. None needs no saving."""
+    if isinstance(value, Tensor):
+        return value.ndim > 0 or value.dtype not in WIDE.values()
+    return value is None or type(value) in WIDE
+
+
 def to_saved(parameter: Tensor, held: Tensor, value: Tensor | float) -> Tensor:
     """Return an optimizer's state as `write_state` takes it. held: this rank's part of the parameter.
 

@@ -255,7 +255,10 @@ def test_a_cleared_optimizer_goes_on_as_a_new_one(name, settings):
     optimizers = [make_optimizer(cfg, [p]) for p in (cleared, new)]
     for update, gradient in enumerate(gradients):
         if update == 2:
+            groups = optimizers[0].param_groups
+            groups[0]["params"] = []  # as ZeRO-3 has it between two updates
             clear_moments(optimizers[0])
+            groups[0]["params"] = [cleared]
             optimizers[1] = make_optimizer(cfg, [new])
         for p, optimizer in zip((cleared, new), optimizers, strict=True):
             p.grad = gradient.clone()
@@ -284,18 +287,52 @@ class Counting(torch.optim.SGD):
             group["updates"] = group.get("updates", 0) + 1
 
 
+class WithList(torch.optim.SGD):
+    """Keeps a list among its states."""
+
+    def step(self):
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["updates"] = [1]
+
+
+class WithFlag(WithList):
+    """Keeps a truth value, which is no number of a checkpoint."""
+
+    def step(self):
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["updates"] = True
+
+
+class WithCount(WithList):
+    """Keeps a tensor whose dtype is that of Python's numbers in checkpoints."""
+
+    def step(self):
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["updates"] = torch.tensor(1)
+
+
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "ranks", "why"),
     [
-        (ByNormOfAll, "computes a number's update from other numbers of its tensor"),
-        (Counting, "keeps numbers in its groups, which a resumed run would begin anew"),
+        (ByNormOfAll, 2, "computes a number's update from other numbers of its tensor, and trainer ranks on Ray"),
+        (Counting, 1, "keeps numbers in its groups, which a resumed run on Ray would begin anew"),
+        (WithList, 1, "keeps a state of type list, which FSDP2's checkpoints cannot hold"),
+        (WithFlag, 1, "keeps a state of type bool"),
+        (WithCount, 1, "keeps a state of type torch.int64 without dimensions"),
     ],
 )
-def test_ranks_with_an_optimizer_each_need_one_that_couples_nothing(kind, why):
-    cfg = TrainerConfig(optimizer=f"{__name__}.{kind.__name__}")
+def test_an_optimizer_that_ranks_cannot_split_or_save_runs_locally(kind, ranks, why):
+    cfg = TrainerConfig(optimizer=f"{__name__}.{kind.__name__}", strategy="fsdp2", ranks=ranks)
     check_optimizer(cfg, is_sharded=False)
-    with pytest.raises(UserError, match=f"{kind.__name__} {why}, and trainer ranks on Ray"):
+    with pytest.raises(UserError, match=f"{kind.__name__} {why}.*or backend: local"):
         check_optimizer(cfg, is_sharded=True)
+
+
+def test_a_reset_refuses_an_optimizer_that_counts_in_its_groups():
+    cfg = TrainerConfig(optimizer=f"{__name__}.Counting")
+    with pytest.raises(UserError, match="keeps numbers in its groups, which reset_optimizer or with_optimizer"):
+        check_optimizer(cfg, is_sharded=False, is_cleared=True)
+    check_optimizer(named("NAdam"), is_sharded=False, is_cleared=True)
 
 
 def test_a_rate_that_is_a_tensor_is_scaled_for_each_group():
