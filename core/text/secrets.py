@@ -12,17 +12,20 @@ _OF_AZURE = "sig|se|st"
 # With or without a colon: a token may stand alone in the place of user and password.
 _USER_INFO = re.compile(r"(?<=//)[^/@\s]*@")
 _QUERY = re.compile(rf"([?&](?:[\w.-]*(?:{_IN_QUERY})[\w.-]*|{_OF_AZURE})=)[^&\s'\")]*", re.IGNORECASE)
-# Tokens of a text are no secrets, such as stop_token. A `key` may also be a column, such as answer_key.
+# Tokens of a text are no secrets, such as stop_token.
 _OF_TEXT = (
     "stop|eos|bos|pad|unk|sep|cls|mask|start|end|turn|think|thinking|tool|image|video|audio|vision|answer|special|per"
 )
-_OWNERS = "api|access|secret|private|signing|encryption|auth|service|account|master|admin|client"
-_SERVICES = (
-    "openai|anthropic|claude|gemini|google|azure|aws|mistral|groq|together|deepseek|openrouter|cohere|fireworks|replicate|"
-    "nvidia|hf|huggingface|hub|wandb|github|gitlab|serper|serpapi|tavily|brave|bing|exa|e2b|daytona|modal|ssh"
+# A key that names a column or a place is none, such as answer_key. Every other is: nobody can list all services.
+_OF_DATA = (
+    "answer|question|problem|solution|prompt|response|completion|chosen|rejected|reward|score|metric|label|target|input|"
+    "output|text|content|message|messages|image|video|audio|row|column|field|record|id|name|type|task|data|dataset|split|"
+    "primary|foreign|unique|public|sort|order|group|partition|join|index|lookup|map|dict|json|object|cache|state|timeout|fn"
 )
+_OWNERS = "api|access|secret|private|signing|encryption|auth|service|account|master|admin|client"
 _KEY = re.compile(
-    rf"(^|[_-])(({_OWNERS}|{_SERVICES})[_-]?key|password|passwd|passphrase|secret|credentials?|(proxy[_-])?authorization)$"
+    rf"^(?!(.*[_-])?({_OF_DATA})[_-]?key$).*([_-]key|(?-i:[a-z0-9]Key)|(^|[_-])({_OWNERS})key)$"
+    r"|(^|[_-])(password|passwd|passphrase|secret|credentials?|(proxy[_-])?authorization)$"
     rf"|^(?!(.*[_-])?({_OF_TEXT})[_-]?token$)(.*[_-])?((auth|access|api|bearer|hf|hub)?token)$",
     re.IGNORECASE,
 )

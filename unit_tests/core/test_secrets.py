@@ -11,10 +11,11 @@ SECRET = (
     *("token", "github_token", "slack_bot_token", "HF_TOKEN", "accessToken", "api_key", "apiKey", "X-API-Key"),
     *("openai_key", "OPENAI_API_KEY", "secret_key", "my_private_key", "AWS_SECRET_ACCESS_KEY", "client_secret"),
     *("Authorization", "proxy-authorization", "passphrase", "db_password"),
+    *("some_new_service_key", "x-goog-key", "wandbKey", "apikey", "answer_api_key"),
 )
 OPEN = (
     *("stop_token", "eos_token", "end_of_turn_token", "image_token", "per_token", "max_tokens", "tokenizer"),
-    *("key", "answer_key", "sort_key", "keys", "author"),
+    *("key", "answer_key", "sort_key", "keys", "author", "answerKey", "reward_fn_key", "primary-key", "monkey"),
 )
 
 
