@@ -222,3 +222,10 @@ def test_groups_of_branches_survive_a_checkpoint():
     state = json.loads(json.dumps(buffer.get_state()))
     again = ReplayBuffer.from_state(state, buffer.schedule, lambda ticket: branch.prompt, step=0)
     assert again.ready[0].group == buffer.ready[0].group
+    # earlier versions described no prompts
+    [earlier] = state["finished"]
+    del earlier["prompts"]
+    for sample in earlier["group"]:
+        del sample["prompt"]
+    again = ReplayBuffer.from_state(state, buffer.schedule, lambda ticket: branch.prompt, step=0)
+    assert again.ready[0].group == buffer.ready[0].group
