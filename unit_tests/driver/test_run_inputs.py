@@ -317,3 +317,5 @@ def test_settings_of_an_evaluation_hold_no_secret_and_may_get_a_new_one(tiny_pat
     with pytest.raises(UserError, match=r"data\.sets\.a\.path is .https://host/other.") as refused:
         find_samples(str(tmp_path), then | {"settings": plain}, other, [])
     assert "hunter2" not in str(refused.value)
+    with pytest.raises(UserError, match=r"made before the chat template of model\.path was compared or existed"):
+        find_samples(str(tmp_path), then | {"sha256": {}}, now, [])

@@ -133,6 +133,11 @@ def _check_settings(then: dict[str, Any], now: dict[str, Any]) -> None:
                 "resume, or leave resume out to start again"
             )
     was, are = then["sha256"], now["sha256"]
+    if unknown := [key for key in are if key not in was]:
+        raise UserError(
+            f"the samples were made before {unknown[0]} was compared or existed, so nothing shows that they are of the "
+            "same evaluation: leave resume out to start again"
+        )
     if changed := [key for key in [*are, *(k for k in was if k not in are)] if was.get(key) != are.get(key)]:
         raise UserError(
             f"{changed[0]} changed since the samples were made: restore it to resume, or leave resume out to start "
