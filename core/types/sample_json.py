@@ -38,7 +38,8 @@ def describe_group(group: Group) -> dict[str, Any]:
 def restore_group(described: Mapping[str, Any], prompt: Prompt, images: Mapping[str, EncodedImage]) -> Group:
     """Invert `describe_group`. prompt: the row of the group."""
     if "prompts" not in described:  # a checkpoint of an earlier version, whose samples have the row as it is
-        return [make_sample(**_restore_sample(s, images) | {"prompt": prompt}) for s in described["group"]]
+        as_drawn: dict[str, Any] = {"prompt": prompt}
+        return [make_sample(**_restore_sample(s, images) | as_drawn) for s in described["group"]]
     prompts = [
         replace(prompt, messages=restore_messages(messages, images), tools=tools, recorded=())
         for messages, tools in described["prompts"]
