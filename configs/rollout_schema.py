@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from configs.agent_schema import AgentConfig
 from configs.gateway_schema import GatewayConfig, check_gateway
 from configs.judge_schema import JudgeBudgetConfig
+from configs.opponent_checks import check_opponent
 from core.strict_model import Seconds, StrictModel
 from core.types.routes import RouterReplay
 from core.types.truncation import EVERYTHING_KEPT, Truncation
@@ -183,7 +184,8 @@ class RolloutConfig(StrictModel):
     all sides."""
     opponent_every: int | None = Field(None, ge=1)
     """Steps between two snapshots of the policy in the run folder, with opponent: policy. The newest plays, before the
-    first that of model.path; a resumed run plays the one of the checkpoint. They are taken at weight syncs."""
+    first that of model.path; a resumed run plays the one of the checkpoint. They are taken at weight syncs. Without
+    data.eval, because results against different opponents cannot be compared."""
     agent: AgentConfig | None = None
     """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
     address."""
@@ -295,9 +297,14 @@ class RolloutConfig(StrictModel):
         return self.opponent is not None and self.opponent.startswith(("http://", "https://"))
 
     @property
+    def is_opponent_loaded(self) -> bool:
+        """True if each engine loads an opponent beside the policy."""
+        return self.opponent is not None and not self.is_opponent_served
+
+    @property
     def opponent_folder(self) -> str | None:
         """Folder of an opponent of the recipe that each engine loads, or None."""
-        return None if self.is_opponent_served or self.opponent_every is not None else self.opponent
+        return self.opponent if self.is_opponent_loaded and self.opponent_every is None else None
 
     @property
     def episodes_per_engine(self) -> int | None:
@@ -325,12 +332,7 @@ class RolloutConfig(StrictModel):
 
     @model_validator(mode="after")
     def an_opponent_plays_a_game(self) -> RolloutConfig:
-        if self.opponent is not None and (self.agent is not None or self.env == "single_turn"):
-            raise ValueError(
-                "opponent is the other side of a game: set rollout.env to a game, or leave rollout.opponent out"
-            )
-        if (self.opponent == "policy") != (self.opponent_every is not None):
-            raise ValueError("opponent: policy and opponent_every belong together: set both, or leave both out")
+        check_opponent(self.opponent, self.opponent_every, is_game=self.agent is None and self.env != "single_turn")
         return self
 
     @model_validator(mode="after")

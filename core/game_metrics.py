@@ -6,7 +6,7 @@ from core.metric import Metric
 
 _BY = "RL with rollout.opponent"
 ROLLOUT_WON, ROLLOUT_DRAWN, ROLLOUT_OPPONENT = "rollout/won", "rollout/drawn", "rollout/opponent_version"
-_VERSION = "steps behind the weights of the opponent, mean over the games"
+_VERSION = "training steps of the opponent's weights, mean over the games"
 _OF = "games with a result (Env.result_of)"
 GAME_METRICS = [
     Metric(name=ROLLOUT_WON, unit="fraction", meaning=f"{_OF} that the policy's side won", logged_by=_BY),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Opponent:
     game: int
     """Number of the game's group, from which the policy's side follows."""
     version: int | None = None
-    """Steps behind the weights of a snapshot of the policy; None for another opponent."""
+    """Training steps of a snapshot's weights; None for another opponent."""
 
     def leaves_to_policy(self, env: Env) -> int:
         """Return the side of the policy. It is the same for all episodes of a group, which are compared."""
@@ -46,7 +47,7 @@ class Opponent:
 
 
 class OpponentSlot:
-    """Opponent of an engine's games; of the policy's snapshots the newest."""
+    """Current opponent of an engine, replaced by each newer snapshot."""
 
     def __init__(
         self,
@@ -59,17 +60,19 @@ class OpponentSlot:
         self.model, self.version, self._load = model, version, load
 
     def enter(self, game: int) -> Opponent:
-        """Return the opponent of a game that begins. It stays that of the game until the end."""
+        """Return the opponent of a group of games that begins. It stays theirs until the end."""
         return Opponent(model=self.model, game=game, version=self.version)
 
     async def replace(self, folder: str, version: int) -> None:
-        """Let the snapshot of a folder play the games that begin from now on."""
+        """Let the snapshot of a folder play the groups that begin from now on."""
         if version != self.version:
             assert self._load is not None
-            self.model, self.version = self._load(folder), version
+            # in a thread: games go on, and the process answers the health check
+            model = await asyncio.to_thread(self._load, folder)
+            self.model, self.version = model, version
 
     async def close(self) -> None:
-        """End an engine; a server stays."""
+        """Close an engine, or the connections to a server."""
         await self.model.close()
 
 
@@ -121,7 +124,7 @@ class ServedOpponent:
 
         try:
             answer = httpx.get(f"{self.url}/models", timeout=timeout_s)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UserError(f"rollout.opponent={self.url} does not answer ({name_error(error)}): start it") from error
         try:
             names = [str(model["id"]) for model in answer.json()["data"]]
@@ -152,7 +155,7 @@ class ServedOpponent:
             "messages": [{"role": message["role"], "content": message["content"]} for message in messages],
             "temperature": self.temperature,
             "max_tokens": max_new_tokens,
-            "seed": seed % 2**63,
+            "seed": seed,
         }
         try:
             answer, _ = await self._client.ask(body)
@@ -173,4 +176,5 @@ class ServedOpponent:
         return ParsedReply(message={"role": "assistant", "content": text})
 
     async def close(self) -> None:
-        """Leave the server as it is."""
+        """Close the connections; the server stays."""
+        await self._client.close()

@@ -27,7 +27,7 @@ from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Played, run_episode
-from rollouts.opponents import OpponentSlot
+from rollouts.opponents import Opponent, OpponentSlot
 from rollouts.places import EpisodeTimedOut, Places
 from rollouts.second_reward import SecondReward
 from rollouts.seeds import make_seed
@@ -79,9 +79,8 @@ class RolloutWorker:
         opponent: OpponentSlot | None = None,
         rank: int = 0,
     ):
-        """agents: processes of `rollout.agent`, in place of an environment. They need `stops` and
-        `max_prompt_tokens`. judge: endpoint of this engine for rewards, if the policy judges. second:
-        reward of `eval_reward`. opponent: that of `rollout.opponent`. rank: number of the engine."""
+        """agents: processes of `rollout.agent`, which need `stops` and `max_prompt_tokens`. judge: endpoint of this
+        engine for rewards, if the policy judges. second: reward of `eval_reward`. rank: number of the engine."""
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
@@ -150,7 +149,8 @@ class RolloutWorker:
         prompt = replace(prompt, recorded=())
         if self.agents is not None:
             return partial(self._play_agent, ticket, prompt)
-        return partial(self._play_episode, SharedPrompt(self.tokenizer), ticket, prompt)
+        opponent = None if self.opponent is None else self.opponent.enter(ticket)
+        return partial(self._play_episode, SharedPrompt(self.tokenizer), opponent, ticket, prompt)
 
     async def _finish_group(self, ticket: int, prompt: Prompt, episodes: list[Episode]) -> Group:
         """Return the samples of rewarded episodes, with those of the prompt's own."""
@@ -182,7 +182,9 @@ class RolloutWorker:
         with self.timer.measure(Activity.REWARD):
             return await asyncio.gather(*(self._reward_players([one]) for one in played))
 
-    async def _play_episode(self, tokenizer: SharedPrompt, ticket: int, prompt: Prompt, sibling: int) -> list[Played]:
+    async def _play_episode(
+        self, tokenizer: SharedPrompt, opponent: Opponent | None, ticket: int, prompt: Prompt, sibling: int
+    ) -> list[Played]:
         rules = EpisodeRules(
             seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
             max_new_tokens=self.rollout.max_new_tokens,
@@ -195,7 +197,6 @@ class RolloutWorker:
             is_routed=self.rollout.router_replay != "off",
             in_environment=self._waiting_for_environment,
         )
-        opponent = None if self.opponent is None else self.opponent.enter(ticket)
         # except while the policy waits for the environment
         async with self._places.take():
             with self.timer.measure(Activity.GENERATE):
@@ -205,11 +206,8 @@ class RolloutWorker:
         assert self.agents is not None
         async with self._places.take():
             with self.timer.measure(Activity.ENVIRONMENT):  # except while the engine samples for it
-                return await self.agents.play(
-                    prompt,
-                    episode=sibling,
-                    seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
-                )
+                seed_of_turn = partial(make_seed, self.seed, ticket, sibling)
+                return await self.agents.play(prompt, episode=sibling, seed_of_turn=seed_of_turn)
 
     async def _reward_episode(self, played: list[Played]) -> Episode:
         with self.timer.measure(Activity.REWARD):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from core.errors import UserError
@@ -20,7 +22,7 @@ def describe_engine_memory(cfg: RLConfig, memory: MemoryEstimate) -> str:
         whole = estimate_engine_gib(gpu_gib, utilization=share, enforce_eager=rollout.enforce_eager)
         of_gpu = f"{whole:.1f} GiB of a GPU's {gpu_gib:.1f}"
         text += f": {of_gpu} (rollout.gpu_memory_utilization={share:g}, and graphs)"
-    if cfg.rollout.opponent is None or cfg.rollout.is_opponent_served:
+    if not cfg.rollout.is_opponent_loaded:
         return text
     try:
         return f"{text}; beside it {estimate_opponent_gib(cfg):.2f} GiB of weights of rollout.opponent"
@@ -30,8 +32,7 @@ def describe_engine_memory(cfg: RLConfig, memory: MemoryEstimate) -> str:
 
 def check_engine_memory(cfg: RLConfig | EvalConfig) -> None:
     """Raise UserError, with numbers, if an opponent does not fit on the GPU of an engine of vLLM."""
-    is_here = cfg.rollout.opponent is not None and not cfg.rollout.is_opponent_served
-    gpu_gib = None if not is_here else find_vllm_gpu_gib(cfg)
+    gpu_gib = find_vllm_gpu_gib(cfg) if cfg.rollout.is_opponent_loaded else None
     if gpu_gib is None:
         return
     share, eager = cfg.rollout.gpu_memory_utilization, cfg.rollout.enforce_eager
@@ -46,12 +47,22 @@ def check_engine_memory(cfg: RLConfig | EvalConfig) -> None:
 
 
 def estimate_opponent_gib(cfg: RLConfig | EvalConfig) -> float:
-    """Return the weights of the opponent in GiB. Raises UserError for an unreadable model."""
+    """Return the weights of the opponent in GiB, all copies. Raises UserError for an unreadable model."""
     folder, trusts = cfg.rollout.opponent_folder, cfg.model.trust_remote_code
     # of a snapshot of the policy as of an adapter
     path = cfg.model.path if folder is None or is_adapter(folder) else folder
     model = meta_model(path, key="rollout.opponent", trust_remote_code=trusts)
-    return sum(p.numel() for p in model.parameters()) * (2 if cfg.model.dtype == "bfloat16" else 4) / GIB
+    held = 2 if cfg.model.dtype == "bfloat16" else 4
+    return count_opponents(cfg) * sum(p.numel() for p in model.parameters()) * held / GIB
+
+
+def count_opponents(cfg: RLConfig | EvalConfig) -> int:
+    """Return the number of opponents that an engine's process holds at a time."""
+    every = cfg.rollout.opponent_every
+    if every is None or isinstance(cfg, EvalConfig):
+        return 1
+    # A snapshot is loaded beside the last one. Games that began max_staleness steps ago keep those before that.
+    return 1 + max(1, math.ceil(cfg.max_staleness / every))
 
 
 def find_vllm_gpu_gib(cfg: RLConfig | EvalConfig) -> float | None:

@@ -110,7 +110,7 @@ def estimate_judge_gib(cfg: RLConfig) -> float:
 
 def check_colocation(cfg: RLConfig, estimate: MemoryEstimate) -> None:
     """Raise UserError, with numbers, if a phase of a colocated run does not fit."""
-    if cfg.rollout.opponent is not None and not cfg.rollout.is_opponent_served:
+    if cfg.rollout.is_opponent_loaded:
         raise UserError(
             "placement is colocate, and rollout.opponent would keep the device while the trainer trains: leave it out, "
             "or set placement to separate"

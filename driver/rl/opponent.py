@@ -35,14 +35,16 @@ class Snapshots:
     save: Callable[..., Awaitable[None]]
     """Writes the trainers' weights to a folder."""
     version: int = 0
-    """Steps behind the weights of the newest; 0: model.path."""
+    """Training steps of the newest; 0: model.path."""
+    first_step: int = 0
+    """First step of a resumed run. No snapshot is taken at that step, as the run that goes on took none."""
 
     def find_folder(self, version: int) -> Path:
         return self.run_folder / FOLDER / f"step_{version:05d}"
 
     async def renew(self, version: int) -> None:
         """Take a snapshot of the trainers' weights if it is due, and remove those that no checkpoint plays."""
-        if version - self.version < self.every:
+        if version == self.first_step or version - self.version < self.every:
             return
         await self.save(self.find_folder(version), steps=version)
         self.version = version
@@ -61,7 +63,7 @@ class Snapshots:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Copy the snapshot that played when a checkpoint was made. Raises UserError if it is missing."""
-        self.version = checkpoint.state.opponent_version
+        self.version, self.first_step = checkpoint.state.opponent_version, checkpoint.state.steps_done
         if not self.version:
             return
         home = self.find_folder(self.version)

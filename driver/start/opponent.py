@@ -27,8 +27,14 @@ def check_game(cfg: RLConfig | EvalConfig, env_spec: FileSpec) -> None:
             raise UserError("rollout.opponent is policy, and an evaluation trains none: name the folder of a model")
         if cfg.model.quantization is not None:
             raise UserError(
-                f"rollout.opponent is policy, and model.quantization={cfg.model.quantization} rounds weights that a "
-                "snapshot has not: leave one of the two out"
+                f"rollout.opponent is policy, and its engine would not round weights as model.quantization="
+                f"{cfg.model.quantization} does: leave one of the two out"
+            )
+        if cfg.data.eval is not None:
+            # right after a snapshot the policy would play itself, and win half of the games however good it is
+            raise UserError(
+                "rollout.opponent is policy, and data.eval would be played against another opponent each time: leave "
+                "data.eval out, and compare checkpoints by main_eval.py with the folder of a model as rollout.opponent"
             )
     env = load_env_class(env_spec)
     sides: object = env.sides

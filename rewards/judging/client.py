@@ -132,6 +132,11 @@ class JudgeClient:
             found = None
         return found if isinstance(found, dict) else (f"no JSON{self._quote(response)}", None)
 
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._http is not None:
+            await self._http.aclose()
+
     def _quote(self, response: httpx.Response) -> str:
         said = " ".join(response.text.split())
         return f": {self._clean(shorten(said))}" if said else ""

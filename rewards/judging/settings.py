@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -12,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from core.errors import UserError, quote
 from core.strict_model import Seconds, StrictModel
+from core.text.addresses import is_http_address
 from core.text.secrets import has_secret
 
 VerdictFormat = Literal["number", "letter", "json", "probability"]
@@ -81,7 +81,7 @@ class JudgeSettings(StrictModel):
                 )
         elif self.model is None:
             raise ValueError("model is missing: set the name under which the server of base_url knows it")
-        elif not re.match(r"https?://[^/:]+(:\d+)?(/|$)", self.base_url):
+        elif not is_http_address(self.base_url):
             raise ValueError(f"base_url must be an address like http://host:8000/v1, found {quote(self.base_url)}")
         if "anchors_every" in self.model_fields_set and self.anchors is None:
             raise ValueError("anchors_every is set, and anchors is not: set it, or leave anchors_every out")

@@ -19,7 +19,7 @@ from core.cluster.capacity import Resources
 from core.errors import UserError
 from core.gpu_checks import Use
 from driver.checks import explain_devices, memory_estimate
-from driver.checks.engine_memory import check_engine_memory
+from driver.checks.engine_memory import check_engine_memory, count_opponents
 from driver.checks.explain import describe_memory
 from driver.checks.explain_devices import describe_processes
 from driver.load_recipe import load_recipe
@@ -209,5 +209,11 @@ def test_an_opponent_counts_on_the_gpu_of_an_engine(
         monkeypatch.setattr(module, "count_gpus", lambda: 1)
     check_engine_memory(rl(**game, **{"rollout.gpu_memory_utilization": 0.9}))
     check_engine_memory(rl(**{"rollout.gpu_memory_utilization": 0.95}))
+    for more, copies in (
+        ({}, 1),
+        ({"rollout.opponent": "policy", "rollout.opponent_every": 2}, 2),
+        ({"rollout.opponent": "policy", "rollout.opponent_every": 2, "max_staleness": 3}, 3),
+    ):
+        assert count_opponents(rl(**game | more)) == copies
     with pytest.raises(UserError, match=r"takes 0.60 GiB .* vLLM leaves 0.00 of 20.00 GiB to it"):
         check_engine_memory(rl(**game, **{"rollout.gpu_memory_utilization": 0.95}))

@@ -271,6 +271,7 @@ REFUSED = {
     "a key in the address": ({"base_url": f"http://me:{SECRET}@host/v1"}, "contains a password or key"),
     "no address": ({"base_url": "host"}, "must be an address like"),
     "no port": ({"base_url": "http://host:80OO/v1"}, "must be an address like"),
+    "no such port": ({"base_url": "http://host:99999/v1"}, "must be an address like"),
     "no key": ({"api_key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE is not set"),
     "no such setting": ({"vote": 3}, "reward.settings.vote: there is no such setting"),
     "equal votes": ({"votes": 3}, "votes would all be equal"),

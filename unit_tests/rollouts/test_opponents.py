@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections import deque
 from pathlib import Path
 
@@ -12,24 +13,32 @@ import peft
 import pytest
 import torch
 from aiohttp import web
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 import main_eval
 import main_rl
 from configs.eval_schema import EvalModelConfig
+from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.trainer_schema import ModelConfig
+from core.cluster.workers import Local
 from core.errors import RunStopped, UserError
 from core.types.samples import Sample
+from driver.checkpoint import Checkpoint, RunState
 from driver.evaluation.suites import setup as eval_setup
 from driver.records.episode_metrics import measure_counts
 from driver.rl import setup as rl_setup
+from driver.rl.opponent import Snapshots
 from driver.start.opponent import configure_opponent
 from modeling.merge import merge_adapter
+from rewards.rewarder import Rewarder
+from rewards.several import RewardPlan
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
-from rollouts.opponents import Opponent, ServedOpponent
+from rollouts.opponents import Opponent, OpponentSlot, ServedOpponent
+from rollouts.worker import RolloutWorker
 from tools.benchmarks.judge_server import JudgeServer
-from unit_tests.helpers.episodes import Duel, Scripted, Tool, play_all
+from unit_tests.helpers.episodes import PROMPT, Duel, Scripted, Tool, Words, play_all
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import file_of, metrics_of, samples_of
 
@@ -263,15 +272,77 @@ def test_a_server_of_several_models_or_none_is_refused():
         ServedOpponent(address, temperature=0.5, timeout_s=10, engines=1)
 
 
-@pytest.mark.slow
-def test_a_run_against_a_server_trains_the_policys_side_alone(trained, tmp_path):
-    with GameServer().running() as address:
-        ours = games_of(trained, tmp_path, **{"rollout.opponent": address})
-    assert len(ours) == 16 and not any(sample["failure"] for sample in ours)
-    assert {sample.get("player", 0) for sample in ours} == {0, 1}
+@pytest.mark.parametrize("address", ["http://host:80a/v1", "http://host:99999/v1", "http://a b/v1", "http://"])
+def test_an_address_that_is_none_is_refused(refused, tmp_path, address):
+    game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "rollout.max_turns": 2}
+    refused(game | {"rollout.opponent": address}, "rollout", "opponent must be an address like http://host:8000/v1")
 
 
-@pytest.mark.slow
+def test_a_password_in_an_address_is_refused_and_not_quoted():
+    with pytest.raises(ValidationError, match="opponent contains a password or key"):
+        RolloutConfig(env="game", opponent="http://me:secret@host/v1")
+    assert RolloutConfig(env="game", opponent="http://[::1]:8000/v1").is_opponent_served
+
+
+def test_a_group_plays_one_opponent_although_a_newer_arrives(tmp_path):
+    slot = OpponentSlot(Scripted([6], [6]), version=0)
+
+    class Renewed(Scripted):
+        async def generate(self, token_ids, *, max_new_tokens, seed):
+            slot.version = 5
+            return await super().generate(token_ids, max_new_tokens=max_new_tokens, seed=seed)
+
+    worker = RolloutWorker(
+        Renewed([3], [3]),
+        Words(),
+        lambda prompt: Duel(),
+        Rewarder(RewardPlan(functions=()), 1, 30.0),
+        reward=RewardConfig(function="environment", weights={"won": 1.0}),
+        rollout=RolloutConfig(max_new_tokens=20, max_turns=9, max_concurrency=1),
+        seed=11,
+        opponent=slot,
+    )
+    assert asyncio.run(worker.play_group(4, PROMPT, 2))
+    versions = [played.sample.counts["game/opponent_version"] for [played] in worker.played[4][1]]
+    assert versions == [0.0, 0.0] and slot.enter(5).version == 5
+
+
+def test_a_snapshot_is_loaded_beside_the_event_loop():
+    old, new, threads = Scripted(), Scripted(), []
+
+    def load(folder: str) -> Scripted:
+        threads.append(threading.get_ident())
+        assert slot.enter(0).model is old
+        return new
+
+    slot = OpponentSlot(old, version=0, load=load)
+    for _ in range(2):
+        asyncio.run(slot.replace("folder", 3))
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
+    assert slot.enter(1) == Opponent(model=new, game=1, version=3)
+
+
+def test_a_resumed_run_takes_the_snapshots_of_the_run_that_it_continues(tmp_path):
+    """Weights are sent every 3 steps, and the checkpoint is of step 5."""
+
+    async def save(folder: Path, *, steps: int) -> None:
+        folder.mkdir(parents=True)
+
+    slot = OpponentSlot(Scripted())
+    whole, again = (
+        Snapshots(every=2, run_folder=tmp_path / name, slots=Local(slot), save=save) for name in ("whole", "again")
+    )
+    for version in (0, 3):
+        asyncio.run(whole.renew(version))
+    state = RunState(steps_done=5, metrics={}, position={}, recipe={}, opponent_version=whole.version)
+    again.restore(Checkpoint(folder=tmp_path / "whole/checkpoints/step_00005", state=state))
+    for version, played in ((5, 3), (6, 6)):
+        asyncio.run(again.renew(version))
+        assert again.version == played
+        assert [path.name for path in (tmp_path / "again/opponents").iterdir()] == [f"step_{played:05d}"]
+
+
+@pytest.mark.verify
 def test_snapshots_of_the_policy_play_also_in_a_resumed_run(trained, recipe, tmp_path):
     game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "reward.function": "environment"}
     game |= {"reward.weights": {"longer": 1.0}, "rollout.max_turns": 2, "rollout.max_new_tokens": 40, "steps": 4}
@@ -295,3 +366,10 @@ def test_the_policy_as_opponent_needs_the_steps_between_its_snapshots(refused, t
     game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "rollout.max_turns": 2}
     refused(game | {"rollout.opponent": "policy"}, "opponent: policy and opponent_every belong together")
     refused(game | {"rollout.opponent_every": 2}, "opponent: policy and opponent_every belong together")
+
+
+def test_an_evaluation_against_changing_snapshots_is_refused(refused, sums, tmp_path):
+    game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "rollout.max_turns": 2}
+    game |= {"reward.function": "environment", "reward.weights": {"longer": 1.0}}
+    game |= {"rollout.opponent": "policy", "rollout.opponent_every": 2, "data.eval": f"{sums}/eval.parquet"}
+    refused(game, "rollout.opponent is policy, and data.eval would be played against another opponent each time")
