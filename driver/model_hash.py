@@ -13,6 +13,7 @@ from configs.schema import RLConfig, RunConfig
 
 MODEL_FILES = "the files of "
 """Prefix of the hashes' names."""
+_CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 _PLACES, _BYTES = 64, 4096
 """Places of a file that are read, and the bytes at each: all of a large model would take minutes."""
 
@@ -20,20 +21,20 @@ _PLACES, _BYTES = 64, 4096
 def hash_models(cfg: RunConfig, alg: Algorithm) -> dict[str, str]:
     """Return hashes of the models in local folders, by name. Those of the hub are compared by their names."""
     paths = {"model.path": cfg.model.path} | {f"{path}, which alg names": path for path in list_paths(alg.teachers)}
-    if isinstance(cfg, RLConfig) and cfg.rollout.opponent is not None:
-        paths["rollout.opponent"] = cfg.rollout.opponent
+    if isinstance(cfg, RLConfig) and cfg.rollout.opponent_folder is not None:
+        paths["rollout.opponent"] = cfg.rollout.opponent_folder
     # unlike Path.is_dir, os.path.isdir is False for a name that is too long
     return {MODEL_FILES + key: hash_model(Path(path)) for key, path in paths.items() if os.path.isdir(path)}
 
 
 def hash_model(folder: Path) -> str:
-    """Hash the configurations and samples of the weights in a model's folder.
+    """Hash configurations, code and samples of the weights in a model's folder.
 
     Tokenizer and template are compared by what they write.
     """
     found = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.name in ("config.json", "adapter_config.json"):
+        if path.name in _CONFIGS or path.suffix == ".py":
             found.update(path.read_bytes())
         elif path.suffix in (".safetensors", ".bin") and path.is_file():
             found.update(f"{path.name} {path.stat().st_size}\n".encode())

@@ -286,7 +286,7 @@ def test_an_evaluation_notices_another_template_rubric_or_helper(tiny_path, sums
         with pytest.raises(UserError, match=words):
             prepare_again(name)
     prepare_again()
-    (tmp_path / "model" / "merges.txt").write_text("a b")
+    (tmp_path / "model" / "modeling.py").write_text("# other")
     with pytest.raises(UserError, match=r"the folder of model\.path changed since"):
         prepare_again()
 

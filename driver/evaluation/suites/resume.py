@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,11 @@ from configs.load import add_new_keys, flatten_settings
 from core.errors import UserError
 from core.loading import FileSpec
 from core.text.secrets import hide_settings
-from core.text.text_files import read_ends
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.eval_sets import PromptSet
 from driver.evaluation.suites.generations import Generation, list_files, read_generations
 from driver.evaluation.suites.table import RESULTS
+from driver.model_hash import hash_model
 from driver.resume import is_listed
 from driver.run_inputs import hash_files, hash_row, hash_template
 
@@ -47,10 +46,6 @@ FREE = (
     *("rollout.gateway", "rollout.gateway."),
 )
 """Keys that may differ: the samples are equal, up to last bits if an engine's batch shape changes."""
-MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".py")
-"""Suffixes of weights, configuration, tokenizer, template and the model's own code."""
-READ_BYTES = 2**20
-"""Bytes read at both ends of a model file."""
 
 PromptKey = tuple[str, int]
 """Name of the data set, and number of the prompt in it."""
@@ -80,7 +75,7 @@ def collect_eval_settings(
     models = {
         "the folder of model.path": cfg.model.path,
         "the folder of model.adapter": cfg.model.adapter,
-        "the folder of rollout.opponent": cfg.rollout.opponent,
+        "the folder of rollout.opponent": cfg.rollout.opponent_folder,
         "the base model of model.path": base,
     }
     for key, path in models.items():
@@ -88,16 +83,6 @@ def collect_eval_settings(
             hashes[key] = hash_model(Path(path))
     # Without secrets, because the run folder contains these settings.
     return {"settings": flatten_settings(hide_settings(nested)), "sha256": hashes}
-
-
-def hash_model(folder: Path) -> str:
-    """Hash names, sizes and both ends of a model folder's files; saving a model again changes the hash."""
-    found = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in MODEL_FILES and p.is_file()):
-        # Reading hundreds of GB would take minutes. A safetensors file begins with all names and shapes.
-        found.update(f"{path.name} {path.stat().st_size}\n".encode())
-        found.update(read_ends(path, READ_BYTES))
-    return found.hexdigest()
 
 
 def find_samples(resume: str, then: dict[str, Any], now: dict[str, Any], sets: list[PromptSet]) -> Resumed:
