@@ -159,7 +159,8 @@ def choose(doc: str, name: str, list_mutants: Callable[[str], list[Mutant]], rea
     parser.add_argument("--only", default="", help="text that the path of the file must hold")
     parser.add_argument("--list", action="store_true", help="print the mistakes and plant none")
     args = parser.parse_args()
-    mutants = list_mutants(args.only)
+    if not (mutants := list_mutants(args.only)):
+        parser.error(f"--only {args.only}: no file of the list has this text in its path")
     if args.list:
         print(*(f"{m.file}:{m.breaks}" for m in mutants), f"{len(mutants)} mistakes", sep="\n")
         return

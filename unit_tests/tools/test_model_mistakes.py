@@ -23,9 +23,8 @@ def test_every_rule_plants_its_mistake(line):
 
 def test_mistakes_are_planted_in_every_part():
     mutants = list_mutants("")
-    rules = {(part.file, rule) for part in PARTS for rule in part.rules}
-    planted = {(m.file, rule) for m in mutants for _, rule in rules if f" {rule}: " in m.breaks}
-    assert {file for file, _ in planted} == {part.file for part in PARTS}
-    assert {rule for _, rule in planted} == {rule for _, rule in rules}
+    pairs = {(part.file, rule) for part in PARTS for rule in part.rules}
+    planted = {(m.file, rule) for m in mutants for _, rule in pairs if f" {rule}: " in m.breaks}
+    assert planted == pairs
     explained = [f"{m.file}:{m.breaks}" for m in mutants if find_reason(m, REASONS)]
     assert all(any(part in place for place in explained) for part in REASONS), "no reason without its mistake"

