@@ -179,9 +179,7 @@ TRAIN_LOSS = _declare("train/loss", "", "loss, averaged with the token weights o
 TRAIN_TOKENS = _declare("train/tokens", "tokens", "tokens of the step that are trained on", ALL)
 TRAIN_LR = _declare("train/lr", "", "learning rate of the step's last update", ALL)
 TRAIN_GRAD_NORM = _declare("train/grad_norm", "", "norm of the gradient before clipping, mean over the updates", ALL)
-TRAIN_SKIPPED = _declare(
-    "train/updates_skipped", "", "updates skipped: a gradient was not finite, or no token was to be trained", ALL
-)
+TRAIN_SKIPPED = _declare("train/updates_skipped", "", "updates without a finite gradient or a trained token", ALL)
 TRAIN_PADDING = _declare(
     "train/padding", "fraction", "positions of the forward passes that hold no token; 0 with packed rows", ALL
 )

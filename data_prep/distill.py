@@ -41,7 +41,8 @@ def make(config: str, model: str, out: Path, *, top: int = 16) -> None:
     cfg: SLConfig = validate(SLConfig, read_recipe(config), prefix="")
     check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     tokenizer = make_tokenizer(cfg.model, cfg.data)
-    check_frozen(model, tokenizer, cfg.model, key="--model", use="name likely tokens of the same rows")
+    use = "name likely tokens of the same rows"
+    check_frozen(model, tokenizer, cfg.model, key="--model", use=use, longest=cfg.data.max_tokens)
     feed = load_groups(cfg.data, "train", tokenizer, rows="conversations", seed=cfg.seed)
     if lazy := [source.name for source in feed.sources if source.is_lazy]:
         raise UserError(f"data.train: {lazy[0]} is read from disk row by row, and all rows are needed: set lazy: false")

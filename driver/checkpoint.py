@@ -56,7 +56,7 @@ class RunState:
     alg_state: dict[str, Any] = field(default_factory=dict[str, Any])
     """State of the algorithm for the next step, as JSON; empty for one without a state."""
     opponent_version: int = 0
-    """Version of the policy's snapshot that plays as its opponent; 0 for that of model.path, or without one."""
+    """Version of the snapshot that plays as opponent; 0 for that of model.path, or without one."""
     before: dict[str, float] = field(default_factory=dict[str, float])
     """Held-out metrics of the untrained model; empty if they were not measured."""
 

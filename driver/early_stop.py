@@ -51,7 +51,7 @@ class EarlyStop:
         return f"stop_when.metric={quote(self.when.metric)}: no step of this run has logged it, and so it had no effect"
 
     def _check_name(self, name: str, metrics: Mapping[str, float]) -> None:
-        """Raise UserError unless the metric may be missing at this step, or the run is beyond its first step."""
+        """Raise UserError unless the metric may be missing at this step, or the run is beyond the first step."""
         # Declared metrics may be absent: of a source without rows in the step, of tools that nobody called. Later steps
         # must not raise, because the trained model would be lost.
         may_be_absent = name.startswith("eval/") or find_metric(name) is not None

@@ -103,7 +103,7 @@ class ServedOpponent:
     """Opponent behind an OpenAI-compatible address, with a tokenizer of its own: it gets messages and returns text."""
 
     def __init__(self, url: str, *, temperature: float, timeout_s: float, engines: int) -> None:
-        """Ask the server for the name of its model. Raises UserError unless it serves a single one.
+        """Ask the server for the model's name. Raises UserError unless it serves a single one.
 
         timeout_s: deadline of a reply. engines: number of engines that share the limit of requests.
         """

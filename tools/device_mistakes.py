@@ -59,7 +59,7 @@ REASONS = {
     "sizes = torch.zeros(ranks": "several ranks would notice, in the sum over them",
     "clamp(min=1e-30), torch.ones_like(w)": "a number of the CPU mixes with numbers of a GPU",
 }
-"""Part of a place -> why its mistake is not noticed."""
+"""Part of a place -> why the mistake is not noticed."""
 
 Edit = tuple[int, int, str]
 """Bytes from, to, and what they become."""

@@ -69,7 +69,7 @@ PARTS = (
 REASONS: dict[str, str] = {
     "in: batch = make_batch([draw_segments(model)[0]])": "each short sequence shows how the blocks choose",
 }
-"""Part of a place -> why its mistake is not noticed."""
+"""Part of a place -> why the mistake is not noticed."""
 
 
 def find_mistakes(source: str, rules: Sequence[str]) -> Iterator[Edit]:

@@ -132,7 +132,7 @@ def _refuse_on_ray(cfg: TrainerConfig, found: ProbedOptimizer) -> str | None:
 
 
 def _run_updates(cfg: TrainerConfig, weight: Tensor, gradients: list[Tensor]) -> tuple[Tensor, torch.optim.Optimizer]:
-    """Return the updated weight and its optimizer."""
+    """Return the updated weight and the optimizer."""
     weight = weight.clone()
     optimizer = make_optimizer(cfg, [weight])
     for gradient in gradients:

@@ -13,7 +13,7 @@ from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.values import find_value, parse_list
 
 PROBED = 200
-"""Rows at the beginning of a data set that its form must fit, with the columns that begin later."""
+"""Rows at the beginning of a data set that the form must fit, with the columns that begin later."""
 FOREIGN = ("human", "gpt", "bot", "model", "function_call", "observation", "function_response")
 """Roles that only other forms have."""
 PAIR_KEYS = (("user", "assistant"), ("human", "assistant"), ("input", "output"), ("question", "answer"))

@@ -103,7 +103,7 @@ class RecordPlan:
     fit: FormFit
 
     def make(self, row: dict[str, Any], i: int) -> Record:
-        """Return the record of row number `i`. Raises UserError for a column by which its form would be another."""
+        """Return the record of row number `i`. Raises UserError for a column that would change the form."""
         for name in self.fit.unseen & row.keys():
             if row[name] is not None:
                 raise UserError(

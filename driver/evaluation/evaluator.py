@@ -48,7 +48,7 @@ class Evaluator:
 
     @property
     def decides(self) -> bool:
-        """True if the end of the run or its best checkpoint depends on evaluations."""
+        """True if the end of the run or the best checkpoint depends on evaluations."""
         cfg = self.cfg
         read = [cfg.checkpoint.best or "", "" if cfg.stop_when is None else cfg.stop_when.metric]
         return any(metric.startswith(names.EVAL.format("")) for metric in read)

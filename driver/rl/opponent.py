@@ -1,4 +1,4 @@
-"""Snapshots of the policy that play as its opponent (`rollout.opponent: policy`), in the run folder."""
+"""Snapshots of the policy that play as opponent (`rollout.opponent: policy`), in the run folder."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def make_snapshots(
     engines: Workers[RolloutWorker],
     checkpoint: Checkpoint | None,
 ) -> Snapshots | None:
-    """Return the snapshots of a run, as its checkpoint left them; None for another opponent."""
+    """Return the snapshots of a run, as the checkpoint left them; None for another opponent."""
     if cfg.rollout.opponent_every is None:
         return None
     run = context.folder.path

@@ -78,7 +78,7 @@ class Run:
     colocation: Colocation | None = None
     """State machine of shared devices; None with separate devices."""
     snapshots: Snapshots | None = None
-    """Snapshots of the policy that play as its opponent."""
+    """Snapshots of the policy that play as opponent."""
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""

@@ -342,7 +342,7 @@ def _load_model(config: EngineConfig) -> nn.Module:
     from modeling.load import load_model
     from modeling.merge import load_merged
 
-    how = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
+    path, dtype, trusts = config.model_path, config.dtype, config.trust_remote_code
     if config.adapter is not None:
-        return load_merged(config.model_path, config.adapter, key="rollout.opponent", **how)
-    return load_model(config.model_path, attention="auto", **how)
+        return load_merged(path, config.adapter, dtype=dtype, key="rollout.opponent", trust_remote_code=trusts)
+    return load_model(path, dtype=dtype, attention="auto", trust_remote_code=trusts)

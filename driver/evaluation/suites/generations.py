@@ -139,7 +139,7 @@ def list_files(run_folder: Path) -> list[Path]:
 
 
 def copy_parts(source: Path, run_folder: Path) -> None:
-    """Copy the samples of a resumed evaluation, as parts, and what its judges have spent."""
+    """Copy the samples of a resumed evaluation, as parts, and the spending of judges."""
     home = run_folder / PARTS
     with writing(home):
         home.mkdir(exist_ok=True)
@@ -158,7 +158,7 @@ def write_spend(run_folder: Path, spend: JudgeSpend) -> None:
 
 
 def restore_spend(run_folder: Path, spend: JudgeSpend) -> None:
-    """Continue from the calls and tokens of an interrupted evaluation, if its judges made any."""
+    """Continue from the calls and tokens of an interrupted evaluation, if judges made any."""
     if (path := run_folder / SPEND).is_file():
         spend.restore(parse_json(read_text(path, str(path)), str(path)))
 
