@@ -18,7 +18,7 @@ from core.cluster.ray_workers import Cluster
 from core.errors import UserError
 from data_feeds.packing.batches import micro_batches
 from modeling.attention import BY_SEQUENCE
-from trainers.compiled import CompileMetrics, check_compile, compile_blocks
+from trainers.compiled import CompileMetrics, check_compile, compile_blocks, count_compilations
 from trainers.trainer import Trainer
 from unit_tests.helpers.examples import families, some_groups, with_values
 from unit_tests.helpers.local_trainers import trainer_of
@@ -124,29 +124,25 @@ def check_compiled(path: str, alg, **how) -> None:
 )
 def test_compiled_blocks_make_the_same_update_for_every_length(tiny_path, how):
     torch.compiler.reset()  # code of another case would be used again, and not counted
+    count_compilations.cache_clear()  # and the reset has forgotten who counts
     check_compiled(tiny_path, GRPO(), **how)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ranks():
+    """New processes for each case, whose compiled code is not there yet."""
     cluster = Cluster(None)
     yield {n: start_ranks(cluster, n) for n in (1, 2)}
     cluster.close()
 
 
-def name_exported(trainer: Trainer) -> list[str]:
-    torch.compiler.reset()  # code of another case would be used again, and not counted
-    return [name for bucket in trainer.export_weights(2**28) for name, _ in bucket]
-
-
 async def learn_with(ranks, plan):
-    """Three steps; return the weights, their names as engines get them, and the metrics of the steps."""
+    """Three steps; return the weights and the metrics of the steps."""
     trainers, said = await trainers_of(ranks, plan), []
-    names = (await trainers.call_all(name_exported))[0]
     for groups in (some_groups(), families(), some_groups(5, 3)):
         micros = micro_batches(groups, "token", 60, ranks=len(trainers), padded=False, share_prefixes=True)
         said.append((await trainers.scatter(Trainer.step, [[micro] for micro in micros]))[0])
-    return (await trainers.call_all(Trainer.flatten_weights))[0], names, said
+    return (await trainers.call_all(Trainer.flatten_weights))[0], said
 
 
 @needs_compiler
@@ -162,11 +158,10 @@ async def learn_with(ranks, plan):
 )
 def test_ranks_compile_blocks_and_learn_as_one_process_without(ranks, tiny_path, stage, n, more):
     same = {"lr": 0.01, "eps": 1e-3, "attention": "auto", "lora": more.get("lora")}
-    want, names, usual = asyncio.run(learn_with(None, plan_of(tiny_path, **same)))
+    want, usual = asyncio.run(learn_with(None, plan_of(tiny_path, **same)))
     small = {"deepspeed": SMALL} if stage == 3 else {}
     plan = plan_of(tiny_path, **same | more | small | sharded(stage), ranks=n, compile=True)
-    got, sent, said = asyncio.run(learn_with(ranks, replace(plan, observers={"compile": CompileMetrics})))
-    assert sent == names
+    got, said = asyncio.run(learn_with(ranks, replace(plan, observers={"compile": CompileMetrics})))
     counts = [metrics.pop("compile/count") for metrics in said]
     assert 0 < counts[0] < 10 and counts[1:] == [0, 0], f"neither in pieces, nor for each length: {counts}"
     for ours, theirs in zip(said, usual, strict=True):
