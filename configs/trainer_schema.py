@@ -256,7 +256,9 @@ class TrainerConfig(StrictModel):
         if taken := [key for key in given if key in OURS_OF_DEEPSPEED] + nested:
             raise ValueError(f"{taken[0]} follows from other keys of the recipe: leave it out here")
         if unknown := [key for key in given if key not in OF_DEEPSPEED]:
-            raise ValueError(f"{unknown[0]} is no key that may be set here{suggest_name(unknown[0], OF_DEEPSPEED)}")
+            raise ValueError(
+                f"{unknown[0]} is no key of DeepSpeed that a recipe may set{suggest_name(unknown[0], OF_DEEPSPEED)}"
+            )
         return given
 
 

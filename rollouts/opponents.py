@@ -60,7 +60,7 @@ class OpponentSlot:
         self.model, self.version, self._load = model, version, load
 
     def enter(self, game: int) -> Opponent:
-        """Return the opponent of a group of games that begins. It stays theirs until the end."""
+        """Return the current opponent, for all games of a group."""
         return Opponent(model=self.model, game=game, version=self.version)
 
     async def replace(self, folder: str, version: int) -> None:

@@ -47,8 +47,8 @@ def check_compile(cfg: TrainerConfig, model: ModelConfig, *, is_sharded: bool, r
     }
     if is_sharded and (found := [key for key, is_set in not_compared.items() if is_set]):
         raise UserError(
-            f"{KEY} and backend: ray, and their updates have not been compared with those of an uncompiled run for "
-            f"{found[0]}: leave one of them out"
+            f"{KEY} with backend: ray has not been compared with an uncompiled run for {found[0]}: leave one of the "
+            "two out"
         )
     if model.quantization is not None:
         raise UserError(

@@ -112,7 +112,7 @@ def check_muon(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool) -> No
 
 
 def _refuse_on_ray(cfg: TrainerConfig, found: ProbedOptimizer) -> str | None:
-    """Return why the optimizer cannot run on Ray, with the first of the ways out; None if it can."""
+    """Return why the optimizer cannot run on Ray, and the fix beside `backend: local`; None if it can."""
     if found.moves_groups:
         return "keeps numbers in its groups, which a resumed run on Ray would begin anew: choose another optimizer"
     if cfg.strategy == "fsdp2" and found.unsaved is not None:

@@ -101,7 +101,8 @@ class ComparedLosses(RunObserver):
             credited = credit_groups(loss, groups, stale=self.stale)
             # by identity: the plan holds these very objects, and samples of arrays cannot be compared or hashed
             by_sample = {id(s): own for g, h in zip(groups, credited, strict=True) for s, own in zip(g, h, strict=True)}
-            for batches, plan, of_update in zip(step.batches, step.plans, step.groups, strict=False):
+            made = step.groups[: len(step.plans)]
+            for batches, plan, of_update in zip(step.batches, step.plans, made, strict=True):
                 own = prepare_update(loss.alg, [[by_sample[id(s)] for s in g] for g in of_update])
                 compared = self._plan_like(loss, plan, of_update, own).batches()
                 for rank, of_rank in zip(batches, compared, strict=True):

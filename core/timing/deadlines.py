@@ -94,7 +94,7 @@ TABLE = (
     ),
     Deadline(
         waits_for="the reward of one sample, or of one group for `score_group`",
-        length="`reward.timeout_s`",
+        length="`reward.timeout_s`; plain functions of a row: times their number",
         after_it="the call ends, or the process of a plain function is killed, and the sample has no reward",
     ),
     Deadline(

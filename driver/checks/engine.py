@@ -95,7 +95,7 @@ def check_delta(cfg: RLConfig, name: str, can: Capabilities) -> None:
 
 
 def check_corrected(cfg: RLConfig, alg: Algorithm) -> None:
-    """Raise UserError if a loss does not correct for an engine that samples from a rounded policy, or for no drift."""
+    """Raise UserError if a loss lacks the correction that a rounded engine needs, or has a bound that never applies."""
     of_sources = alg.algorithms if isinstance(alg, BySource) else {}
     each = {f"alg.by_source.{name}": own for name, own in of_sources.items()} or {"alg": alg}
     for key, own in each.items():
@@ -123,7 +123,7 @@ def check_rounded(model: ModelConfig | EvalModelConfig, rollout: RolloutConfig) 
 
 
 def check_images(cfg: RLConfig | EvalConfig) -> None:
-    """Raise UserError if the model supports images and the engine does not, or cannot load such a model at all."""
+    """Raise UserError if the engine cannot run this family of models, or its images."""
     path, trusts = cfg.model.path, cfg.model.trust_remote_code
     # a recipe's value is settled when it is read
     images = cfg.model.images if isinstance(cfg, RLConfig) else settle_eval_images(cfg)

@@ -143,8 +143,8 @@ def check_frozen(
     positions = max_positions(path, trust_remote_code=trusts)
     if longest is not None and positions is not None and longest > positions:
         raise UserError(
-            f"one sample may reach {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and {key} names "
-            f"the model {path}, which has {positions} positions: lower one of the two, or take another model"
+            f"a sample may reach {longest} tokens, and {key} names the model {path}, which has {positions} positions: "
+            "lower data.max_tokens (supervised) or rollout.max_new_tokens, or take another model"
         )
     # plain: its chat template is never used, and may be missing.
     own = ChatTokenizer(path, "plain", key=key, trust_remote_code=trusts)

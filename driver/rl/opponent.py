@@ -37,7 +37,7 @@ class Snapshots:
     version: int = 0
     """Training steps of the newest; 0: model.path."""
     first_step: int = 0
-    """First step of a resumed run. No snapshot is taken at that step, as the run that goes on took none."""
+    """First step of a resumed run. No snapshot is taken there, because the uninterrupted run takes none."""
 
     def find_folder(self, version: int) -> Path:
         return self.run_folder / FOLDER / f"step_{version:05d}"

@@ -99,7 +99,7 @@ BROKEN = {
     ),
     "a key that DeepSpeed has not": (
         {"trainer.deepspeed": {"zero_optimisation": {"offload_optimizer": {"device": "cpu"}}}},
-        ["zero_optimisation is no key", "did you mean 'zero_optimization'"],
+        ["zero_optimisation is no key of DeepSpeed", "did you mean 'zero_optimization'"],
     ),
     "tensor parallelism of the hf engine": (
         {"backend": "ray", "rollout.tensor_parallel_size": 2},

@@ -38,7 +38,9 @@ def test_a_frozen_model_reads_the_longest_sample(tiny_path: str, tmp_path: Path)
     edit(tmp_path / "short/config.json", max_position_embeddings=50)
     check_teacher_models(OPD(teacher=short), tokenizer, model, longest=50)
     check_policy(model, tokenizer, short, longest=50)
-    says = f"one sample may reach 51 tokens .* and {{}} names the model {short}, which has 50 positions: lower one"
+    says = (
+        f"a sample may reach 51 tokens, and {{}} names the model {short}, which has 50 positions: lower data.max_tokens"
+    )
     with pytest.raises(UserError, match=says.format("alg")):
         check_teacher_models(OPD(teacher=short), tokenizer, model, longest=51)
     with pytest.raises(UserError, match=says.format("rollout.opponent")):
