@@ -13,7 +13,10 @@ from configs.schema import RLConfig, RunConfig
 
 MODEL_FILES = "the files of "
 """Prefix of the hashes' names."""
-_CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
+_CONFIGS = (
+    *("config.json", "generation_config.json", "adapter_config.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
 _PLACES, _BYTES = 64, 4096
 """Places of a file that are read, and the bytes at each: all of a large model would take minutes."""
 

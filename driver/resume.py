@@ -107,7 +107,9 @@ def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> 
         raise UserError(
             f"resume={cfg.resume} is a run of the other program (main_rl.py or main_sl.py): resume it there"
         )
-    check_settings(add_new_keys(then["settings"], settings["settings"], type(cfg)), settings["settings"])
+    # an older checkpoint may hold secrets
+    before = {key: hide_settings(value, key.rpartition(".")[2]) for key, value in then["settings"].items()}
+    check_settings(add_new_keys(before, settings["settings"], type(cfg)), settings["settings"])
     # FeynRL's own files may change, such as by a bug fix, and are only reported. A user's loss or reward is the
     # training.
     changed = [key for key in changed_files(then, settings) if key not in settings["in_package"]]

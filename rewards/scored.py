@@ -184,6 +184,9 @@ def _read_notes(given: Any, who: str) -> tuple[Note, ...]:
     for note in notes:
         if not isinstance(note, dict) or not all(isinstance(note.get(key), str) for key in ("by", "text")):  # pyright: ignore[reportUnknownMemberType]
             raise _Invalid(f"a note of {who} must be an object with the texts by and text, it is {note!r}")
+        seconds = note.get("seconds", 0.0)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise _Invalid(f"seconds of a note of {who} must be a number, they are {seconds!r}")
     try:
         json.dumps(notes)
     except (TypeError, ValueError) as error:

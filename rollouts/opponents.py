@@ -58,6 +58,7 @@ class OpponentSlot:
     ) -> None:
         """version, load: of a policy's snapshot; `load` returns an engine with the weights of a folder."""
         self.model, self.version, self._load = model, version, load
+        self._replacing = asyncio.Lock()
 
     def enter(self, game: int) -> Opponent:
         """Return the current opponent, for all games of a group."""
@@ -65,11 +66,12 @@ class OpponentSlot:
 
     async def replace(self, folder: str, version: int) -> None:
         """Let the snapshot of a folder play the groups that begin from now on."""
-        if version != self.version:
-            assert self._load is not None
-            # in a thread: games go on, and the process answers the health check
-            model = await asyncio.to_thread(self._load, folder)
-            self.model, self.version = model, version
+        async with self._replacing:  # a sync that is repeated must not load a second copy
+            if version != self.version:
+                assert self._load is not None
+                # in a thread: games go on, and the process answers the health check
+                model = await asyncio.to_thread(self._load, folder)
+                self.model, self.version = model, version
 
     async def close(self) -> None:
         """Close an engine, or the connections to a server."""

@@ -22,9 +22,9 @@ _OF_DATA = (
     "output|text|content|message|messages|image|video|audio|row|column|field|record|id|name|type|task|data|dataset|split|"
     "primary|foreign|unique|public|sort|order|group|partition|join|index|lookup|map|dict|json|object|cache|state|timeout|fn"
 )
-_OWNERS = "api|access|secret|private|signing|encryption|auth|service|account|master|admin|client"
+_WORDS = "mon|don|tur|joc|whis|hoc|hot|lac"
 _KEY = re.compile(
-    rf"^(?!(.*[_-])?({_OF_DATA})[_-]?key$).*([_-]key|(?-i:[a-z0-9]Key)|(^|[_-])({_OWNERS})key)$"
+    rf"^(?!(.*[_-])?({_OF_DATA}|{_WORDS})[_-]?key$).+key$"
     r"|(^|[_-])(password|passwd|passphrase|secret|credentials?|(proxy[_-])?authorization)$"
     rf"|^(?!(.*[_-])?({_OF_TEXT})[_-]?token$)(.*[_-])?((auth|access|api|bearer|hf|hub)?token)$",
     re.IGNORECASE,

@@ -154,6 +154,8 @@ class Judge:
             answer["value"] = read_verdict(choice, self.settings, key)
         except (KeyError, IndexError, TypeError):
             answer["why"] = "the server's answer has no choices"
+            # an error of a gateway used no tokens
+            answer["tokens_in"], answer["tokens_out"] = answer["tokens_in"] or 0, answer["tokens_out"] or 0
         except Unreadable as error:
             answer["why"] = self._client.clean(str(error))
         return answer

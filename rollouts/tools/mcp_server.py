@@ -114,7 +114,8 @@ class McpConnection:
             try:
                 result = await self._client.call_tool(name, arguments)
             except Exception as error:  # the border to the server: the library raises its own errors and its streams'
-                self.is_lost = self.is_lost or _is_of_connection(error)
+                has_ended = self._task is not None and self._task.done()
+                self.is_lost = self.is_lost or has_ended or _is_of_connection(error)
                 raise ToolFailed(f"the MCP server did not answer {name}: {name_error(_find_cause(error))}") from error
             # parts other than text, such as images, are only named
             text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
@@ -195,7 +196,9 @@ def _is_of_connection(error: Exception) -> bool:
     from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
 
     # over HTTP, a server that has started again no longer knows the session, and calls each request invalid
-    return not isinstance(error, MCPError) or error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
+    if isinstance(error, MCPError):
+        return error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
+    return not isinstance(error, RuntimeError)  # an answer that does not fit the tool's schema
 
 
 def _find_cause(error: BaseException) -> BaseException:

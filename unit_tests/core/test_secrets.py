@@ -12,6 +12,7 @@ SECRET = (
     *("openai_key", "OPENAI_API_KEY", "secret_key", "my_private_key", "AWS_SECRET_ACCESS_KEY", "client_secret"),
     *("Authorization", "proxy-authorization", "passphrase", "db_password"),
     *("some_new_service_key", "x-goog-key", "wandbKey", "apikey", "answer_api_key"),
+    *("openAIKey", "hfkey", "OPENAIKEY"),
 )
 OPEN = (
     *("stop_token", "eos_token", "end_of_turn_token", "image_token", "per_token", "max_tokens", "tokenizer"),

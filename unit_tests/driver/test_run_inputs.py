@@ -287,7 +287,7 @@ def test_an_evaluation_notices_another_template_rubric_or_helper(tiny_path, sums
             prepare_again(name)
     prepare_again()
     (tmp_path / "model" / "modeling.py").write_text("# other")
-    with pytest.raises(UserError, match=r"the folder of model\.path changed since"):
+    with pytest.raises(UserError, match=r"the files of model\.path changed since"):
         prepare_again()
 
 

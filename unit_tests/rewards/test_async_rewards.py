@@ -106,6 +106,10 @@ def test_each_way_to_fail_costs_one_async_sample_and_says_why(tmp_path):
     ("more", "said"),
     [
         ({"notes": ["?"]}, "no verdict (a note of Failed must be an object with the texts by and text, it is '?')"),
+        (
+            {"notes": [{"by": "me", "text": "t", "seconds": None}]},
+            "no verdict (seconds of a note of Failed must be a number, they are None)",
+        ),
         ({"notes": [{"by": "me", "text": "?", "reading": {1}}]}, "no verdict (notes of Failed must be JSON: Object"),
         ({"counts": {"calls": "two"}}, "no verdict (counts of Failed must return numbers up to 1e+09 by name, it"),
     ],

@@ -167,7 +167,12 @@ class FakeClient:
 
 @pytest.mark.parametrize(
     ("error", "opened"),
-    [(MCPError(CONNECTION_CLOSED, "gone"), 2), (OSError("gone"), 2), (MCPError(INVALID_PARAMS, "no"), 1)],
+    [
+        (MCPError(CONNECTION_CLOSED, "gone"), 2),
+        (OSError("gone"), 2),
+        (MCPError(INVALID_PARAMS, "no"), 1),
+        (RuntimeError("no content"), 1),
+    ],
 )
 def test_a_shared_connection_that_was_lost_is_opened_again(monkeypatch, error, opened):
     """Episodes that have the lost one keep it until their end."""

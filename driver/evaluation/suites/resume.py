@@ -42,7 +42,7 @@ FREE = (
         "rollout.restarts",
     ),
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.enforce_eager", "rollout.kv_cache_gib"),
-    *("rollout.gpu_memory_utilization", "rollout.max_concurrency", "rollout.servers", "rollout.agent.address"),
+    *("rollout.gpu_memory_utilization", "rollout.max_concurrency", "rollout.agent.address"),
     *("rollout.gateway", "rollout.gateway."),
 )
 """Keys that may differ: the samples are equal, up to last bits if an engine's batch shape changes."""
@@ -73,9 +73,9 @@ def collect_eval_settings(
     hashes = {f"the file of {key}": spec.sha256 for key, spec in own.items()}
     hashes |= hash_template(tokenizer) | hash_files(cfg, own.values())
     models = {
-        "the folder of model.path": cfg.model.path,
-        "the folder of model.adapter": cfg.model.adapter,
-        "the folder of rollout.opponent": cfg.rollout.opponent_folder,
+        "the files of model.path": cfg.model.path,
+        "the files of model.adapter": cfg.model.adapter,
+        "the files of rollout.opponent": cfg.rollout.opponent_folder,
         "the base model of model.path": base,
     }
     for key, path in models.items():
