@@ -14,7 +14,7 @@ DEEPEST = 32
 """Maximum number of sections above a key: far more than exist, and few enough for recursive functions."""
 MOST_VALUES = 100_000
 """Maximum number of values, with those that aliases repeat: a few lines can stand for more than memory holds."""
-FREE = ("settings", "optimizer_settings", "template_args", "vllm", "deepspeed")
+UNTYPED = ("settings", "optimizer_settings", "template_args", "vllm", "deepspeed")
 """Sections whose values have no declared type, so that a switch written as a word would stay text, which is true."""
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _FLOAT = r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+"
@@ -92,7 +92,7 @@ def _check(node: Any, where: str, key: str, known: dict[int, int], depth: int = 
         raise UserError(f"{here}: {quote(node.value)} {misread}")
     *above, name = key.split(".")
     # Keys and the items of a list are words, such as a judge's `words: [yes, no]`.
-    is_free = not is_key and not name.isdigit() and not {*FREE}.isdisjoint(above)
+    is_free = not is_key and not name.isdigit() and not {*UNTYPED}.isdisjoint(above)
     if is_plain and is_free and (switch := _SWITCHES.get(node.value.lower())):
         raise UserError(
             f"{here}: {node.value} is text here: write {switch}, or put it in quotes ('{node.value}') if text is meant"

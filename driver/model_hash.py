@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,11 +24,20 @@ _PLACES, _BYTES = 64, 4096
 
 def hash_models(cfg: RunConfig, alg: Algorithm) -> dict[str, str]:
     """Return hashes of the models in local folders, by name. Those of the hub are compared by their names."""
-    paths = {"model.path": cfg.model.path} | {f"{path}, which alg names": path for path in list_paths(alg.teachers)}
-    if isinstance(cfg, RLConfig) and cfg.rollout.opponent_folder is not None:
+    paths: dict[str, str | None] = {"model.path": cfg.model.path}
+    paths |= {f"{path}, which alg names": path for path in list_paths(alg.teachers)}
+    if isinstance(cfg, RLConfig):
         paths["rollout.opponent"] = cfg.rollout.opponent_folder
+        # a judge that was trained again gives other rewards
+        paths["judge.model"] = None if cfg.judge is None or cfg.judge.is_policy else cfg.judge.model
+    return hash_folders(paths)
+
+
+def hash_folders(paths: Mapping[str, str | None]) -> dict[str, str]:
+    """Return hashes of the models that are local folders, by name."""
     # unlike Path.is_dir, os.path.isdir is False for a name that is too long
-    return {MODEL_FILES + key: hash_model(Path(path)) for key, path in paths.items() if os.path.isdir(path)}
+    there = {key: path for key, path in paths.items() if path is not None and os.path.isdir(path)}
+    return {MODEL_FILES + key: hash_model(Path(path)) for key, path in there.items()}
 
 
 def hash_model(folder: Path) -> str:

@@ -24,7 +24,6 @@ from core.timing.phases import (
 )
 from core.types.run_summary import GitState, Warned
 
-SKIPPED = "a gradient was not finite, or no token was to be trained"
 NOT_ENDED = "no summary.json: the run goes on, or was killed"
 
 
@@ -97,7 +96,8 @@ def list_warnings(run: RunRecord) -> list[dict[str, Any]]:
     given: list[Warned] = run.summary.get("warnings", [])
     found: list[dict[str, Any]] = [{"step": one["step"], "text": one["text"]} for one in given]
     if skipped := sum(line.get(names.TRAIN_SKIPPED, 0.0) for line in run.metrics):
-        found.append({"step": None, "text": f"{skipped:g} updates were skipped: {SKIPPED}"})
+        why = "a gradient was not finite, or no token was trained"
+        found.append({"step": None, "text": f"{skipped:g} updates were skipped: {why}"})
     if failed := sum(line.get(names.ROLLOUT_FAILED, 0.0) for line in run.metrics):
         found.append({"step": None, "text": f"{failed:g} samples have no reward, because it failed"})
     return found

@@ -279,7 +279,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         agents=agents,
         judge=judge,
         second=make_second(plan),
-        opponent=build_opponent(plan.rollout, plan.model, config, lambda config: build_engine(as_hf, config)[0]),
+        opponent=build_opponent(plan.rollout, plan.model, config, lambda own: build_engine(as_hf, own)[0]),
         rank=0 if info is None else info.rank,
     )
 

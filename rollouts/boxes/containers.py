@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -33,8 +32,8 @@ NO_LIMIT = (b"storage-opt", b"storage option", b"pquota", b"project quota", b"bt
 """Words of the programs for storage that cannot limit the disk of a container. A quota may also be used up."""
 UNLIMITED: set[str] = {"apptainer"}
 """Programs that cannot limit the disk here, as far as this process knows."""
-HINT = re.compile(rb"(Run|See) 'docker |\s*$")
-"""Lines below docker's errors."""
+HINTS = (b"Run 'docker ", b"See 'docker ")
+"""Beginnings of the lines below docker's errors."""
 GONE = ("no such container", "no container with name", "is not running", "no instance", "instance not found")
 """Words of the programs for a container that has ended."""
 
@@ -182,7 +181,7 @@ def find_reason(stderr: bytes) -> str:
     >>> find_reason(b"docker: no such image\\n\\nRun 'docker run --help' for more information\\n")
     'docker: no such image'
     """
-    return last_line(b"\n".join(line for line in stderr.splitlines() if not HINT.match(line)))
+    return last_line(b"\n".join(line for line in stderr.splitlines() if not line.startswith(HINTS)))
 
 
 def check_program(program: Program) -> None:

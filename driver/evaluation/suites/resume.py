@@ -16,7 +16,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.eval_sets import PromptSet
 from driver.evaluation.suites.generations import Generation, list_files, read_generations
 from driver.evaluation.suites.table import RESULTS
-from driver.model_hash import hash_model
+from driver.model_hash import hash_folders
 from driver.resume import is_listed
 from driver.run_inputs import hash_files, hash_row, hash_template
 
@@ -72,15 +72,14 @@ def collect_eval_settings(
     own = {key: spec for key, spec in code.items() if spec is not None and not spec.in_package}
     hashes = {f"the file of {key}": spec.sha256 for key, spec in own.items()}
     hashes |= hash_template(tokenizer) | hash_files(cfg, own.values())
-    models = {
-        "the files of model.path": cfg.model.path,
-        "the files of model.adapter": cfg.model.adapter,
-        "the files of rollout.opponent": cfg.rollout.opponent_folder,
-        "the base model of model.path": base,
-    }
-    for key, path in models.items():
-        if path is not None and Path(path).is_dir():
-            hashes[key] = hash_model(Path(path))
+    hashes |= hash_folders(
+        {
+            "model.path": cfg.model.path,
+            "model.adapter": cfg.model.adapter,
+            "rollout.opponent": cfg.rollout.opponent_folder,
+            "the base of model.path": base,
+        }
+    )
     # Without secrets, because the run folder contains these settings.
     return {"settings": flatten_settings(hide_settings(nested)), "sha256": hashes}
 
