@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
@@ -28,6 +33,22 @@ def install_beside(package: str) -> Path:
             run([*PIP, "--no-deps", "--upgrade", "--target", str(folder), *lacking])
         whole.write_text("\n".join(lacking))
     return folder
+
+
+def install_by_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package by the line of docs/how_to/environments_of_others.md. The test and its children can import it.
+
+    A user has it in the environment itself. Here PYTHONPATH names its folder, as it reaches the actors of Ray too.
+    """
+    folder = ROOT / "build" / "packages" / name
+    if not (whole := folder / "installed").is_file():
+        page = (ROOT / "docs/how_to/environments_of_others.md").read_text(encoding="utf-8")
+        [wanted] = re.findall(rf"^\.venv/bin/pip install (.*\b{name}\b.*)$", page, re.MULTILINE)
+        folder.mkdir(parents=True, exist_ok=True)
+        run([*PIP, "--upgrade", "--target", str(folder), *shlex.split(wanted)])
+        whole.touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)])))
+    monkeypatch.syspath_prepend(folder)
 
 
 def install_program(package: str, version: str, program: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -14,48 +15,17 @@ from typing import Any
 
 import pytest
 
+from data_prep import reasoning_gym as prep
 from data_prep import tiny_model
 from data_prep import verifiers as verifiers_rows
-from data_prep.tiny_model import UNKNOWN
 from unit_tests.helpers.environments import make_environment
+from unit_tests.helpers.letters import Letters
 from unit_tests.helpers.openenv_server import Server
+from unit_tests.helpers.other_packages import install_by_page
 from unit_tests.helpers.runs import folder_of, metrics_of, program, samples_of
 from unit_tests.helpers.taught import teach_digits
 
-pytestmark = [pytest.mark.verify, pytest.mark.timeout(360)]
-
-
-class Letters:
-    """The tiny model's chat format, written by hand: a token per role, end and character."""
-
-    def __init__(self, model: Path):
-        words = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
-        self.ids: dict[str, int] = words["model"]["vocab"]
-        self.texts = {i: text for text, i in self.ids.items()}
-
-    def write(self, message: dict[str, Any]) -> list[int]:
-        """Tokens of a message that the policy did not sample."""
-        return [self.ids[f"<|{message['role']}|>"], *(self.ids.get(c, self.ids[UNKNOWN]) for c in message["content"])]
-
-    def check(self, row: dict[str, Any]) -> int:
-        """Compare a recorded sample with its messages, token by token. Return the number of replies."""
-        ids, logp = row["token_ids"], row["logp"]
-        turns = row.get("turns") or [{"role": "assistant", "content": row["completion"], "tokens": row["new_tokens"]}]
-        at, replies, before = 0, 0, [*row["prompt"]]
-        for turn in turns:
-            if turn["role"] != "assistant":
-                before.append(turn)
-                continue
-            context = [i for message in before for i in self.write(message)] + [self.ids["<|assistant|>"]]
-            end = at + len(context)
-            assert ids[at:end] == context and set(logp[at:end]) == {None}, (row["id"], at)
-            sampled = ids[end : end + turn["tokens"]]
-            assert all(one is not None and one <= 0 for one in logp[end : end + turn["tokens"]])
-            said = "".join(self.texts[i] for i in sampled if not self.texts[i].startswith("<|"))
-            assert said == turn["content"] and len(sampled) == turn["tokens"], (said, turn)
-            at, replies, before = end + turn["tokens"], replies + 1, []
-        assert at == len(ids), "a token that no message has"
-        return replies
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(600)]
 
 
 def run_three_steps(recipe: Any, tmp_path: Path, model: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -119,10 +89,10 @@ def test_openenv_is_trained_on_for_three_steps(trained, recipe, tmp_path):
         assert row["reward"] in (n * 0.25, (n - 1) * 0.25 + 1.0) and (row["reward"] > n * 0.25) == ("3" in said[-1])
 
 
-def test_reasoning_gym_is_trained_on_for_three_steps(trained, recipe, tmp_path):
+def test_reasoning_gym_is_trained_on_for_three_steps(trained, recipe, tmp_path, monkeypatch):
     """The scores are those of the package itself, for the text between the tags."""
-    package = pytest.importorskip("reasoning_gym")
-    from data_prep import reasoning_gym as prep
+    install_by_page("reasoning-gym", monkeypatch)
+    package: Any = importlib.import_module("reasoning_gym")
 
     tiny_model.make(tmp_path / "long", max_length=2000)
     rows = tmp_path / "rows.jsonl"
