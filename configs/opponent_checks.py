@@ -7,6 +7,11 @@ from core.text.addresses import is_http_address
 from core.text.secrets import has_secret
 
 
+def is_server(opponent: str | None) -> bool:
+    """Tell whether an opponent is behind a server."""
+    return opponent is not None and opponent.startswith(("http://", "https://"))
+
+
 def check_opponent(opponent: str | None, every: int | None, *, is_game: bool) -> None:
     """Raise ValueError for an opponent without a game, or a bad address of one. every: opponent_every."""
     if opponent is not None and not is_game:
@@ -15,7 +20,7 @@ def check_opponent(opponent: str | None, every: int | None, *, is_game: bool) ->
         )
     if (opponent == "policy") != (every is not None):
         raise ValueError("opponent: policy and opponent_every belong together: set both, or leave both out")
-    if opponent is None or not opponent.startswith(("http://", "https://")):
+    if opponent is None or not is_server(opponent):
         return
     if has_secret(opponent):
         raise ValueError("opponent contains a password or key: name the address of a server that needs none")

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from configs.agent_schema import AgentConfig
 from configs.gateway_schema import GatewayConfig, check_gateway
 from configs.judge_schema import JudgeBudgetConfig
-from configs.opponent_checks import check_opponent
+from configs.opponent_checks import check_opponent, is_server
 from core.strict_model import Seconds, StrictModel
 from core.types.routes import RouterReplay
 from core.types.truncation import EVERYTHING_KEPT, Truncation
@@ -294,7 +294,7 @@ class RolloutConfig(StrictModel):
     @property
     def is_opponent_served(self) -> bool:
         """True if the opponent is behind a server."""
-        return self.opponent is not None and self.opponent.startswith(("http://", "https://"))
+        return is_server(self.opponent)
 
     @property
     def is_opponent_loaded(self) -> bool:

@@ -123,7 +123,7 @@ def _split_file(row: str, text: str, entry_point: Any) -> Suite:
 
 
 async def run_asserts(box: Sandbox, code: str, suite: Suite, limits: Limits) -> tuple[list[bool], bool]:
-    """Return which tests pass, and whether the code loads. Raises ValueError for a test that cannot be judged."""
+    """Return each test's result, and whether the code loads. Raises ValueError for a test that cannot be judged."""
     # only the judge knows it, so the code cannot print results of its own
     nonce = secrets.token_hex(16)
     given = {"code": code, "tests": suite.tests, "setup": suite.setup, "nonce": nonce}

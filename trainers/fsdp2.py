@@ -200,7 +200,7 @@ class FsdpLearner:
 
 
 class MatrixParts:
-    """Parts of matrices that a rank holds: rows, or the whole matrices of some experts."""
+    """Matrix parts of a rank: rows, or the whole matrices of some experts."""
 
     def __init__(self, sharded: dict[Tensor, nn.Parameter]):
         """sharded: parameter by this rank's part of it."""
