@@ -35,6 +35,7 @@ from rollouts.engines.vllm_support.kept_sets import KeptReports
 from rollouts.engines.vllm_support.loop import EngineLoop
 from rollouts.engines.vllm_support.options import naming_refused
 from rollouts.engines.vllm_support.patches import hide_invented_dict, restoring_threads
+from rollouts.engines.vllm_support.plugin import require_plugin
 from rollouts.engines.vllm_support.requests import (
     continue_seed,
     make_adapter_request,
@@ -45,7 +46,7 @@ from rollouts.engines.vllm_support.requests import (
     sampling_params,
 )
 from rollouts.engines.vllm_support.routes import RouteReports
-from rollouts.engines.vllm_support.settings import engine_args, find_use, prepare_cpu
+from rollouts.engines.vllm_support.settings import engine_args, find_use, prepare_cpu, prepare_gpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
 
@@ -81,7 +82,12 @@ class VllmEngine(VllmChecks, Engine):
         self._running, self._takes_chunks = 0, False  # requests that are not finished; whether chunks come
         on_cpu = not torch.cuda.is_available()
         self._reports, self._routes = KeptReports(config, self._rpc, on_cpu=on_cpu), RouteReports(config)
-        cores = prepare_cpu(config.cores, config.tensor_parallel_size) if on_cpu else None
+        require_plugin()
+        cores: list[int] | None = None
+        if on_cpu:
+            cores = prepare_cpu(config.cores, config.tensor_parallel_size)
+        else:
+            prepare_gpu(config.dtype)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # it would send statistics over the network

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +27,10 @@ from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.drafts import read_drafts
 from rollouts.engines.vllm_support.options import KEYS, OURS, list_arguments
 from rollouts.engines.vllm_support.patches import expand, hide_invented_dict
-from rollouts.engines.vllm_support.settings import engine_args
+from rollouts.engines.vllm_support.plugin import require_plugin
+from rollouts.engines.vllm_support.settings import engine_args, prepare_gpu
 from rollouts.transcript import Conversation
+from tools.benchmarks.processes import ROOT
 from unit_tests.helpers.vllm_lab import SETTINGS
 
 TINY = str(Path(__file__).parent.parent.parent / "configs" / "tiny.yaml")
@@ -87,6 +91,26 @@ def test_llvmlites_lookup_is_replaced_once(monkeypatch):
     assert Library.__getattr__ is replaced and Library().add == "add"
     with pytest.raises(AttributeError):
         Library().__getattr__("__dict__")
+
+
+def test_an_engine_without_our_installation_is_one_sentence():
+    """A Python that knows the folder, and no entry point of it."""
+    code = f"import sys; sys.path.insert(0, '.'); from {require_plugin.__module__} import require_plugin as r; r()"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "UserError: rollout.engine: vllm needs FeynRL to be installed" in done.stderr
+    require_plugin()
+
+
+def test_float32_on_a_gpu_is_float32_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "")  # so that it is restored
+    del os.environ["TRITON_F32_DEFAULT"]
+    prepare_gpu("bfloat16")
+    assert "TRITON_F32_DEFAULT" not in os.environ
+    prepare_gpu("float32")
+    assert os.environ["TRITON_F32_DEFAULT"] == "ieee"
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    prepare_gpu("float32")
+    assert os.environ["TRITON_F32_DEFAULT"] == "tf32"
 
 
 def test_drafts_of_all_replies_are_metrics_of_the_step():

@@ -6,18 +6,29 @@ import multiprocessing
 import os
 import time
 from functools import cache
+from importlib.metadata import entry_points
 from threading import Thread
 
 from core.cluster.scratch import name_shared_memory
+from core.errors import UserError
 from core.timing.deadlines import PARENT_POLL_S
+
+GROUP, NAME = "vllm.general_plugins", "feynrl"
+"""Entry point of this plugin, which pyproject.toml declares and the installation writes."""
+
+
+def require_plugin() -> None:
+    """Raise UserError if vLLM would not find this plugin, because FeynRL is imported from a folder alone."""
+    if not entry_points(group=GROUP, name=NAME):
+        raise UserError(
+            "rollout.engine: vllm needs FeynRL to be installed, because vLLM finds the receiver of weights by an entry "
+            "point: run `python -m pip install --no-deps --editable .` in FeynRL's folder"
+        )
 
 
 @cache
 def register() -> None:
-    """Register the engines. Cached, since vLLM may call this several times per process.
-
-    The entry point group is vllm.general_plugins.
-    """
+    """Register the engines. Cached, since vLLM may call this several times per process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     _end_with_parent()

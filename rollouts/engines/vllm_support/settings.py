@@ -1,4 +1,4 @@
-"""Settings of vLLM: engine arguments, and environment variables on a CPU."""
+"""Settings of vLLM: engine arguments, and environment variables."""
 
 from __future__ import annotations
 
@@ -116,3 +116,10 @@ def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> list[int]:
     # an explicit size replaces this variable, which counts whole GiB
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     return shares[0]
+
+
+def prepare_gpu(dtype: str) -> None:
+    """Set the environment variables that vLLM's kernels read on a GPU, before one is compiled; the user's stay."""
+    if dtype == "float32":
+        # attention in float32 is Triton's, which multiplies in TF32 (10 bits) unless told otherwise
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
