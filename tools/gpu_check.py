@@ -17,6 +17,8 @@ For the rows of ZeRO bring DeepSpeed's sources (2 MB), which need no build, and 
     tar xf wheels/deepspeed-0.19.8.tar.gz -C wheels
     PYTHONPATH=wheels/deepspeed-0.19.8 python -m tools.gpu_check
 
+For the rows of vLLM FeynRL must be installed, too (make install), because vLLM finds the receiver of weights by it.
+
 A rehearsal takes gloo in place of NCCL. Where unit_tests/helpers/pretend_cuda.py can be had, rows run on its pretend
 CUDA device, so that a mistake of devices is met here and not on the first GPU.
 """
@@ -31,8 +33,10 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 
 from tools.gpu_day.report import describe, write_files, write_table
@@ -54,7 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     if missing := [package for package in WANTED if find_spec(package) is None]:
         print(explain_missing(missing))
         return 2
-    machine, began = describe_machine(), time.monotonic()
+    began = time.monotonic()
+    # in a process of its own: CUDA's context would stay here, and take half a GiB from every row
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        machine = pool.submit(describe_machine).result()
     print(*(f"{name}: {value}" for name, value in machine.items()), "", sep="\n", flush=True)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="gpu_check") as folder:

@@ -16,6 +16,7 @@ It needs torch, transformers and pydantic, and neither ray nor deepspeed, vllm o
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import statistics
 import sys
@@ -144,6 +145,7 @@ def measure_updates(
 ) -> Measured:
     """Make updates of `tokens` tokens in each micro-batch; return the median one."""
     on_gpu = torch.cuda.is_available()
+    gc.collect()  # the trainer of a measurement before this one has reference cycles, and holds memory until then
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     alg: Algorithm = GRPO() if args.loss == "grpo" else SFT()
