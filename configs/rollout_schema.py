@@ -253,8 +253,8 @@ class RolloutConfig(StrictModel):
     engine if possible; then the run stops."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs; always the case on a CPU."""
-    kv_cache_gib: float = Field(1.0, gt=0)
-    """Size of vLLM's KV cache on a CPU, in GiB."""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """Size of vLLM's KV cache per rank, in GiB. Unset: 1 on a CPU; on a GPU, what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
     """Fraction of a GPU's memory for vLLM."""
     quantization: Quantization | None = None

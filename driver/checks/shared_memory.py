@@ -13,7 +13,7 @@ from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.gpus import GIB
 from driver.checks.memory_estimate import CUDA_GIB, GRAPHS_GIB, MemoryEstimate, find_gpu_gib, find_machine_gib
-from driver.start.devices import judge_takes_turns, uses_gpus
+from driver.start.devices import find_cpu_cache_gib, judge_takes_turns, uses_gpus
 from modeling.hf_config import ModelUnreadable, meta_model
 
 
@@ -55,11 +55,13 @@ def plan_colocation(
             "weights of the engines, twice" if on_vllm else "weights of the engines": (1 + on_vllm)
             * engines
             * estimate.per_engine,
-            "caches": engines * cfg.rollout.kv_cache_gib if on_vllm else 0.0,
+            "caches": engines * find_cpu_cache_gib(cfg.rollout) if on_vllm else 0.0,
         }
         if cfg.judge is not None and n_judges:
             by_vllm = cfg.judge.engine.startswith("vllm")
-            everything["judge"] = n_judges * ((1 + by_vllm) * judge + (cfg.rollout.kv_cache_gib if by_vllm else 0.0))
+            everything["judge"] = n_judges * (
+                (1 + by_vllm) * judge + (find_cpu_cache_gib(cfg.rollout) if by_vllm else 0.0)
+            )
         return [of_machine(when="everything together", parts=everything)]
     # With sleep_mode=discard the engines' weights are not kept: the next sync sends all of them.
     away = {"trainers": trainers + cfg.trainer.ranks * estimate.buckets}

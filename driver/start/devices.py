@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from configs.eval_schema import EvalConfig
+from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig
 from core.cluster.capacity import Resources
 from core.cluster.machine_check import describe_torch
@@ -13,6 +14,9 @@ from core.cluster.workers import RankInfo
 from core.gpu_checks import Use, refuse_run
 from core.gpus import find_gpus
 from core.timing.deadlines import GPU_CHECK_TIMEOUT_S
+
+CPU_CACHE_GIB = 1.0
+"""Size of vLLM's KV cache on a CPU, unless a recipe sets another."""
 
 
 def count_gpus() -> int:
@@ -33,6 +37,15 @@ def list_cores(info: RankInfo | None) -> list[int]:
 def uses_gpus(cfg: RunConfig | EvalConfig) -> bool:
     """Return True if trainers and engines use GPUs. With device=cuda the driver's machine may have none."""
     return cfg.device == "cuda" or count_gpus() > 0
+
+
+def find_cache_gib(rollout: RolloutConfig, *, on_gpu: bool) -> float | None:
+    """Return the size of vLLM's KV cache; None for the part of a GPU that rollout.gpu_memory_utilization leaves."""
+    return rollout.kv_cache_gib if on_gpu else find_cpu_cache_gib(rollout)
+
+
+def find_cpu_cache_gib(rollout: RolloutConfig) -> float:
+    return CPU_CACHE_GIB if rollout.kv_cache_gib is None else rollout.kv_cache_gib
 
 
 def share_machine(cfg: RunConfig | EvalConfig, workers: int, *, gpus: int) -> Resources:

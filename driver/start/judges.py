@@ -20,7 +20,14 @@ from core.loading import needs_part
 from core.tasks import gather_fail_fast
 from core.timing.deadlines import MEMBERSHIP_POLL_S
 from data_feeds.chat.template_args import list_arguments
-from driver.start.devices import judge_takes_turns, list_cores, share_devices, share_machine, uses_gpus
+from driver.start.devices import (
+    find_cache_gib,
+    judge_takes_turns,
+    list_cores,
+    share_devices,
+    share_machine,
+    uses_gpus,
+)
 from modeling.hf_config import check_model_folder, max_positions
 from rewards import RunJudge
 from rewards.several import RewardPlan
@@ -131,7 +138,7 @@ def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
         trust_remote_code=False,
         seed=cfg.seed,
         tensor_parallel_size=judge.tensor_parallel_size,
-        kv_cache_gib=None if uses_gpus(cfg) else cfg.rollout.kv_cache_gib,
+        kv_cache_gib=find_cache_gib(cfg.rollout, on_gpu=uses_gpus(cfg)),
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
         sleep="offload" if judge_takes_turns(cfg) else None,  # no weight sync would bring the weights again

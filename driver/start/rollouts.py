@@ -25,7 +25,7 @@ from data_feeds.chat.model_files import read_template
 from data_feeds.chat.template_args import make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import locate_parser, make_parser
-from driver.start.devices import list_cores, share_machine, shares_devices, uses_gpus
+from driver.start.devices import find_cache_gib, list_cores, share_machine, shares_devices, uses_gpus
 from driver.start.judges import address_judge, check_judge, find_judge_length, serve_policy
 from driver.start.opponent import build_opponent, check_game
 from modeling.lora import name_lora_targets
@@ -146,8 +146,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         trust_remote_code=model.trust_remote_code,
         seed=cfg.seed,
         tensor_parallel_size=cfg.rollout.tensor_parallel_size,
-        # On a GPU the cache is what gpu_memory_utilization leaves beside the weights.
-        kv_cache_gib=None if uses_gpus(cfg) else cfg.rollout.kv_cache_gib,
+        kv_cache_gib=find_cache_gib(cfg.rollout, on_gpu=uses_gpus(cfg)),
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
         quantization=cfg.rollout.quantization,

@@ -120,12 +120,13 @@ def test_the_quickstart_takes_one_gpu_in_turns_and_says_so(tmp_path: Path, n: in
 def test_a_driver_without_gpus_leaves_the_cache_of_remote_gpus_to_vllm(
     rl: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """rollout.kv_cache_gib is of a CPU; on a GPU it would make the cache as small as a CPU's."""
+    """The default of a CPU would make the cache of a GPU small; a size that the recipe sets is of either."""
     has_gpus(monkeypatch, 0)
-    here = rl(**{"rollout.kv_cache_gib": 3.0})
-    assert plan_engines(here, here.model).engine.kv_cache_gib == 3.0
-    remote = rl(ray_address="10.0.0.1:6379", device="cuda")
-    assert plan_engines(remote, remote.model).engine.kv_cache_gib is None
+    on_gpus = {"ray_address": "10.0.0.1:6379", "device": "cuda"}
+    for places, unset in (({}, 1.0), (on_gpus, None)):
+        default, chosen = rl(**places), rl(**places, **{"rollout.kv_cache_gib": 3.0})
+        assert plan_engines(default, default.model).engine.kv_cache_gib == unset
+        assert plan_engines(chosen, chosen.model).engine.kv_cache_gib == 3.0
 
 
 def places(cfg: RLConfig) -> dict[str, str]:
