@@ -48,6 +48,8 @@ class Learnt:
     cores: int
     load: float
     """Mean number of running processes on the machine in the minute before the end."""
+    device: str
+    """Name of the GPU, or cpu."""
 
 
 Runs = dict[int, dict[str, Learnt]]
@@ -68,6 +70,8 @@ def read_results(folder: Path) -> dict[tuple[str, str], Runs]:
             found.setdefault((one.task, method), {}).setdefault(one.seed, {})[side] = one
     pairs = {key: {seed: both for seed, both in runs.items() if len(both) == 2} for key, runs in found.items()}
     for key, runs in pairs.items():
+        if len(devices := sorted({one.device for both in runs.values() for one in both.values()})) > 1:
+            raise SystemExit(f"error: {key} has results of {', '.join(devices)}: keep each device's in a folder")
         for seed, both in runs.items():
             if both["ours"].order != both["trl"].order:
                 raise SystemExit(f"error: the sides of {key} with seed {seed} saw other rows: measure both again")
@@ -135,13 +139,14 @@ def make_table(results: dict[tuple[str, str], Runs]) -> str:
 
 
 def list_circumstances(results: dict[tuple[str, str], Runs]) -> str:
-    """Return a line per comparison with the commits and the loads of its results."""
+    """Return a line per comparison with the device, the commits and the loads of its results."""
     lines: list[str] = []
     for (task, method), runs in results.items():
         done = [one for both in runs.values() for one in both.values()]
         commits, loads = sorted({one.commit for one in done}), [one.load for one in done]
         cores = ", ".join(map(str, sorted({one.cores for one in done})))
-        lines.append(f"{task} {method}: commit {', '.join(commits)}; load {min(loads)} to {max(loads)}; {cores} cores")
+        load = f"load {min(loads)} to {max(loads)}; {cores} cores"
+        lines.append(f"{task} {method}: {done[0].device}; commit {', '.join(commits)}; {load}")
     return "\n".join(lines)
 
 

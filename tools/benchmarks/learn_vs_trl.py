@@ -7,7 +7,7 @@ Both sides start from the same weights and train on the same rows in the same or
 loss, optimizer, and learning rate of every update (learn_work.py). `tiny` is the quickstart's model and its sums, in
 one process with transformers' generation on both sides. `smollm2` is SmolLM2-135M-Instruct on sums, ours on Ray,
 DeepSpeed and vLLM; TRL generates with transformers, because its vLLM backend needs a GPU, so equal seconds say nothing
-about GPUs.
+about GPUs. `calls` is the same model on function calls of one turn (learn_calls.py).
 
 These differ in GRPO: the sampled tokens; TRL 1.16 shuffles the samples of a step over its updates, and we deal whole
 groups to them (--sides trl_groups runs TRL without the shuffle); TRL divides the loss of an update by the mean number
@@ -22,9 +22,12 @@ of pairs with a positive margin (dpo). Rows of sft and dpo are drawn once, but t
 has 24 copies of each, and the model of dpo was warmed up on sums of the same kind. The held-out reward after training
 is sampled by main_eval.py from the model that each side saves.
 
-A result is a file of docs/learn_vs_trl/, with seed, commit, load, and digests of settings and rows; a side whose file
-is there is not run again, so that a stopped comparison goes on. Ours runs first with an even seed, and TRL with an odd
-seed.
+On a machine with one GPU both sides train on it in float32, without TF32, and `smollm2` and `calls` run in the turns of
+placement=colocate (learn_machine.py); several may run at once. TRL still generates with transformers.
+
+A result is a file of docs/learn_vs_trl/, with seed, commit, device, load, and digests of settings and rows; a side
+whose file is there is not run again, so that a stopped comparison goes on. Ours runs first with an even seed, and TRL
+with an odd seed. A comparison has results of one device, because seconds of two are not compared.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from pathlib import Path
 
 from driver.records.git_state import read_git_state
 from tools.benchmarks.beside_trl import say, trl_environment
+from tools.benchmarks.learn_machine import Machine, find_machine
 from tools.benchmarks.learn_report import (
     SIDES,
     WHOLE_GROUPS,
@@ -88,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     if work is None:
         listed = ", ".join(f"{task} {method}" for task, method in WORKS)
         parser.error(f"there is no comparison {args.task} {args.method}: choose one of {listed}")
+    machine = find_machine()
     prepare(args.task)
     # in turns over the seeds, so that a machine whose speed drifts favours neither side
     for side in args.sides[::-1] if args.seed % 2 else args.sides:
@@ -95,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         if file.is_file():
             say(f"{file.name} is there; delete it to measure again")
             continue
-        result = learn(args, work, side)
+        result = learn(args, work, side, machine)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(asdict(result)) + "\n")
         say(f"{file.name}: {result.values[0]:.3f} to {result.values[-1]:.3f}, held out {result.held_out:.3f}")
@@ -107,18 +112,18 @@ def read_path(text: str) -> Path:
     return Path(text).absolute()
 
 
-def learn(args: argparse.Namespace, work: Work, side: str) -> Learnt:
+def learn(args: argparse.Namespace, work: Work, side: str, machine: Machine) -> Learnt:
     """Run a side with a seed; return the measures of the run and of the saved model, with the commit and the load."""
     state = read_git_state()
     commit = state if isinstance(state, str) else state["commit"][:12] + ("+" if state["changed_files"] else "")
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
-        recipe = write_recipe(work, args.seed, scratch)
+        recipe = write_recipe(work, args.seed, scratch, machine)
         if side == "ours":
             done = run_ours(args.method, work, recipe, scratch)
         else:
-            python = args.trl_python or trl_environment()
-            done = run_theirs(args.method, work, recipe, python, scratch, whole_groups=side == WHOLE_GROUPS)
+            python, whole = args.trl_python or trl_environment(), side == WHOLE_GROUPS
+            done = run_theirs(args.method, work, recipe, python, scratch, machine=machine, whole_groups=whole)
         load = os.getloadavg()[0]
         with contextlib.redirect_stdout(io.StringIO()):
             held_out = measure_held_out(work, scratch / ("ours" if side == "ours" else "trl"), scratch)
@@ -135,6 +140,7 @@ def learn(args: argparse.Namespace, work: Work, side: str) -> Learnt:
         held_out=round(held_out, 4),
         cores=os.cpu_count() or 1,
         load=round(load, 1),
+        device=machine.device,
     )
 
 

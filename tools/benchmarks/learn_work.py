@@ -6,7 +6,6 @@ import ast
 import hashlib
 import json
 import math
-import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -15,11 +14,13 @@ from typing import Any
 
 from core.timing.phases import STEP, time_metric
 from tools.benchmarks.beside_trl import SMOLLM2, Row, make_smollm2, run_trl, say
+from tools.benchmarks.learn_calls import make_calls
+from tools.benchmarks.learn_machine import Machine
 from tools.benchmarks.processes import ROOT, read_metrics
 
 HOME = "build/learn_vs_trl"
 """Models and data of the comparisons, from the repository's root."""
-TINY, SUMS = f"{HOME}/tiny", f"{HOME}/smollm2"
+TINY, SUMS, CALLS = f"{HOME}/tiny", f"{HOME}/smollm2", f"{HOME}/calls"
 SUMS_FORM = "Calculate {a} {op} {b}. Reply with the number only."
 
 
@@ -121,6 +122,24 @@ WORKS: dict[tuple[str, str], Work] = {
         trl=SAME_GRPO,
         trl_rows=16,
     ),
+    ("calls", "grpo"): Work(
+        recipe={
+            "steps": 30,
+            "groups_per_step": 8,
+            "group_size": 16,
+            "model": {"path": SMOLLM2, "dtype": "float32"},
+            "alg": {"name": "grpo", "correction": {"level": "none"}},
+            "data": {"train": f"{CALLS}/train.jsonl", "max_prompt_tokens": 224},
+            "reward": {"function": "arithmetic"},
+            "rollout": {"max_new_tokens": 48},
+            "trainer": {"lr": 2e-5, "lr_schedule": "linear", "warmup_updates": 3, "micro_batch_tokens": 2048},
+        },
+        held_out=f"{CALLS}/eval.jsonl",
+        new_tokens=48,
+        reward="arithmetic",
+        trl=SAME_GRPO,
+        trl_rows=16,
+    ),
 }
 """Comparisons by task and method. Supervised ones draw every row at most once, so that the loss or the accuracy of a
 step, which is computed before its update, is of rows that the run sees for the first time. Their sums may have been
@@ -146,9 +165,11 @@ def prepare(task: str) -> None:
     """Make the model and the data of a task, if they are missing."""
     from data_prep import arithmetic
 
-    if task == "smollm2":
+    if task in ("smollm2", "calls"):
         make_smollm2(SMOLLM2)
-        if not (ROOT / SUMS / "train.jsonl").is_file():
+        if task == "calls" and not (ROOT / CALLS / "train.jsonl").is_file():
+            make_calls(ROOT / CALLS, train=150, held_out=50)
+        elif task == "smollm2" and not (ROOT / SUMS / "train.jsonl").is_file():
             sizes = ["--max", "20", "--train", "150", "--eval", "50", "--prompt-form", SUMS_FORM]
             arithmetic.main(["--out", str(ROOT / SUMS), "--jsonl", *sizes])
         return
@@ -163,11 +184,12 @@ def prepare(task: str) -> None:
         (ROOT / TINY / "compared" / "pairs.jsonl").rename(ROOT / TINY / "pairs.jsonl")
 
 
-def write_recipe(work: Work, seed: int, scratch: Path) -> Path:
-    """Write our recipe; the trained model goes to `scratch`/ours."""
+def write_recipe(work: Work, seed: int, scratch: Path, machine: Machine) -> Path:
+    """Write our recipe with the keys of the machine; the trained model goes to `scratch`/ours."""
     places = {"run_dir": str(scratch / "runs"), "save_to": str(scratch / "ours")}
     file = scratch / "recipe.yaml"
-    file.write_text(json.dumps(work.recipe | places | {"name": "learn-vs-trl", "seed": seed, "display": "quiet"}))
+    rest = {"name": "learn-vs-trl", "seed": seed, "display": "quiet"}
+    file.write_text(json.dumps(machine.add_keys(work.recipe) | places | rest))
     return file
 
 
@@ -199,14 +221,19 @@ def check_prompts(run: Path, drawn: list[list[Row]], group_size: int) -> None:
 
 
 def run_theirs(
-    method: str, work: Work, recipe: Path, trl_python: Path, scratch: Path, *, whole_groups: bool = False
+    method: str,
+    work: Work,
+    recipe: Path,
+    trl_python: Path,
+    scratch: Path,
+    *,
+    machine: Machine,
+    whole_groups: bool = False,
 ) -> Curve:
     """Run TRL's trainer on the rows of our run, in their order, with our learning rate of every update.
 
     The model is saved in `scratch`/trl. whole_groups: without TRL's shuffle of the samples over a step's updates.
     """
-    import torch
-
     from configs.schema import RLConfig, SLConfig
     from driver.load_recipe import load_recipe
     from trainers.optimizer import make_lr_schedule
@@ -220,11 +247,10 @@ def run_theirs(
         "seed": cfg.seed,
         "lr": cfg.trainer.lr,
         "lrs": [schedule(update) for update in range(cfg.total_updates)],
-        # as on our side: torch's choice in one process, and the machine's cores in an actor without a GPU
-        "threads": torch.get_num_threads() if cfg.backend == "local" else os.cpu_count(),
+        "threads": machine.count_threads(cfg.backend),
         "scratch": str(scratch),
         "save_to": str(scratch / "trl"),
-        "settings": work.trl,
+        "settings": {**work.trl, **machine.trl},
         "trl_batch": work.trl_rows,
         "trl_padding_free": False,
     }
@@ -271,6 +297,7 @@ def measure_held_out(work: Work, model: Path, scratch: Path) -> float:
     """Return the mean reward of four sampled replies to each held-out prompt."""
     import main_eval
 
+    longest = work.recipe["data"].get("max_prompt_tokens", 64)
     report = main_eval.run(
         {
             "name": "learn-vs-trl",
@@ -278,7 +305,7 @@ def measure_held_out(work: Work, model: Path, scratch: Path) -> float:
             "run_dir": str(scratch / "evaluations"),
             "samples": 4,
             "model": {"path": str(model), "dtype": "float32"},
-            "data": {"sets": [{"path": str(ROOT / work.held_out)}], "max_prompt_tokens": 64},
+            "data": {"sets": [{"path": str(ROOT / work.held_out)}], "max_prompt_tokens": longest},
             "reward": work.recipe.get("reward", {"function": work.reward}),
             "rollout": {"engine": "hf", "max_new_tokens": work.new_tokens},
         }

@@ -6,10 +6,15 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from configs.schema import RLConfig
+from rewards.arithmetic import score
 from tools.benchmarks import learn_vs_trl
+from tools.benchmarks.learn_calls import FORMS, make_calls
+from tools.benchmarks.learn_machine import ON_ONE_GPU, TRL_ON_GPU, Machine
 from tools.benchmarks.learn_report import (
     Learnt,
     average_until,
@@ -35,6 +40,7 @@ ONE = Learnt(
     held_out=0.9,
     cores=2,
     load=1.0,
+    device="cpu",
 )
 SLOW = replace(ONE, side="trl", values=[0.0, 0.25, 0.5], seconds=[2.0, 2.0, 2.0], held_out=0.5)
 
@@ -80,7 +86,12 @@ def test_trl_with_whole_groups_is_a_comparison_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"), [({"order": "others"}, "saw other rows"), ({"settings": "old"}, "with other settings")]
+    ("changed", "said"),
+    [
+        ({"order": "others"}, "saw other rows"),
+        ({"settings": "old"}, "with other settings"),
+        ({"device": "a GPU"}, "results of a GPU, cpu"),
+    ],
 )
 def test_results_of_other_work_are_refused(tmp_path, changed, said):
     with pytest.raises(SystemExit, match=said):
@@ -92,14 +103,14 @@ def test_show_reads_from_the_callers_folder_and_tells_commits_and_loads(tmp_path
     write(tmp_path / "found", ONE, replace(SLOW, commit="d+", load=9.5))
     monkeypatch.chdir(tmp_path)
     assert learn_vs_trl.main(["show", "--results", "found", "--image", "curves.svg"]) == 0
-    assert "tiny grpo: commit c, d+; load 1.0 to 9.5; 2 cores" in capsys.readouterr().out
+    assert "tiny grpo: cpu; commit c, d+; load 1.0 to 9.5; 2 cores" in capsys.readouterr().out
     assert (tmp_path / "curves.svg").is_file()
 
 
 def test_an_odd_seed_begins_with_trl(tmp_path, monkeypatch):
     ran = []
 
-    def learn(args, work, side):
+    def learn(args, work, side, machine):
         ran.append((args.seed, side))
         return replace(ONE, side=side, seed=args.seed)
 
@@ -114,3 +125,29 @@ def test_an_odd_seed_begins_with_trl(tmp_path, monkeypatch):
 @pytest.mark.parametrize("changed", [{"reward": "gsm8k"}, {"trl_rows": 1}, {"new_tokens": 9}])
 def test_every_setting_is_in_the_digest(changed):
     assert replace(WORKS["tiny", "grpo"], **changed).hash_settings() != SETTINGS
+
+
+def test_a_gpus_keys_are_in_the_recipe_and_not_in_the_digest():
+    work, gpu = WORKS["calls", "grpo"], Machine(device="a GPU", ours=ON_ONE_GPU, trl=TRL_ON_GPU)
+    digest, recipe = work.hash_settings(), gpu.add_keys(work.recipe)
+    assert (recipe["placement"], recipe["rollout"]["enforce_eager"], recipe["rollout"]["max_new_tokens"]) == (
+        *("colocate", True),
+        work.recipe["rollout"]["max_new_tokens"],
+    )
+    assert RLConfig.model_validate(recipe | {"name": "calls"}).rollout.kv_cache_gib == 2
+    assert work.hash_settings() == digest and Machine().add_keys(work.recipe) == work.recipe
+    alone = WORKS["tiny", "grpo"].recipe
+    assert gpu.add_keys(alone) == alone, "one process has no turns"
+
+
+def test_the_answer_of_a_function_call_is_scored_on_both_sides(tmp_path):
+    make_calls(tmp_path, train=6, held_out=2)
+    rows = [json.loads(line) for file in ("train", "eval") for line in (tmp_path / f"{file}.jsonl").open()]
+    questions = [row["messages"][-1]["content"] for row in rows]
+    assert len(set(questions)) == 8
+    for row in rows:
+        call, prompt = json.loads(row["answer"]), SimpleNamespace(id=row["id"], answer=row["answer"])
+        assert FORMS[call["name"]].format(**call["arguments"]) == row["messages"][-1]["content"]
+        shown = row["messages"][2]["content"]
+        found = [score(prompt, [{"role": "assistant", "content": reply}]) for reply in (row["answer"], shown)]
+        assert found == [{"correct": 1.0}, {"correct": 0.0}]
