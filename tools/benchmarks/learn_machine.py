@@ -22,9 +22,13 @@ ON_ONE_GPU: dict[str, Any] = {
         "gpu_memory_utilization": 0.1,
         # no graphs: compiling and capturing them takes longer than 30 steps of a small model
         "enforce_eager": True,
+        # its first pass, of the largest batch, would take more memory than a step does
+        "vllm": {"max_num_seqs": 128, "max_num_batched_tokens": 4096},
     },
+    # DeepSpeed's own buckets take 2 GiB
+    "trainer": {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 50_000_000}}},
 }
-"""Keys of a recipe on Ray and vLLM, so that several runs share one GPU. A whole run takes about 9 GiB of it."""
+"""Keys of a recipe on Ray and vLLM, so that several runs share one GPU."""
 TRL_ON_GPU: dict[str, Any] = {"use_cpu": False, "tf32": False}
 """Settings of TRL on a GPU. Both sides multiply in float32: TF32 is off by torch's default on ours, too."""
 

@@ -78,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=read_path, default=RESULTS, help="folder of the files")
     parser.add_argument("--image", type=read_path, help="draw the curves of --task into this SVG")
     parser.add_argument("--trl-python", type=read_path, help="a Python with trl; made under build/ if not given")
+    parser.add_argument("--commit", help="of this code, on a machine without its clone")
     args = parser.parse_args(argv)
     # paths of the recipes begin there
     os.chdir(ROOT)
@@ -114,7 +115,7 @@ def read_path(text: str) -> Path:
 
 def learn(args: argparse.Namespace, work: Work, side: str, machine: Machine) -> Learnt:
     """Run a side with a seed; return the measures of the run and of the saved model, with the commit and the load."""
-    state = read_git_state()
+    state = args.commit or read_git_state()
     commit = state if isinstance(state, str) else state["commit"][:12] + ("+" if state["changed_files"] else "")
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)

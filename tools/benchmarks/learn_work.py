@@ -138,7 +138,7 @@ WORKS: dict[tuple[str, str], Work] = {
         new_tokens=48,
         reward="arithmetic",
         trl=SAME_GRPO,
-        trl_rows=16,
+        trl_rows=8,
     ),
 }
 """Comparisons by task and method. Supervised ones draw every row at most once, so that the loss or the accuracy of a
