@@ -49,19 +49,18 @@ def plan_colocation(
     of_machine = partial(Need, place="this machine", there=machine_gib)
     on_vllm = cfg.rollout.engine.startswith("vllm")
     if not uses_gpus(cfg):
+        cache = find_cpu_cache_gib(cfg.rollout)
         # on a CPU vLLM packs the weights for its kernels, beside what was loaded
         everything = {
             "trainers": trainers,
             "weights of the engines, twice" if on_vllm else "weights of the engines": (1 + on_vllm)
             * engines
             * estimate.per_engine,
-            "caches": engines * find_cpu_cache_gib(cfg.rollout) if on_vllm else 0.0,
+            "caches": engines * cache if on_vllm else 0.0,
         }
         if cfg.judge is not None and n_judges:
             by_vllm = cfg.judge.engine.startswith("vllm")
-            everything["judge"] = n_judges * (
-                (1 + by_vllm) * judge + (find_cpu_cache_gib(cfg.rollout) if by_vllm else 0.0)
-            )
+            everything["judge"] = n_judges * ((1 + by_vllm) * judge + (cache if by_vllm else 0.0))
         return [of_machine(when="everything together", parts=everything)]
     # With sleep_mode=discard the engines' weights are not kept: the next sync sends all of them.
     away = {"trainers": trainers + cfg.trainer.ranks * estimate.buckets}
