@@ -61,9 +61,7 @@ class Machine:
 def find_machine() -> Machine:
     """Return the settings of this machine. Raises SystemExit if it has several GPUs, over which TRL would spread."""
     gpus = find_gpus(timeout_s=GPU_CHECK_TIMEOUT_S)
-    if gpus.count == 0:
-        return Machine()
-    if gpus.count > 1 or gpus.failure:
+    if gpus.failure or gpus.count > 1:
         found = gpus.failure or f"this machine has {gpus.count} GPUs, and a comparison takes one"
         raise SystemExit(f"error: {found}: let CUDA_VISIBLE_DEVICES name one GPU, or none for the CPU")
-    return Machine(device=gpus.devices[0].name, ours=ON_ONE_GPU, trl=TRL_ON_GPU)
+    return Machine(device=gpus.devices[0].name, ours=ON_ONE_GPU, trl=TRL_ON_GPU) if gpus.count else Machine()

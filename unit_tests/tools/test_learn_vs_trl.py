@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from configs.schema import RLConfig
+from core.gpus import Gpu, Gpus
 from rewards.arithmetic import score
-from tools.benchmarks import learn_vs_trl
+from tools.benchmarks import learn_machine, learn_vs_trl
 from tools.benchmarks.learn_calls import FORMS, make_calls
-from tools.benchmarks.learn_machine import ON_ONE_GPU, TRL_ON_GPU, Machine
+from tools.benchmarks.learn_machine import ON_ONE_GPU, TRL_ON_GPU, Machine, find_machine
 from tools.benchmarks.learn_report import (
     Learnt,
     average_until,
@@ -151,3 +152,14 @@ def test_the_answer_of_a_function_call_is_scored_on_both_sides(tmp_path):
         shown = row["messages"][2]["content"]
         found = [score(prompt, [{"role": "assistant", "content": reply}]) for reply in (row["answer"], shown)]
         assert found == [{"correct": 1.0}, {"correct": 0.0}]
+
+
+def test_a_result_names_the_gpu_and_several_gpus_are_refused(monkeypatch):
+    gpu = Gpu(name="a GPU", capability=(9, 0), total_gib=80.0, used_gib=0.0)
+    for devices, found in (((), Machine()), ((gpu,), Machine(device="a GPU", ours=ON_ONE_GPU, trl=TRL_ON_GPU))):
+        monkeypatch.setattr(learn_machine, "find_gpus", lambda timeout_s, devices=devices: Gpus(devices=devices))
+        assert find_machine() == found
+    for refused in (Gpus(devices=(gpu, gpu)), Gpus(failure="CUDA fails")):
+        monkeypatch.setattr(learn_machine, "find_gpus", lambda timeout_s, refused=refused: refused)
+        with pytest.raises(SystemExit, match="name one GPU"):
+            find_machine()
