@@ -47,9 +47,8 @@ def plan_colocation(
     judge = estimate_judge_gib(cfg) if judge_takes_turns(cfg) else 0.0
     n_judges = 0 if cfg.judge is None or not judge else cfg.judge.num_engines * cfg.judge.tensor_parallel_size
     of_machine = partial(Need, place="this machine", there=machine_gib)
-    on_vllm = cfg.rollout.engine.startswith("vllm")
+    on_vllm, cache = cfg.rollout.engine.startswith("vllm"), find_cpu_cache_gib(cfg.rollout)
     if not uses_gpus(cfg):
-        cache = find_cpu_cache_gib(cfg.rollout)
         # on a CPU vLLM packs the weights for its kernels, beside what was loaded
         everything = {
             "trainers": trainers,
