@@ -47,8 +47,10 @@ check: lint  ## lint, types and the fast tests: about two minutes
 test: fast  ## the fast tests, and one real run of each kind
 	$(PYTEST) -q -m "usual and not verify"
 
-test-all: test  ## the other slow tests, too
-	$(PYTEST) -q -m "(slow or gpu) and not verify and not usual" --durations=30
+# two runs of pytest, since each lists all tests first, half a minute of a core: what one core suffices for, and the rest
+test-all: set-test  ## the other slow tests, too
+	$(FAST) -m "(one_core or not slow) and not verify and not gpu"
+	$(PYTEST) -q -m "(slow and not one_core or gpu) and not verify" --durations=30
 
 verify: set-test  ## long evidence runs, the planted bugs of `make mutants` among them
 	$(PYTEST) -q -m verify --timeout 3600

@@ -23,6 +23,8 @@ from core.types.measures import At, Measure
 from core.types.samples import Policy, Sample, Tokens
 from unit_tests.helpers.variants import MORE, NEEDED, VARIANTS, name_variant
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list_algorithms()
 

@@ -11,6 +11,8 @@ from algs.base import Algorithm
 from algs.check.partitions import changes_no_bit, list_partitions
 from unit_tests.helpers.variants import CANDIDATES, NEEDED, VARIANTS, name_variant
 
+pytestmark = pytest.mark.one_core
+
 AS_THEY_COME: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in list_algorithms()]
 STAGED: list[tuple[str, dict[str, Any]]] = [
     ("kl_cov", {"fraction": 0.2}),

@@ -144,7 +144,7 @@ def closing(found: Examined) -> set[Toggle]:
     [
         ("colder", Toggle.TEMPERATURE, "the engine samples at temperature 0.7 and the trainer scores at 1: gap"),
         *(
-            pytest.param(*planted, marks=pytest.mark.slow)
+            pytest.param(*planted, marks=[pytest.mark.one_core, pytest.mark.slow])
             for planted in [
                 ("rounded_head", Toggle.DTYPE, "the engine computes its head in bfloat16 and the trainer in float32"),
                 ("stale_weights", Toggle.WEIGHTS, "the engine still samples from the weights before the last sync"),
@@ -166,6 +166,7 @@ def test_a_planted_cause_is_named_and_no_other_toggle_closes_the_gap(ask, engine
         assert batch.before.mean == pytest.approx(batch.after.mean, rel=1e-3)
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_routers_that_choose_other_experts_are_named_as_the_cause(ask, mixture_path):
     found = ask(str(PLANTED / "other_routes.py"), bound=1e-4, **{"model.path": mixture_path})
@@ -175,6 +176,7 @@ def test_routers_that_choose_other_experts_are_named_as_the_cause(ask, mixture_p
     assert trial.after.mean < 1e-5 < trial.before.mean
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "said"),
@@ -190,6 +192,7 @@ def test_text_that_is_tokenised_again_is_named(ask, pairs_path, engine, said):
     assert closing(found) == {Toggle.TOKENISED_AGAIN}
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_tokens_drawn_at_another_temperature_than_they_claim_are_found(ask):
     found = ask(str(PLANTED / "colder_in_secret.py"))
@@ -207,6 +210,7 @@ def test_an_engine_without_a_mistake_has_no_mismatch(ask, pairs_path):
     assert found.facts.changed > 8, "ids that text would not have are no mismatch"
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_two_mistakes_are_not_taken_for_one_of_them(ask):
     found = ask(str(PLANTED / "two_mistakes.py"))
@@ -310,6 +314,7 @@ def test_a_temperature_is_tried_only_if_it_is_another_than_the_runs(true):
     )
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_head_that_only_the_config_ties_is_named(ask, sharp_path, tmp_path):
     base = Path(shutil.copytree(sharp_path, tmp_path / "base"))
@@ -320,6 +325,7 @@ def test_a_head_that_only_the_config_ties_is_named(ask, sharp_path, tmp_path):
     assert not any("temperature 1 instead of 1" in trial.change for trial in found.trials)
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_the_rounding_of_bfloat16_is_named_where_it_is_asked_for(ask):
     usual = ask(**{"model.dtype": "bfloat16"})
@@ -328,6 +334,7 @@ def test_the_rounding_of_bfloat16_is_named_where_it_is_asked_for(ask):
     assert "round differently in model.dtype=bfloat16" in found.verdict.sentence
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_an_adapter_is_moved_and_sent_like_weights(ask):
     found = ask(str(PLANTED / "stale_weights.py"), **{"model.lora": {"r": 4}})
@@ -454,6 +461,7 @@ def test_shared_memory_is_looked_at_where_there_are_processes(recipe, tmp_path):
     assert check_shared_memory(several, tmp_path).level == "ok"
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_the_trainers_weights_are_moved_until_old_ones_can_be_told_apart(ask):
     """And the move is as large as the bound asks for, no smaller."""

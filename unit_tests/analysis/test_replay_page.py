@@ -25,7 +25,7 @@ from unit_tests.helpers.examples import a_changed, some_groups
 from unit_tests.helpers.pages import HOSTILE, Elements, unpack
 from unit_tests.helpers.runs import file_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.one_core, pytest.mark.usefixtures("one_thread")]
 LOSSES = ["run", "cispo", "wrong_sign", "no_mask"]
 
 

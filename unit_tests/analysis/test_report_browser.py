@@ -19,6 +19,7 @@ from unit_tests.helpers.pages import HOSTILE, rewrite_sample
 from unit_tests.helpers.runs import SEVENS, file_of, metrics_of
 
 pytestmark = [
+    pytest.mark.one_core,
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(find_browser() is None, reason=MISSING),

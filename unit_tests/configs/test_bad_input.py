@@ -20,6 +20,8 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import file_of, folder_of, metrics_of
 
+pytestmark = pytest.mark.one_core
+
 HUGE = 10**29
 NUMBERS = {
     # key: values that are refused before the start

@@ -22,6 +22,8 @@ from driver.checks.explain import explain
 from driver.evaluation.suites.setup import explain_eval, load_eval_recipe
 from driver.load_recipe import load_recipe
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = {path.stem: read_recipe(str(path)) for path in sorted((ROOT / "configs").glob("*.yaml"))}
 LONGEST_SENTENCE = 3000

@@ -26,6 +26,8 @@ from unit_tests.helpers.golden2 import GOLDEN2, rl_groups
 from unit_tests.helpers.golden_cases import run_case
 from unit_tests.helpers.runs import LUCK
 
+pytestmark = pytest.mark.one_core
+
 
 def make_algorithm(settings):
     return validate(find_algorithm(settings)[1], settings, prefix="alg")

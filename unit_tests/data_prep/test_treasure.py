@@ -13,6 +13,8 @@ from data_feeds.chat.tool_parsing import ParsedReply
 from data_prep import tiny_model, treasure
 from rollouts.envs.treasure import Treasure
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 
 

@@ -20,6 +20,8 @@ from driver.rl.setup import prepare, start
 from modeling.attention_fixed import use_fixed_order
 from unit_tests.helpers.seeing import make_config
 
+pytestmark = pytest.mark.one_core
+
 CLAIM = {"rollout.batch_invariant": True, "rollout.max_new_tokens": 24, "rollout.temperature": 0.7, "steps": 1}
 
 

@@ -20,7 +20,7 @@ from unit_tests.helpers.examples import run_here, sample_of, some_groups, throug
 from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.runs import folder_of, metrics_of, numbers_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.one_core, pytest.mark.usefixtures("one_thread")]
 
 ADAPTERS = {
     "whole": None,

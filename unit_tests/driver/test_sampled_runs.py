@@ -10,6 +10,8 @@ from driver.resume import check_settings
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import LUCK, file_of, folder_of, metrics_of
 
+pytestmark = pytest.mark.one_core
+
 TARGET = """
 import numpy as np
 from data_feeds.samplers.base import Sampler, take_best

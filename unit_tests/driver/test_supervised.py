@@ -19,7 +19,7 @@ from driver.rl.setup import start as start_rl
 from driver.sl.run import Run, prepare, start
 from unit_tests.helpers.runs import TIMED, evaluations_of, metrics_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.one_core, pytest.mark.timeout(400)]
 HH = Path(__file__).parents[1] / "data" / "hh_rlhf_rows.jsonl"
 
 

@@ -13,6 +13,8 @@ from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.runs import metrics_of
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 
 

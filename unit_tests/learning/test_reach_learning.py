@@ -15,6 +15,8 @@ from driver.records.run_result import RunResult
 from rollouts.envs.reach import BINS
 from unit_tests.helpers.runs import metrics_of
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 GAMES = 12_000
 BY_CHANCE = 0.55

@@ -12,6 +12,8 @@ import main_sl
 from data_prep import tiny_vision_model, visual
 from driver.records.run_result import RunResult
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 SIZES = ["--train", "2000", "--eval", "500", "--sft", "16000", "--wrong-share", "0.72"]
 HELD_OUT = 400

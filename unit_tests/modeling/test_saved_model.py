@@ -15,7 +15,7 @@ from configs.trainer_schema import LoraConfig
 from modeling.saved_model import SavedModelWrong, check_saved, correct_generation_config
 from unit_tests.helpers.small_trained import IDS, a_base, edit, logits, rewrite, trained
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.one_core, pytest.mark.usefixtures("one_thread")]
 
 READ = """
 import os, sys, torch

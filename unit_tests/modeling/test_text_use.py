@@ -36,6 +36,8 @@ from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.seeing import SOFT, draw_image, make_config, save_model
 from unit_tests.helpers.shared_prefixes import check_alike, laid_out
 
+pytestmark = pytest.mark.one_core
+
 TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": 0}
 TEXT |= {"bos_token_id": 1, "eos_token_id": 2}

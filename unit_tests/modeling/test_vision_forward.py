@@ -38,7 +38,7 @@ from unit_tests.helpers.seeing import (
 )
 from unit_tests.helpers.shared_prefixes import check_alike, gradient, laid_out
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.one_core, pytest.mark.usefixtures("one_thread")]
 
 
 @dataclass(frozen=True)

@@ -29,4 +29,9 @@ for module, left_out in MODULES.items():
 for module, names in CHOSEN.items():
     globals().update({name: getattr(import_module(f"unit_tests.{module}"), name) for name in names})
 
-pytestmark = [needs_pretend_cuda, pytest.mark.slow, pytest.mark.usefixtures("one_thread", "cuda_device")]
+pytestmark = [
+    pytest.mark.one_core,
+    needs_pretend_cuda,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("one_thread", "cuda_device"),
+]

@@ -23,6 +23,8 @@ from rewards.sandbox import Bubblewrap, HttpSandbox, Limits, SandboxUnavailable
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.one_reward import one_reward
 
+pytestmark = pytest.mark.one_core
+
 RIGHT = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(10, 5) == 15"]
 ALL, NONE = {"correct": 1.0, "passed": 1.0, "ran": 1.0}, {"correct": 0.0, "passed": 0.0, "ran": 1.0}

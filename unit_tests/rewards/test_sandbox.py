@@ -24,6 +24,8 @@ from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.processes import leftovers, wait_until
 from unit_tests.helpers.sandbox_escapes import ESCAPES, Outcome, run_escapes
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 SYSTEM_PYTHON = "/usr/bin/python3"
 SECRET = "nobody-may-see-this"

@@ -29,6 +29,8 @@ from unit_tests.helpers.boxes import sh, within
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.processes import leftovers
 
+pytestmark = pytest.mark.one_core
+
 SMALL = Limits(memory_mib=256, disk_mib=8, file_mib=6, files=60, processes=32)
 HIDDEN = f"sha256:{'0' * 64}"
 

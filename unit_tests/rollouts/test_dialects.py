@@ -22,9 +22,6 @@ from rollouts.agents.wire import ChatResponse
 from unit_tests.helpers.chat_families import TOOLS
 from unit_tests.helpers.scripted_policy import Policy, check_exact, make_session, say_calls
 
-openai = pytest.importorskip("openai", reason="OpenAI's client comes with vLLM: make install")
-anthropic = pytest.importorskip("anthropic", reason="Anthropic's client comes with vLLM: make install")
-
 SYSTEM, ASKED, RESULTS, MORE = "Be brief.", "Which?", ("3 degrees", "19 degrees"), "Why?"
 SCRIPT = [
     say_calls("I look.", ("weather", {"place": "Oslo"}), ("weather", {"place": "Rome", "days": 2})),
@@ -33,6 +30,14 @@ SCRIPT = [
 ]
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 Ask = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clients() -> None:
+    """Import the vendors' clients. Anthropic's takes seconds, and no process that only lists tests waits for it."""
+    global anthropic, openai
+    openai = pytest.importorskip("openai", reason="OpenAI's client comes with vLLM: make install")
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client comes with vLLM: make install")
 
 
 async def talk_chat(url: str, key: str, *, streams: bool) -> list[str]:

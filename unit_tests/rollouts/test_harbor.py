@@ -21,6 +21,8 @@ from unit_tests.helpers.episodes import calls_of
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.scripted_policy import Policy, say_calls
 
+pytestmark = pytest.mark.one_core
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, dict[str, Any]]:

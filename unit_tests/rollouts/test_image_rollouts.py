@@ -60,6 +60,8 @@ from unit_tests.helpers.plain_vision import (
 )
 from unit_tests.helpers.scripted_policy import Policy, check_exact, make_session
 
+pytestmark = pytest.mark.one_core
+
 TEMPERATURE = 0.7
 BOUND = 1e-4
 LOOKS = [say("user", "what is ", draw(1), "?")]

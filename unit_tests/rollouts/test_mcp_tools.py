@@ -26,6 +26,8 @@ pytest.importorskip("mcp", reason="the package mcp comes with vLLM")
 from mcp import MCPError
 from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
 
+pytestmark = pytest.mark.one_core
+
 SERVER = """
 import os, sys, time
 from mcp.server import MCPServer

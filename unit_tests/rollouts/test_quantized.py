@@ -23,6 +23,8 @@ from unit_tests.helpers.engines import engine_of, several
 from unit_tests.helpers.models import make_mixture
 from unit_tests.helpers.runs import LEARN, SEVENS, file_of, metrics_of
 
+pytestmark = pytest.mark.one_core
+
 EMBEDDING = "model.embed_tokens.weight"
 LAYER = "model.layers.0.mlp.down_proj.weight"
 

@@ -6,6 +6,8 @@ from core.errors import UserError
 from tools import explain_experiments
 from tools.explain_experiments import EXPERIMENTS, MADE, PAGE, insert, make_table
 
+pytestmark = pytest.mark.one_core
+
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(EXPERIMENTS)))])
 def test_the_page_has_the_figures_of_explain(number):

@@ -18,6 +18,8 @@ import main_rl
 from tools.mutants import copy_tracked
 from unit_tests.helpers.examples import run_here
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "pydantic", "numpy", "yaml")
 

@@ -19,6 +19,8 @@ import pytest
 from tools import layers
 from tools.mutants import copy_tracked
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 RUN = """
 import contextlib, io, json, runpy, sys

@@ -19,6 +19,8 @@ from core.errors import UserError
 from data_prep import smollm2
 from unit_tests.helpers.fake_gpus import COMPILER, H100, compile_cuda, pretend
 
+pytestmark = pytest.mark.one_core
+
 ROOT = Path(__file__).parent.parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, OURS = PYPROJECT["project"], PYPROJECT["tool"]["feynrl"]

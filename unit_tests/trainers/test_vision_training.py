@@ -46,7 +46,7 @@ from unit_tests.helpers.image_models import say
 from unit_tests.helpers.plain_vision import draw, load_plain, make_seeing
 from unit_tests.helpers.seeing import MARKED, make_model, plain_inputs, plain_logp, save_model, seeing_groups
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.one_core, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parent.parent.parent
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
 
