@@ -8,6 +8,7 @@ import pickle
 import re
 import threading
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from algs.base import assign_advantages
 from configs.trainer_schema import LoraConfig
 from core.allocator import return_freed_memory
-from core.cluster.ray_workers import Cluster
 from core.errors import RunStopped, UserError
 from data_feeds.packing.batches import micro_batches, plan_update
 from driver.rl.scoring import compute_columns
@@ -64,19 +64,6 @@ from unit_tests.helpers.seeing import save_model
 SLOW_BLOCK = {"lr_scales": {"model.layers.0": 0.25}}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    cluster = Cluster(None)
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture(scope="module")
-def ranks(cluster):
-    """Actors by number of ranks; a test builds its trainers in them, so that libraries are imported once."""
-    return {n: start_ranks(cluster, n) for n in (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -212,16 +199,21 @@ async def learn_rows(ranks, plan: TrainerPlan, *, max_tokens: int):
     return (await trainers.call_all(Trainer.flatten_weights))[0], said
 
 
+@cache
+def learn_alone(path: str, name: str):
+    """Return the weights before and after the updates of one process, and its metrics."""
+    plan = plan_of(path, alg={"name": name}, **SGD | {"lr": 0.1})
+    return start_of(path, {"name": name}), *asyncio.run(learn_rows(None, plan, max_tokens=10_000))
+
+
 @pytest.mark.parametrize("stage", [1, 3, FSDP2])
 @pytest.mark.parametrize("name", ["sft", "dpo", "orpo", "kto", "reward_model"])
 def test_two_ranks_learn_from_rows_as_one_does(ranks, tiny_path, stage, name):
     """Loss, metrics and weights; the second update has moved away from the reference."""
     alg = {"name": name}
-    settings = SGD | {"lr": 0.1}
-    want, metrics = asyncio.run(learn_rows(None, plan_of(tiny_path, alg=alg, **settings), max_tokens=10_000))
-    plan = plan_of(tiny_path, alg=alg, **settings, **sharded(stage), ranks=2)
+    start, want, metrics = learn_alone(tiny_path, name)
+    plan = plan_of(tiny_path, alg=alg, **SGD | {"lr": 0.1}, **sharded(stage), ranks=2)
     got, got_metrics = asyncio.run(learn_rows(ranks, plan, max_tokens=80))
-    start = start_of(tiny_path, alg)
     assert (got - want).norm() < 1e-5 * (want - start).norm()
     for said in (got_metrics[0], metrics[0]):  # policy and reference are one: which side of z0 = 0 is rounding
         said.pop("kto/accuracy", None)

@@ -5,19 +5,11 @@ from __future__ import annotations
 import pytest
 
 from configs.trainer_schema import LoraConfig
-from core.cluster.ray_workers import Cluster
 from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.models import random_model
-from unit_tests.helpers.ray_trainers import FSDP2, LATER, SMALL, check_update, sharded, start_ranks
+from unit_tests.helpers.ray_trainers import FSDP2, LATER, SMALL, check_update, sharded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    cluster = Cluster(None)
-    yield {2: start_ranks(cluster, 2)}
-    cluster.close()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from algs.grpo import GRPO
 from algs.teachers import Teacher
 from algs.terms import KL
 from configs.trainer_schema import LoraConfig, TrainerConfig
-from core.cluster.ray_workers import Cluster
 from core.errors import UserError
 from data_feeds.packing.batches import micro_batches
 from modeling.load import load_model
@@ -22,18 +21,11 @@ from trainers.trainer import Trainer
 from unit_tests.helpers.examples import columns_of, fill_batch, some_groups
 from unit_tests.helpers.golden2 import GOLDEN2
 from unit_tests.helpers.local_trainers import trainer_of
-from unit_tests.helpers.ray_trainers import FSDP2, OFFLOADED, SMALL, plan_of, sharded, start_ranks, trainers_of
+from unit_tests.helpers.ray_trainers import FSDP2, OFFLOADED, SMALL, plan_of, sharded, trainers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REFERENCE = GOLDEN2["state"]["reference"]
 ADAM = {"optimizer": "adamw", "lr": 1e-2}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    cluster = Cluster(None)
-    yield {2: start_ranks(cluster, 2)}
-    cluster.close()
 
 
 class OnlyWeights:

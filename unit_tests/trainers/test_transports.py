@@ -8,12 +8,12 @@ import time
 from dataclasses import replace
 
 import pytest
+import ray
 
 from algs import find_algorithm
 from configs.schema import RLConfig
 from configs.sync_schema import PROBE_TOLERANCE
 from core.cluster.capacity import Resources
-from core.cluster.ray_workers import Cluster
 from core.errors import ProcessDied, RunStopped, TransportFailed
 from data_feeds.packing.batches import micro_batches
 from driver.load_recipe import load_recipe
@@ -88,10 +88,14 @@ class Mortal:
 
 
 @pytest.fixture
-def cluster():
-    cluster = Cluster(None)
+def cluster(cluster):
+    """The folder's cluster; what a test starts on it ends with the test."""
+    groups = cluster.groups
+    n_before = len(groups)
     yield cluster
-    cluster.close()
+    for actor in (actor for group in groups[n_before:] for actor in group.actors):
+        ray.kill(actor)
+    del groups[n_before:]
 
 
 class Waiting:

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from configs.trainer_schema import LoraConfig
-from core.cluster.capacity import Resources
-from core.cluster.ray_workers import Cluster
 from data_feeds.packing.batches import micro_batches
 from modeling.images.processor import ImageProcessor
 from modeling.load import load_model
@@ -21,21 +19,12 @@ from unit_tests.helpers.ray_trainers import (
     FSDP2,
     LATER,
     SMALL,
-    Nothing,
     check_update,
     sharded,
 )
 from unit_tests.helpers.seeing import Reply, join_parts, save_model, seeing_groups, some_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def two():
-    """Two actors, in which every case builds its trainers."""
-    cluster = Cluster(None)
-    yield {2: asyncio.run(cluster.spawn("trainer", 2, Nothing, resources=Resources(threads=1), timeout_s=120))}
-    cluster.close()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +38,7 @@ def two():
         *(pytest.param(f, 3, [], marks=LATER) for f in ("qwen3_5", "gemma3", "gemma4")),
     ],
 )
-def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, freeze):
+def test_two_ranks_make_the_update_of_one_process(ranks, tmp_path, family, stage, freeze):
     """Somewhere one rank has images where the other has text alone, and gathers the tower's weights all the same."""
     path = save_model(tmp_path / "model", family)
     processor = ImageProcessor(path)
@@ -61,8 +50,8 @@ def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, 
     rows = zip(*micro_batches(groups, "token", most, ranks=2, padded=False, share_prefixes=True), strict=True)
     assert any(bool(one.images) != bool(other.images) for one, other in rows), "or nothing is seen here"
     here = sharded(stage) | {"gradient_checkpointing": stage in (3, FSDP2), "deepspeed": SMALL if stage == 3 else {}}
-    got, _ = check_update(two, path, groups, max_tokens=most, same=how, tolerance=1e-4, ranks=2, **here)
-    asyncio.run(two[2].call_all(Trainer.save_model, tmp_path / "saved"))
+    got, _ = check_update(ranks, path, groups, max_tokens=most, same=how, tolerance=1e-4, ranks=2, **here)
+    asyncio.run(ranks[2].call_all(Trainer.save_model, tmp_path / "saved"))
     check_saved(tmp_path / "saved", dtype="float32")
     saved = load_model(str(tmp_path / "saved"), dtype="float32", attention="auto")
     # Gemma 4 keeps a scalar of each layer as a buffer
@@ -77,10 +66,10 @@ def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, 
     [{"alg": {"name": "ppo", "critic_lr": 0.5}}, {"lora": LoraConfig(r=4, vision=True)}],
     ids=["a value model", "an adapter"],
 )
-def test_what_is_trained_beside_a_model_that_sees_is_sharded_with_it(two, tmp_path, stage, settings):
+def test_what_is_trained_beside_a_model_that_sees_is_sharded_with_it(ranks, tmp_path, stage, settings):
     path = save_model(tmp_path / "model", "qwen2_5_vl")
     groups = with_values(seeing_groups(ImageProcessor(path)))
     most = max(len(s.token_ids) for g in groups for s in g)
     same = settings | {"attention": "auto", "layout": "packed"}
     how = sharded(stage) | {"ranks": 2, "deepspeed": SMALL if stage == 3 else {}}
-    check_update(two, path, groups, max_tokens=most, same=same, tolerance=1e-4, **how)
+    check_update(ranks, path, groups, max_tokens=most, same=same, tolerance=1e-4, **how)
