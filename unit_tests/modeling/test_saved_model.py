@@ -32,7 +32,7 @@ for folder in sys.argv[1:]:
 def read_in_a_fresh_process(*folders: Path) -> list[torch.Tensor]:
     """Return the log-probabilities of each model, read by transformers and PEFT without this code."""
     command = [sys.executable, "-c", READ, *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [torch.tensor([float(x) for x in line.split()]) for line in done.stdout.splitlines()]
 
