@@ -216,5 +216,5 @@ def test_an_opponent_counts_on_the_gpu_of_an_engine(
         ({"rollout.opponent": "policy", "rollout.opponent_every": 2, "max_staleness": 3}, 3),
     ):
         assert count_opponents(rl(**game | more)) == copies
-    with pytest.raises(UserError, match=r"takes 0.60 GiB .* vLLM leaves 0.00 of 20.00 GiB to it"):
+    with pytest.raises(UserError, match=r"takes 0.75 GiB .* vLLM leaves 0.00 of 20.00 GiB to it"):
         check_engine_memory(rl(**game, **{"rollout.gpu_memory_utilization": 0.95}))
