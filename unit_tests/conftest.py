@@ -26,9 +26,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts 
 
 def pytest_configure() -> None:
     if find_spec("hypothesis"):  # the tests for a GPU do without
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        settings.register_profile("busy", deadline=None)  # a busy machine is no failure
+        # a busy machine is no failure
+        settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("busy")
 
 

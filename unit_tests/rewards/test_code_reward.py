@@ -129,9 +129,11 @@ def test_right_code_passes_however_many_tests_its_row_has():
 def test_an_error_that_is_expected_is_no_way_to_end_the_process():
     raises = "try:\n    root(-1)\n    assert False\nexcept ValueError: pass"
     anything = "try:\n    root(-1)\nexcept Exception: pass\nelse: assert False"
+    bare = "try:\n    root(-1)\nexcept: pass\nelse: assert False"
     right = "def root(x):\n    if x < 0: raise ValueError('negative')\n    return x ** 0.5"
-    assert judge(right, tests=[raises, anything, "assert root(4) == 2"]) == ALL
-    assert judge("import os\ndef root(x): os._exit(0)", tests=[raises, anything])["passed"] == 0
+    assert judge(right, tests=[raises, anything, bare, "assert root(4) == 2"]) == ALL
+    for test in (raises, anything, bare):
+        assert judge("import os\ndef root(x): os._exit(0)", tests=[test])["passed"] == 0
 
 
 @needs_sandbox
@@ -147,6 +149,9 @@ class Stack:
     def __iter__(self): return iter(self.items)
     def __getitem__(self, i): return self.items[i]
     def __repr__(self): return f"Stack({self.items})"
+    def __str__(self): return "+".join(map(str, self.items))
+    def __lt__(self, other): return len(self) < len(other)
+    def __bool__(self): return self.items != [0]
 def same(x): return x
 def count(words): return Counter(words)
 def naturals():
@@ -167,6 +172,10 @@ def fail(): raise Odd("no")
         "s = Stack(); s.push(1).push([2]); assert len(s) == 2 and s.items == [1, [2]] and s[1] == [2] and [2] in s",
         "assert Stack().push(1) == Stack().push(1) and Stack().push(1) != Stack() and Stack() != []",
         "assert list(Stack().push(5)) == [5] and repr(Stack()) == 'Stack([])'",
+        "assert str(Stack().push(1).push(2)) == f'{Stack().push(1).push(2)}' == '1+2'",
+        "assert Stack() < Stack().push(1) and not Stack() < Stack() and not Stack().push(1) < Stack()",
+        "assert Stack() and not Stack().push(0)",
+        "steps = naturals(); assert (next(steps), next(steps)) == (0, 1)",
         "from itertools import islice\nassert list(islice(naturals(), 3)) == [0, 1, 2]",
         "try:\n    fail()\nexcept RuntimeError as error: assert 'Odd: no' in str(error)\nelse: assert False",
         "assert math.isclose(same(0.1) + 0.2, 0.3)",

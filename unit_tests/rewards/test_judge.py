@@ -156,7 +156,7 @@ def test_json_that_states_no_single_number_is_unreadable(answer):
 
 
 def test_votes_are_joined_and_their_agreement_is_counted():
-    votes = iter([2, 2, 5])
+    votes = iter([4, 4, 1])
     [scored] = ask(JudgeServer(judge=lambda a: say(next(votes))(a)), "77", votes=3, temperature=1.0)
     assert scored.parts["score"] == 3.0
     assert scored.counts["judge/votes"] == 3 and scored.counts["judge/agreed"] == 2
@@ -164,6 +164,9 @@ def test_votes_are_joined_and_their_agreement_is_counted():
     more = {"votes": 3, "temperature": 1.0, "verdict": "letter"}
     [scored] = ask(JudgeServer(judge=lambda a: say(next(labels))(a)), "77", **more)
     assert scored.parts["score"] == 1.0
+    tied = iter(["A", "B"])
+    [scored] = ask(JudgeServer(judge=lambda a: say(next(tied))(a)), "77", **more | {"votes": 2})
+    assert scored.parts["score"] == 0.5 and scored.counts["judge/agreed"] == 1
     few = iter([2, "?", "?"])
     [failed] = ask(JudgeServer(judge=lambda a: say(next(few))(a)), "77", votes=3, temperature=1.0, parse_retries=0)
     assert isinstance(failed, Failed), "one of three votes is no majority"
@@ -205,6 +208,8 @@ def test_equal_requests_cost_one_call_also_after_a_resume(tmp_path):
         file.write_text(file.read_text() + '{"key": "what a killed process was wri')
         again = score_at(url, "77", "7", run=resumed)
         assert server.answered == 2 and [r.parts["score"] for r in again] == [3.25, 2.125]
+        score_at(url, "77", run=resumed, max_concurrency=1, parse_retries=0)
+        assert server.answered == 2, "what changes no verdict changes no request"
         score_at(url, "77", run=resumed, scale=[1, 5])
         score_at(url, "77", run=resumed, cache=False)
         assert server.answered == 4, "another reading is another request"

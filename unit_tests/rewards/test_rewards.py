@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import os
 import pickle
 import subprocess
@@ -12,10 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import rewards.pool
 from core.errors import UserError
@@ -121,6 +125,36 @@ def test_gsm8k_reads_a_number_however_it_is_dressed(answer: str, reply: str) -> 
 )
 def test_gsm8k_refuses_another_number(answer: str, reply: str) -> None:
     assert score("gsm8k", answer, reply)["correct"] == 0.0
+
+
+SIGNS = {
+    operator.add: ["+"],
+    operator.sub: ["-", "\u2212"],
+    operator.mul: ["*", r"\times", r"\cdot", "\u00d7"],
+    operator.truediv: ["/", r"\div", "\u00f7"],
+}
+
+
+@st.composite
+def join(draw: st.DrawFn, parts: st.SearchStrategy[tuple[str, Fraction]]) -> tuple[str, Fraction]:
+    """Two calculations with a sign between them, or as a fraction."""
+    (left, a), (right, b), apply = draw(parts), draw(parts), draw(st.sampled_from([*SIGNS]))
+    assume(b or apply is not operator.truediv)
+    if apply is operator.truediv and "{" not in left + right and draw(st.booleans()):
+        return rf"\frac{{{left}}}{{{right}}}", a / b
+    return f"({left}) {draw(st.sampled_from(SIGNS[apply]))} ({right})", apply(a, b)
+
+
+NUMBERS = st.tuples(st.integers(0, 9_999), st.sampled_from(["", ",", ".2f"])).map(
+    lambda drawn: (text := format(drawn[0], drawn[1]), Fraction(text.replace(",", "")))
+)
+
+
+@settings(max_examples=60)
+@given(join(st.recursive(NUMBERS, join, max_leaves=4)))
+def test_gsm8k_computes_what_a_box_holds(calculation: tuple[str, Fraction]) -> None:
+    text, value = calculation
+    assert gsm8k.find_answer(rf"So \boxed{{{text}}}.") == (value, True)
 
 
 def test_gsm8k_format_is_a_mark_with_a_number() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +259,63 @@ def test_a_bubblewrap_without_namespaces_is_told_from_code_that_fails(monkeypatc
         check_sandbox("bubblewrap")
 
 
+KERNEL = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""The kernel's number of a processor."""
+REFUSED = {
+    # call: its number on x86_64 and on aarch64
+    **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427)},
+    **{"open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431)},
+    **{"fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "pidfd_getfd": (438, 438)},
+    **{"ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272)},
+    **{"mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51)},
+    **{"setns": (308, 268), "unshare": (272, 97), "add_key": (248, 217), "request_key": (249, 218)},
+    **{"keyctl": (250, 219), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282)},
+    **{"fanotify_init": (300, 262), "init_module": (175, 105), "finit_module": (313, 273)},
+    **{"delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142)},
+    **{"swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60), "syslog": (103, 116)},
+    **{"iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None), "uselib": (134, None)},
+    **{"personality": (135, 92), "vhangup": (153, 58), "name_to_handle_at": (303, 264)},
+    **{"open_by_handle_at": (304, 265), "lookup_dcookie": (212, 18)},
+}
+NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+"""Flags of clone() for time, mount, cgroup, uts, ipc, user, pid and net."""
+
+
+def decide(program: bytes, kernel: int, number: int, first: int = 0) -> str:
+    """What the kernel does with a call, as it reads the filter: allow, kill, or the name of an error."""
+    at = word = 0
+    while True:
+        code, yes, no, value = struct.unpack_from("=HBBI", program, 8 * at)
+        at += 1
+        if code == 0x20:
+            word = {0: number, 4: kernel, 16: first}[value]
+        elif code == 0x06:
+            return {0x7FFF0000: "allow", 0x80000000: "kill"}.get(value) or errno.errorcode[value - 0x50000]
+        else:
+            at += yes if {0x15: word == value, 0x35: word >= value, 0x45: word & value}[code] else no
+
+
+@pytest.mark.parametrize("machine", KERNEL)
+def test_the_filter_refuses_some_calls_and_no_others(machine):
+    decided = partial(decide, seccomp.make_filter(machine), KERNEL[machine])
+    clone, socket_, prlimit = {"x86_64": (56, 41, 302), "aarch64": (220, 198, 261)}[machine]
+    usual = {number: decided(number) for number in range(500) if number != socket_}
+    refused = {numbers[[*KERNEL].index(machine)] for numbers in REFUSED.values()} - {None}
+    assert {number for number, said in usual.items() if said == "EPERM"} == refused
+    assert {number: said for number, said in usual.items() if said not in ("allow", "EPERM")} == {435: "ENOSYS"}
+    assert decided(clone, 17) == "allow" and {decided(clone, 17 | flag) for flag in NAMESPACES} == {"EPERM"}
+    assert decided(prlimit, 1) == "EPERM", "the limits of another process"
+    families = {family: decided(socket_, family) for family in range(64)}
+    assert {family for family, said in families.items() if said == "allow"} == {1, 2, 10}
+    assert {*families.values()} == {"allow", "EAFNOSUPPORT"}
+    # x32: other numbers for the same calls
+    assert [decided(n) for n in (0x3FFFFFFF, 0x40000000)] == ["allow", "ENOSYS" if machine == "x86_64" else "allow"]
+    assert {decide(seccomp.make_filter(machine), kernel, 0) for kernel in {*KERNEL.values()} - {KERNEL[machine]}} == {
+        "kill"
+    }
+
+
 def test_a_processor_without_known_calls_is_refused():
-    assert len(seccomp.make_filter("x86_64")) % 8 == 0 and len(seccomp.make_filter("aarch64")) % 8 == 0
     with pytest.raises(SandboxUnavailable, match="this machine is riscv64"):
         seccomp.make_filter("riscv64")
 
@@ -283,3 +341,29 @@ def test_a_session_remembers_and_a_piece_that_hangs_costs_its_names():
     assert "NameError: name 'x' is not defined" in gone
     assert "its process ended" in ended
     assert "bytes are left out" in long and len(long) < 21_000
+
+
+@needs_sandbox
+def test_a_session_returns_what_a_piece_prints():
+    """All of it up to 20,000 bytes, also where JSON takes six for each; of more, the first and the last 10,000."""
+    many = "".join(f"{n:06}" for n in range(10_000))
+    told = {
+        "print('\\0' * 19_999)": "\0" * 19_999 + "\n",
+        "print(''.join(f'{n:06}' for n in range(10_000)), end='')": (
+            f"{many[:10_000]}\n... 40000 bytes are left out ...\n{many[-10_000:]}"
+        ),
+        "import sys; print('b', file=sys.stderr); 'c'": "b\n'c'\n",
+    }
+    raised = {"input()": "EOFError: EOF when reading a line\n", "sys.exit(3)": "SystemExit: 3\n"}
+
+    async def talk() -> list[str]:
+        session = PythonSession(Limits())
+        try:
+            return [await session.run(piece) for piece in (*told, *raised)]
+        finally:
+            await session.close()
+
+    said = asyncio.run(talk())
+    assert said[: len(told)] == [*told.values()]
+    for piece, end in zip(said[len(told) :], raised.values(), strict=True):
+        assert piece.startswith("Traceback") and piece.endswith(end)
