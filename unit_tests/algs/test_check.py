@@ -42,7 +42,7 @@ def tell(results: list[Result]) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_holds_as_it_comes(name):
-    """By the same evidence as before: a check of less would hold too. `python -m unit_tests.algs.test_check` writes it."""
+    """By no less evidence than before; `python -m unit_tests.algs.test_check` writes it."""
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     assert tell(results) == json.loads(EVIDENCE.read_text())[name]

@@ -72,9 +72,9 @@ LIMITS = [
     ),
     (
         "rl",
-        f"data.train={TWO} data.curriculum=[{{rows: 1, ratios: {{a: 1}}}}]",
+        f"{TWO} data.curriculum=[{{rows: 1, ratios: {{a: 1}}}}]",
         "give each a ratio",
-        f"data.train={TWO}",
+        TWO,
     ),
     ("sl", "steps=1 trainer.micro_batch_tokens=31", "one row may have 32", "steps=1 trainer.micro_batch_tokens=32"),
     ("sl", "steps=1 data.train_on=[]", "train_on names no role", "steps=1 data.train_on=[user]"),
