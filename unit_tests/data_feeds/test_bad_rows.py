@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from configs.data_schema import PromptDataConfig
+from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.feed import load_prompts
+from data_feeds.feed import load_groups, load_prompts
 
 FINE = [{"messages": f"{i}+1="} for i in range(20)]
 FAULTS: dict[str, tuple[Any, str, str]] = {
@@ -27,6 +28,42 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
         "an image holds 'max_pixels'",
     ),
 }
+
+
+ASKED, SAID = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+
+
+def seen(**part: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part]}]
+
+
+EACH: list[tuple[str, dict[str, Any], str, str]] = [
+    # kind of rows, row, reason, part of the sentence
+    ("prompts", {"messages": seen(type="text")}, "bad_messages", "must be {type: text, text}, found"),
+    ("prompts", {"messages": seen(type="text", text="1", image="a.png")}, "bad_messages", "must be {type: text, text}"),
+    ("prompts", {"messages": seen(type="image", image="a.png", text="1")}, "bad_messages", "must be text or an image"),
+    ("prompts", {"messages": seen(type="image", url="a", path="b")}, "bad_image", "has several images: path, url"),
+    ("prompts", {"messages": [{"role": "user", "content": " "}]}, "empty", "all its messages are empty"),
+    ("prompts", {"messages": [ASKED, SAID]}, "ends_in_reply", "or set data.continue_final_message"),
+    ("prompts", {"messages": "1" * 90}, "too_long", "tokens, more than data.max_prompt_tokens=40"),
+    ("prompts", {"messages": '[{"role": "user"'}, "bad_messages", "begins as turns and is no JSON"),
+    ("prompts", {"messages": '[{"from": "human", "value": "1"}]'}, "bad_messages", "write form: sharegpt"),
+    ("prompts", {"messages": [ASKED | {"train": True}]}, "bad_messages", "which only supervised conversations read"),
+    ("conversations", {"messages": [ASKED]}, "no_reply", "it has no turn of assistant"),
+    ("conversations", {"messages": [ASKED, SAID | {"train": False}]}, "no_reply", "it has no turn to train on"),
+    ("unpaired", {"messages": [ASKED, SAID], "label": 2}, "bad_label", "must be true, false, 1 or 0, found 2"),
+    ("unpaired", {"messages": [ASKED, SAID], "label": "1"}, "bad_label", "must be true, false, 1 or 0, found '1'"),
+    ("pairs", {"chosen": "2", "rejected": "3"}, "missing_column", "chosen is a reply alone"),
+    ("pairs", {"messages": "1", "chosen": "2", "rejected": "2"}, "same_reply", "are the same"),
+    (
+        "pairs",
+        {"chosen": [ASKED, SAID], "rejected": [SAID, SAID]},
+        "ends_in_reply",
+        "rejected follows another assistant",
+    ),
+    ("pairs", {"messages": "1", "chosen": [ASKED, SAID], "rejected": "3"}, "not_one_prompt", "begins with them"),
+    ("pairs", {"chosen": [ASKED, SAID], "rejected": [ASKED, ASKED, SAID]}, "not_one_prompt", "before their last reply"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +86,16 @@ def test_one_bad_row_stops_no_run_and_many_do(fault, chat, tmp_path):
     for rows in ([bad] * 2, [*FINE, *[bad] * 3]):
         with pytest.raises(UserError, match=f"of {len(rows)} rows.*{reason} .such as row .*{words}"):
             load(chat, tmp_path, rows)
+
+
+@pytest.mark.parametrize(("kind", "row", "reason", "words"), EACH, ids=[words for *_, words in EACH])
+def test_a_row_is_invalid_for_its_own_reason(kind, row, reason, words, chat, tmp_path):
+    (path := tmp_path / "x.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match=f"none of 1 rows is valid: 1 {reason} .*{re.escape(words)}"):
+        if kind == "prompts":
+            load_prompts(PromptDataConfig(train=str(path), max_prompt_tokens=40), "train", chat, seed=0)
+        else:
+            load_groups(RowDataConfig(train=str(path), max_tokens=40), "train", chat, rows=kind, seed=0)
 
 
 def test_ids_that_repeat_are_numbered_by_row_and_counted(chat, tmp_path):

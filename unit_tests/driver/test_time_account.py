@@ -2,39 +2,15 @@
 
 import asyncio
 import json
-import time
-from contextlib import ExitStack
 
 import pytest
 
 from core.errors import RunStopped
 from core.timing.clock import ActivityTimer, Clock
-from core.timing.phases import Activity
 from driver.records.engine_timers import EngineTimers
 from driver.records.time_account import TimeBreakdown, explain_engine, explain_trainer, name_bottleneck
 from rollouts.scheduling.availability import EngineAvailability
 from unit_tests.helpers.runs import SEVENS, file_of, folder_of, program
-
-
-def test_of_what_goes_on_at_once_the_first_named_counts():
-    async def body() -> dict[str, float]:
-        timer = ActivityTimer(Activity.SYNC, Activity.GENERATE)
-        first, second = ExitStack(), ExitStack()
-        first.enter_context(timer.measure(Activity.GENERATE))
-        await asyncio.sleep(0.1)
-        second.enter_context(timer.measure(Activity.GENERATE))
-        with timer.measure(Activity.SYNC):
-            await asyncio.sleep(0.1)
-        first.close()
-        await asyncio.sleep(0.1)
-        second.close()
-        await asyncio.sleep(0.05)
-        return timer.read_seconds()
-
-    start = time.perf_counter()
-    seconds = asyncio.run(body())
-    assert seconds["sync"] >= 0.1 and seconds["generate"] >= 0.2 and seconds["idle"] >= 0.04
-    assert sum(seconds.values()) <= time.perf_counter() - start
 
 
 def test_a_device_is_idle_for_a_reason_that_the_driver_knows():
