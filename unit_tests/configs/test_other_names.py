@@ -68,7 +68,18 @@ def test_every_key_of_ours_in_the_table_exists():
         assert not {name for _, name in row.list_names()} & ({*RLConfig.model_fields} - {"name"}), row
 
 
+VALUES = {
+    "alg.loss_norm": "dapo bnpo grpo luspo dr_grpo token-mean seq-mean-token-mean seq-mean-token-sum "
+    "seq-mean-token-sum-norm",
+    "alg.kl.estimator": "kl mse low_var_kl k3+",
+    "alg.name": "gae reinforce_plus_plus reinforce reinforce_baseline group_norm dr_grpo dapo",
+    "trainer.strategy": "fsdp",
+}
+"""Values of TRL, verl and OpenRLHF that have another name here."""
+
+
 def test_every_value_in_the_table_is_refused_and_ours_is_taken():
+    assert {key: {*values} for key, values in OTHER_VALUES.items()} == {k: {*v.split()} for k, v in VALUES.items()}
     tiny = str(ROOT / "configs" / "tiny.yaml")
     for key, values in OTHER_VALUES.items():
         for other, (_, ours) in values.items():
