@@ -47,7 +47,6 @@ EACH: list[tuple[str, dict[str, Any], str, str]] = [
     ("prompts", {"messages": [ASKED, SAID]}, "ends_in_reply", "or set data.continue_final_message"),
     ("prompts", {"messages": "1" * 90}, "too_long", "tokens, more than data.max_prompt_tokens=40"),
     ("prompts", {"messages": '[{"role": "user"'}, "bad_messages", "begins as turns and is no JSON"),
-    ("prompts", {"messages": '[{"from": "human", "value": "1"}]'}, "bad_messages", "write form: sharegpt"),
     ("prompts", {"messages": [ASKED | {"train": True}]}, "bad_messages", "which only supervised conversations read"),
     ("conversations", {"messages": [ASKED]}, "no_reply", "it has no turn of assistant"),
     ("conversations", {"messages": [ASKED, SAID | {"train": False}]}, "no_reply", "it has no turn to train on"),
