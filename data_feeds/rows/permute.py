@@ -15,7 +15,7 @@ def permute(index: int, n: int, key: str) -> int:
     A Feistel network over the next power of four. Results of n or more are mapped again (cycle walking), on average
     fewer than four times. It is a bijection whatever the rounds do, and with four of them it looks random.
     """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    half = ((n - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
     keys = _round_keys(key)
     while True:

@@ -290,6 +290,7 @@ def serve(**broken: Any) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            broken.get("asked", []).append(asked)
             body = json.dumps(broken.get("answer") or answer(asked)).encode()
             self.send_response(broken.get("status", 200) if self.path == "/run_code" else 404)
             self.send_header("Content-Length", str(len(body)))
@@ -370,6 +371,28 @@ FINISHED = {"status": "Finished", "return_code": 0}
 def test_a_server_that_fails_has_judged_nothing(broken, says):
     with serve(**broken) as url, pytest.raises(SandboxUnavailable, match=says):
         asyncio.run(HttpSandbox(url).run(["python3", "x.py"], files={"x.py": b""}))
+
+
+def test_a_server_is_told_code_files_and_limits():
+    asked: list[dict[str, Any]] = []
+    answer = {"status": "Success", "run_result": FINISHED | {"stdout": "12", "execution_time": 0.5}}
+    given: dict[str, Any] = {
+        "files": {"x.py": b"print(1)", "a/b": b"\xff"},
+        "stdin": b"2",
+        "limits": Limits(seconds=3, memory_mib=99),
+    }
+    with serve(answer=answer, asked=asked) as url:
+        for command in (["python3", "x.py"], ["cat", "a b"]):
+            ran = asyncio.run(HttpSandbox(url).run(command, **given))
+            assert (ran.exit_code, ran.stdout, ran.stderr, ran.seconds) == (0, b"12", b"", 0.5)
+    limits = {"compile_timeout": 3, "run_timeout": 3, "memory_limit_MB": 99}
+    python, shell = ({"language": "python", "code": "print(1)"}, {"language": "bash", "code": "cat 'a b'"})
+    files = {"a/b": base64.b64encode(b"\xff").decode()}
+    assert asked[0] == python | limits | {"stdin": "2", "files": files}
+    assert asked[1] == shell | limits | {
+        "stdin": "2",
+        "files": files | {"x.py": base64.b64encode(b"print(1)").decode()},
+    }
 
 
 @pytest.mark.slow

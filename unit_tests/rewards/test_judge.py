@@ -24,7 +24,7 @@ from rewards.judging.settings import JudgeSettings
 from rewards.weights import plan_rewards
 from rollouts.scheduling.judge_spend import JudgeSpend
 from tools.benchmarks import judge_server
-from tools.benchmarks.judge_server import Asked, JudgeServer, describe
+from tools.benchmarks.judge_server import Asked, JudgeServer, count_sevens, describe
 from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.judged import PROMPT, score_at
 
@@ -347,15 +347,19 @@ def test_rows_with_images_for_a_judge_are_refused_at_the_start():
 
 
 def test_anchors_are_graded_again_without_the_cache(tmp_path):
-    """One anchor is right, and one is 4.5 of 9 off. They are due at the first and the third verdict."""
+    """One anchor is right, and one is 4.5 of 9 off. They are due at the first and the fourth verdict."""
     rows = [{"prompt": "a", "reply": "7777", "score": 5.5}, {"prompt": "a", "reply": "none", "score": 5.5}]
     (file := tmp_path / "anchors.jsonl").write_text("\n".join(map(json.dumps, rows)))
     server, run = JudgeServer(), RewardRun(folder=str(tmp_path))
-    found = ask(server, "7", "77", "777", run=run, anchors=str(file), anchors_every=2, max_concurrency=1)
+    given = {"anchors": str(file), "anchors_every": 3, "max_concurrency": 1}
+    found = ask(server, "7", "77", "777", "7777", "77777", run=run, **given)
     counted = [(one.counts.get("judge/anchors", 0), one.counts.get("judge/anchor_errors", 0)) for one in found]
-    assert sorted(counted) == [(0, 0), (2, 0.5), (2, 0.5)] and server.answered == 3 + 2 * 2
+    assert sorted(counted) == [(0, 0)] * 3 + [(2, 0.5)] * 2 and server.answered == 5 + 2 * 2
     scores = [one.parts["score"] for one in found]
-    assert scores == pytest.approx([2.125, 3.25, 4.375]), "anchors change no reward"
+    assert scores == pytest.approx([2.125, 3.25, 4.375, 5.5, 6.625]), "anchors change no reward"
+    server.judge = lambda asked: "no verdict" if asked.reply == "none" else count_sevens(asked)
+    [scored] = ask(server, "7", run=RewardRun(), parse_retries=0, **given)
+    assert scored.parts == {"score": 2.125} and scored.counts["judge/anchors"] == 1, "an anchor that fails is left out"
     server.judge = lambda asked: "no verdict"
     assert all(isinstance(one, Failed) for one in ask(server, "7", run=RewardRun(), parse_retries=0, anchors=str(file)))
 

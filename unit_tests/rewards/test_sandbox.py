@@ -363,7 +363,8 @@ def test_a_session_returns_what_a_piece_prints():
         finally:
             await session.close()
 
-    said = asyncio.run(talk())
+    said, hung = asyncio.run(talk()), asyncio.run(PythonSession(Limits(seconds=0.2)).run("while True: pass"))
+    assert hung.startswith("error: the session was ended, because it took longer than 0.2 s; ")
     assert said[: len(told)] == [*told.values()]
     for piece, end in zip(said[len(told) :], raised.values(), strict=True):
         assert piece.startswith("Traceback") and piece.endswith(end)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from configs.judge_schema import JudgeConfig
 from configs.schema import RLConfig
 from data_prep import tiny_model
 from driver.checks.explain_devices import place_processes
@@ -22,6 +23,7 @@ from driver.start.judges import plan_judge, plan_judge_roles
 from rewards import RewardRun, RunJudge, Scored
 from rewards.judging.prompts import ask_for_verdict, enclose, fill_template, hash_text
 from rewards.judging.settings import JudgeSettings
+from rewards.weights import describe_judge
 from rollouts.engines.base import Completion
 from rollouts.judges.endpoint import JudgeEndpoint, Served
 from tools.benchmarks.judge_server import Asked, JudgeServer, count_sevens
@@ -190,6 +192,12 @@ def test_a_judge_has_engines_of_its_own(recipe, tiny_path, tmp_path):
     tiny_model.make(tmp_path / "short", max_length=300)
     short = load_recipe(RLConfig, recipe(OWN | {"judge": {"model": str(tmp_path / "short")}}), []).cfg
     assert plan_judge(short).engine.max_model_len == 300, "the positions of the model"
+
+
+def test_a_judge_is_greedy_if_neither_its_weights_nor_its_draws_change():
+    given: list[dict[str, Any]] = [{"model": "m", "temperature": 0}, {"model": "m"}, {"model": "policy"}]
+    told = [describe_judge(JudgeConfig(**one)) for one in given]
+    assert [(one.is_greedy, one.is_frozen) for one in told] == [(True, True), (False, True), (False, False)]
 
 
 @pytest.mark.parametrize(
