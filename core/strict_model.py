@@ -73,8 +73,8 @@ class StrictModel(BaseModel):
 def find_odd_character(value: Any) -> str:
     r"""Name a character that no text may hold, NUL or half of a character, anywhere in a value; "" without one.
 
-    >>> find_odd_character({"a": ["b\0"]}), find_odd_character(["\ud800"]), find_odd_character(3)
-    ('a NUL character', 'half of a character', '')
+    >>> find_odd_character({"a": ["b\0"]}), find_odd_character(["\ud800"]), find_odd_character({"\udfff": 3})
+    ('a NUL character', 'half of a character', 'half of a character')
     """
     if isinstance(value, str):
         is_half = any("\ud800" <= char <= "\udfff" for char in value)

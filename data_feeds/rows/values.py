@@ -111,7 +111,7 @@ def check_characters(value: Any) -> None:
 def holds_lone_surrogate(value: Any) -> bool:
     r"""Return whether a text in a row contains a lone surrogate (JSON's "\ud800"), invalid in UTF-8.
 
-    >>> holds_lone_surrogate({"a": [{"b": "x\ud800"}]}), holds_lone_surrogate({"a": "\U0001f600", "b": 3})
+    >>> holds_lone_surrogate({"a": [{"b": "\ud800"}, "\udfff"]}), holds_lone_surrogate({"a": "\U0001f600", "b": 3})
     (True, False)
     """
     if isinstance(value, str):

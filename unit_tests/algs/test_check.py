@@ -15,6 +15,7 @@ import torch
 from algs import list_algorithms
 from algs.base import Metrics
 from algs.check.checker import Result, check, run
+from algs.check.fixtures import made_up_step
 from algs.grpo import GRPO
 from algs.gspo import GSPO
 from algs.ppo import PPO
@@ -352,6 +353,25 @@ class CountsFailures(GRPO):
         return super().compute_advantages([[replace(s, reward=s.reward or 0.0) for s in g] for g in groups])
 
 
+class DividesByScored(GRPO):
+    def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
+        for group in groups:
+            scored = [s.reward for s in group if s.reward is not None]
+            assert sum(scored) / len(scored) < 10
+        return super().compute_advantages(groups)
+
+
+class LossWithoutEnd(GRPO):
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        return loss + math.inf, metrics
+
+
+class WithoutCredit(GRPO):
+    def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
+        return groups
+
+
 class SumsUnderOtherNorms(GRPO):
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         loss, metrics = super().loss(policy, tokens)
@@ -365,6 +385,9 @@ class SumsUnderOtherNorms(GRPO):
         (SumsUnderOtherNorms, "a", "in one"),
         (CountsFailures, "e", r"is \S+ instead of \S+ without them: a failure counts as a reward of 0"),
         (DividesByNothing, "e", "a group of one: the loss is nan, the largest gradient nan"),
+        (DividesByScored, "e", "ZeroDivisionError"),
+        (LossWithoutEnd, "e", "the loss is inf, the largest gradient "),
+        (WithoutCredit, "d", "MissingColumn: tokens.advantage is not there"),
         (
             ReadsThePrompt,
             "b",
@@ -376,6 +399,13 @@ class SumsUnderOtherNorms(GRPO):
 def test_credit_and_the_value_loss_are_asked_too(cls, letter, said):
     [failed] = check(cls, letters=letter)
     assert failed.status == "FAILED" and re.search(said, failed.detail), failed
+
+
+def test_a_token_is_named_by_the_place_where_it_is():
+    step = made_up_step(GRPO())
+    for token in {int(t) for group in step.groups for sample in group for t in sample.token_ids}:
+        group, sample, place = map(int, re.findall(r"\d+", step.locate_token(token)))
+        assert step.groups[group][sample].token_ids[place] == token
 
 
 class LengthOfSamples(GRPO):

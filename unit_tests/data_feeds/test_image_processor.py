@@ -331,6 +331,7 @@ def test_images_of_other_modes_become_rgb_on_white():
     exif[0x0112] = 6  # the camera was turned: viewers show it upright
     image = read_image(to_bytes(turned, "JPEG", exif=exif))
     assert (image.width, image.height) == (20, 40) == image.open().size
+    assert len(repr(image)) < 200, "its bytes are in no sentence"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])

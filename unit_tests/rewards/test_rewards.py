@@ -265,6 +265,8 @@ def score(prompt, messages):
         return {"correct": "yes"}
     if said == "list":
         return [1.0]
+    if said == "input":
+        return {"correct": input()}
     if said == "number":
         return 0.5
     if said == "pid":
@@ -325,6 +327,19 @@ def test_each_way_to_fail_costs_one_sample_and_says_why(tmp_path: Path) -> None:
             "list": "score() must return a dict of named numbers, it returned [1.0]",
         }.items():
             assert ask(pool, reply, "yes") == [RewardResult(failure=failure), good]
+
+
+def test_a_reward_does_not_read_what_is_typed_for_the_run(tmp_path: Path) -> None:
+    usual, (end, begin) = os.dup(0), os.pipe()  # the pipe stands for a terminal
+    os.write(begin, b"typed\n")
+    os.dup2(end, 0)
+    try:
+        with wrecker_pool(tmp_path) as pool:
+            assert ask(pool, "input")[0].failure.startswith("EOFError: EOF when reading a line")
+    finally:
+        os.dup2(usual, 0)
+        for handle in (usual, end, begin):
+            os.close(handle)
 
 
 @pytest.mark.parametrize("reply", ["loop", "regex"])
