@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,13 @@ class Reading:
     files: int
 
 
+def list_files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, of which some may be removed meanwhile."""
+    # not rglob(): it raises where a folder is gone before its turn, and os.walk() goes on
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent) / name for name in names)
+
+
 def read_run(process: psutil.Process, folder: Path, since: float) -> Reading:
     memory, handles, alive = 0, 0, 0
     for one in [process, *process.children(recursive=True)]:
@@ -69,12 +76,12 @@ def read_run(process: psutil.Process, folder: Path, since: float) -> Reading:
         except psutil.NoSuchProcess:
             continue
     growing, other, files = 0, 0, 0
-    for path in folder.rglob("*"):
+    for path in list_files(folder):
         try:
-            size = path.lstat().st_size if not path.is_dir() else 0
-        except FileNotFoundError:  # an old checkpoint, removed meanwhile
+            size = path.lstat().st_size
+        except FileNotFoundError:  # of an old checkpoint, removed meanwhile
             continue
-        files += not path.is_dir()
+        files += 1
         if path.relative_to(folder).parts[0] in GROWING:
             growing += size
         else:

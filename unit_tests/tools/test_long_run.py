@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tools.benchmarks.long_run import Reading, judge
+from tools.benchmarks.long_run import Reading, judge, list_files
 from tools.mutants import ROOT
 
 FIRST = Reading(
@@ -40,6 +42,16 @@ def test_growth_is_told(growth: dict[str, float], said: str):
 def test_steps_that_write_more_and_more_are_told():
     growing = [replace(one, growing_bytes=one.steps**2) for one in readings()]
     assert judge(growing) == ["a step adds 1,530 bytes, and added 930"]
+
+
+def test_a_checkpoint_that_is_removed_while_files_are_counted_is_no_error(tmp_path: Path):
+    for name in ("metrics.jsonl", "step_1/model/weights", "step_1/state/rank_0"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    files = list_files(tmp_path)
+    assert next(files).name == "metrics.jsonl" and next(files).parent.parent.name == "step_1"
+    shutil.rmtree(tmp_path / "step_1")
+    assert list(files) == []
 
 
 @pytest.mark.verify
