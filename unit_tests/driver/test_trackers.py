@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import posixpath
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import main_rl
 import main_sl
@@ -29,7 +32,7 @@ from driver.records.trackers import check_trackers, feeder, hub, load_trackers
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 from driver.records.trackers.hub import Trackers, find_previous
 from driver.records.trackers.jsonl import Jsonl
-from driver.records.trackers.mlflow import Mlflow
+from driver.records.trackers.mlflow import Mlflow, make_name
 from driver.records.tracking import describe_git, describe_machine, make_sample_rows, make_trackers
 from driver.resume import collect_settings
 from unit_tests.helpers import wandb_file
@@ -204,6 +207,11 @@ class Mine(Tracker):
         ({"trackers": ["jsonl", "jsonl"]}, "trackers: jsonl is given twice"),
         ({"trackers": ["lacking.py"]}, "needs the package no_such_package, which is not installed: ask for it, or "),
         ({"trackers": ["wandb"]}, "trackers: wandb has no API key: .* tracking.wandb_mode to offline"),
+        (
+            {"trackers": ["wandb"], "tracking.wandb_project": "team/a", "tracking.wandb_mode": "offline"},
+            "trackers: W&B takes no project team/a.* none of # % / : ",
+        ),
+        ({"trackers": ["mlflow"], "tracking.mlflow_experiment": "e" * 501}, "at most 500 char.* which has 501$"),
         ({"tracking.wandb_mode": "offline"}, "tracking.wandb_mode is set, and wandb is not among the trackers"),
         ({"trackers": ["mlflow"], "tracking.mlflow_uri": "http://a:hunter2@b"}, "tracking.mlflow_uri: the address ho"),
         ({"trackers": ["mlflow"], "tracking.mlflow_uri": "http://b?token=hunter2"}, "tracking.mlflow_uri: the addr"),
@@ -281,6 +289,14 @@ def test_what_describes_a_run_is_as_long_as_all_trackers_take(name, longest):
     for length in (0, longest + 1):
         with pytest.raises(ValueError, match=r"should have at (most|least)"):
             settings(length)
+
+
+@given(st.text(alphabet="a/. ?\n\u202e\ud800", max_size=9), st.integers(0, 260))
+def test_a_name_for_mlflow_is_a_path_that_cannot_be_shorter(name, length):
+    """MLflow refuses every other, with the whole request, and the run would lose its tracker."""
+    made = make_name("a" * length + name)
+    assert posixpath.normpath(made) == made != "." and not made.startswith(("..", "/"))
+    assert len(made) <= 250 and make_name(made) == made
 
 
 def test_a_secret_of_ones_own_stands_in_no_file(tmp_path, recipe):
@@ -489,22 +505,24 @@ def test_what_a_resumed_run_changes_moves_on_with_every_resume(server, tmp_path)
 
 
 @pytest.mark.slow
-def test_long_values_are_shortened_and_compared_as_they_are_kept(server, tmp_path, monkeypatch):
+def test_long_values_and_odd_names_are_as_mlflow_takes_them(server, tmp_path, monkeypatch):
     """Also where MLflow has been told to refuse them."""
     monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")
     address, _, _ = server
     (tmp_path / "config.yaml").write_text("steps: 2")
-    told = {"config": {"data.system": "é" * 9000 + "!", "k" * 400: 1}, "facts": {"git": "x" * 9000 + "!"}}
+    told = {"config": {"data.system": "é" * 9000 + "!", "k" * 400: 1, "a//b/": 2}, "facts": {"git": "x" * 9000 + "!"}}
     run = replace(a_run(tmp_path), settings=TrackingConfig(mlflow_uri=address), **told)
     identity = None
     for _ in range(2):
         tracker = Mlflow()
         identity = tracker.start(replace(run, previous=identity))
+        tracker.metrics(0, {"reward/": 0.5, "/.": 1.0})
         tracker.finish(Outcome(exit_reason="error: " + "y" * 9000 + "!", model="z" * 9000 + "!"))
     data = ask(address, "runs/get", run_id=identity.id)["run"]["data"]
     params = {p["key"]: p["value"] for p in data["params"]}
     tags = {tag["key"]: tag["value"] for tag in data["tags"]}
-    assert params["k" * 250] == "1"
+    assert params["k" * 250] == "1" and params["a/_b_"] == "2"
+    assert {metric["key"]: metric["value"] for metric in data["metrics"]} == {"reward_": 0.5, "__": 1.0}
     for value in (params["data.system"], *(tags[name] for name in ("git", "exit_reason", "model"))):
         assert len(value) > 5900 and "[" in value and value.endswith("!")
     assert not [key for key in tags if key.startswith("resumed.")]

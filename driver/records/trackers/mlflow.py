@@ -9,6 +9,7 @@ import time
 from collections import deque
 from typing import Any, ClassVar
 
+from configs.tracking_schema import TrackingConfig
 from core.text.plain_text import shorten_middle
 from core.text.secrets import hide_secrets
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
@@ -17,8 +18,12 @@ PER_REQUEST = 100
 """MLflow's limit of parameters or tags per request; the limit for metrics is higher."""
 LONGEST_PARAM, LONGEST_TAG = 5950, 7950
 """MLflow's limits of values are 6000 and 8000 characters. Beyond them it cuts the end, or refuses the request."""
+LONGEST_EXPERIMENT = 500
+"""MLflow's limit of a name, in characters."""
 TABLES_TAG, MOST_TABLES = "mlflow.loggedArtifacts", 100
 """Tag that lists the files MLflow shows as tables; a tag's length allows about 140 of ours. All files are kept."""
+NO_PATH = re.compile(r"^\.\.|(?:^|(?<=/))(?:\.\.?(?=/|$)|/)|/$")
+"""Parts of a name, as of a path, for which MLflow refuses the whole request: empty ones, `.` and `..`."""
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 """MLflow's own defaults retry for ten minutes, during which a missing server is not reported."""
 QUIET = {
@@ -35,6 +40,16 @@ class Mlflow(Tracker):
     packages: ClassVar = ("mlflow",)
     install: ClassVar = "run `make install`"
 
+    @classmethod
+    def refuse(cls, settings: TrackingConfig) -> str | None:
+        experiment = choose_experiment(settings)
+        if len(experiment) <= LONGEST_EXPERIMENT:
+            return None
+        return (
+            f"MLflow takes at most {LONGEST_EXPERIMENT} characters as the name of an experiment: shorten "
+            f"tracking.mlflow_experiment, or the variable MLFLOW_EXPERIMENT_NAME, which has {len(experiment)}"
+        )
+
     def start(self, run: TrackedRun) -> Identity | None:
         for name, value in (PATIENCE | QUIET).items():
             # Before the import, because some are read then; values that the user has set are kept.
@@ -50,9 +65,8 @@ class Mlflow(Tracker):
         previous = run.previous.id if run.previous is not None and run.previous.where == where else None
         self.run_id = self._continue_run(previous) if previous else None
         if self.run_id is None:
-            experiment = run.settings.mlflow_experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "feynrl"
             artifacts = f"file://{local / 'mlflow_artifacts'}" if local else None
-            self.run_id = self._begin_run(experiment, run.name, artifacts)
+            self.run_id = self._begin_run(choose_experiment(run.settings), run.name, artifacts)
         self._describe(run)
         return Identity(id=self.run_id, where=where)
 
@@ -142,11 +156,19 @@ class Mlflow(Tracker):
         self.client.set_terminated(self.run_id, outcome.status.upper())
 
 
+def choose_experiment(settings: TrackingConfig) -> str:
+    """Return the name of the experiment."""
+    return settings.mlflow_experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "feynrl"
+
+
 def make_name(name: str) -> str:
-    """Replace characters that MLflow does not allow in names.
+    """Replace characters that MLflow does not allow in names, and parts of a path that is not the shortest.
 
     >>> make_name("reward/is it right?"), make_name("a" * 300) == "a" * 250
     ('reward/is it right_', True)
+    >>> make_name("/a//b/"), make_name("../a/./b"), make_name("")
+    ('_a/_b_', '__/a/_/b', '_')
     """
     # 250 characters are MLflow's limit of a name.
-    return re.sub(r"[^/\w.\- :]", "_", name)[:250]
+    allowed = re.sub(r"[^/\w.\- :]", "_", name)[:250]
+    return NO_PATH.sub(lambda found: "_" * len(found[0]), allowed) or "_"

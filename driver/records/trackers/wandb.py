@@ -10,12 +10,15 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from configs.tracking_schema import TrackingConfig
+from core.errors import quote
 from core.timing.deadlines import TRACKER_FINISH_TIMEOUT_S
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 
 SERVER = "https://api.wandb.ai"
 MODES = {"": "online", "run": "online", "dryrun": "offline"}
 """Deprecated names of the modes."""
+LONGEST_PROJECT, REFUSED_IN_PROJECT = 128, frozenset("/\\#?%:")
+"""W&B's rules of a project's name. A run would lose its tracker in the first step."""
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 """Disables error reports to W&B, and output between our lines."""
 
@@ -28,7 +31,13 @@ class Wandb(Tracker):
 
     @classmethod
     def refuse(cls, settings: TrackingConfig) -> str | None:
-        mode = choose_mode(settings)
+        mode, project = choose_mode(settings), choose_project(settings)
+        if len(project) > LONGEST_PROJECT or not REFUSED_IN_PROJECT.isdisjoint(project):
+            return (
+                f"W&B takes no project {quote(project)}: give tracking.wandb_project, or the variable WANDB_PROJECT, "
+                f"at most {LONGEST_PROJECT} characters, and none of {' '.join(sorted(REFUSED_IN_PROJECT))} (a team is "
+                "tracking.wandb_entity)"
+            )
         if mode not in ("online", "offline"):
             return f"wandb is named, and the variable WANDB_MODE is {mode}: unset it, or leave wandb out"
         if mode == "online" and not has_key(os.environ.get("WANDB_BASE_URL") or SERVER):
@@ -45,7 +54,7 @@ class Wandb(Tracker):
 
         self.wandb: Any = wandb  # half typed
         self.offline = choose_mode(run.settings) == "offline"
-        settings, project = run.settings, run.settings.wandb_project or os.environ.get("WANDB_PROJECT") or "feynrl"
+        settings, project = run.settings, choose_project(run.settings)
         # An id is known only within its project, so a run of another project is not continued.
         where = f"{settings.wandb_entity or os.environ.get('WANDB_ENTITY') or ''}/{project}"
         previous = run.previous.id if run.previous is not None and run.previous.where == where else None
@@ -105,6 +114,11 @@ def choose_mode(settings: TrackingConfig) -> str:
     """Return online, offline, or another value of the variable WANDB_MODE."""
     given = settings.wandb_mode or os.environ.get("WANDB_MODE") or ""
     return MODES.get(given, given)
+
+
+def choose_project(settings: TrackingConfig) -> str:
+    """Return the name of the project."""
+    return settings.wandb_project or os.environ.get("WANDB_PROJECT") or "feynrl"
 
 
 def has_key(server: str) -> bool:
