@@ -123,7 +123,8 @@ class JudgeClient:
         if why := self.server.mistakes.get(status):
             raise UserError(f"{who} at {url} answered {status}: {why}{self._quote(response)}")
         if status in RETRIED or status >= 500:
-            return f"status {status}{self._quote(response)}", read_wait(response.headers.get("Retry-After"))
+            wait = read_wait(response.headers.get("Retry-After"), now=response.headers.get("Date"))
+            return f"status {status}{self._quote(response)}", wait
         if status != 200:
             raise Failed(f"{who} refused the request with status {status}{self._quote(response)}")
         try:
@@ -149,11 +150,15 @@ class JudgeClient:
         return hide_secrets(self.clean(text))
 
 
-def read_wait(header: str | None) -> float | None:
+def read_wait(header: str | None, *, now: str | None) -> float | None:
     """Return the seconds of a header Retry-After, a number or a date; None without a readable one.
 
-    >>> read_wait("0.5"), read_wait("soon"), read_wait("Wed, 21 Oct 2015 07:28:00 GMT")
-    (0.5, None, 0.0)
+    now: header Date. The clock of this machine may differ from the server's by hours.
+
+    >>> read_wait("0.5", now=None), read_wait("soon", now=None)
+    (0.5, None)
+    >>> read_wait("Wed, 21 Oct 2015 07:28:00 GMT", now="Wed, 21 Oct 2015 07:27:50 GMT")
+    10.0
     """
     if header is None:
         return None
@@ -162,6 +167,6 @@ def read_wait(header: str | None) -> float | None:
     except ValueError:
         pass
     try:
-        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
+        return max(0.0, (parsedate_to_datetime(header) - parsedate_to_datetime(now or "")).total_seconds())
     except (TypeError, ValueError):
         return None

@@ -61,6 +61,8 @@ class JudgeServer:
     """Key that a request must have."""
     statuses: deque[int] = field(default_factory=deque[int])
     """Status codes of the next requests, in place of an answer. 0: the connection breaks."""
+    headers: dict[str, str] = field(default_factory=lambda: {"Retry-After": "0.05"})
+    """Headers of a refusal."""
     answered: int = 0
     refused: int = 0
     in_flight: int = 0
@@ -96,7 +98,7 @@ class JudgeServer:
 
     def _refuse(self, status: int, said: str) -> web.Response:
         self.refused += 1
-        return web.json_response({"error": {"message": said}}, status=status, headers={"Retry-After": "0.05"})
+        return web.json_response({"error": {"message": said}}, status=status, headers=self.headers)
 
     def make_app(self) -> web.Application:
         app = web.Application()

@@ -184,6 +184,13 @@ def test_passing_problems_are_retried_and_an_outage_fails_the_sample():
     assert isinstance(failed, Failed) and "refused the request with status 400" in str(failed)
 
 
+def test_a_server_whose_clock_is_years_ahead_is_waited_for_by_its_own_clock():
+    ahead = "Wed, 21 Oct 2065 07:28:00 GMT"
+    server = JudgeServer(statuses=deque([429]), headers={"Date": ahead, "Retry-After": ahead})
+    [scored] = ask(server, "77777777", outage_s=10.0)
+    assert scored.parts["score"] == 10.0 and scored.counts["judge/retries"] == 1
+
+
 @pytest.mark.parametrize(("status", "word"), [(401, "api_key_env"), (403, "api_key_env"), (404, "base_url or model")])
 def test_a_wrong_key_address_or_model_stops_the_run(status, word):
     [stopped] = ask(JudgeServer(statuses=deque([status])), "77")
