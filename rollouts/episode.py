@@ -190,6 +190,11 @@ class _Episode:
         script = self.slots.get(env.player)
         if script is None:
             return self._begin_seat(env, given)
+        # to encode megabytes, such as a tool may return, would stop the other episodes of this process
+        seen = [*script.prompt.messages, *script.messages, *given]
+        if self.tokenizer.bound_tokens(seen, limit=len(script.ids) + script.tokens_left, tools=script.prompt.tools):
+            script.stop = "length"
+            return None
         # a reply that ended at a stop string or an extra token lacks the template's end of turn, so it is added
         closing = [] if self.rules.stops is None else self.rules.stops.close_turn(script.last_ids)
         following = self.tokenizer.render_turns(script.messages[-1], given, script.prompt.tools)

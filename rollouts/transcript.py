@@ -35,6 +35,7 @@ class Tokenizer(PlacesImages, Protocol):
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
     def render_turns(self, reply: Message, answers: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
+    def bound_tokens(self, messages: list[Message], *, limit: int, tools: Sequence[ToolSpec] = ()) -> int | None: ...
 
 
 def find_places(
@@ -56,6 +57,7 @@ class SharedPrompt:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.images = tokenizer, tokenizer.images
         self.render_turns, self.decode = tokenizer.render_turns, tokenizer.decode
+        self.bound_tokens = tokenizer.bound_tokens
         self._last: tuple[list[Message], Sequence[ToolSpec]] | None = None
         self._ids: list[int] = []
 

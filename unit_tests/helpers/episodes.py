@@ -26,6 +26,9 @@ class Words:
     def decode(self, ids):
         return " ".join(map(str, ids))
 
+    def bound_tokens(self, messages, *, limit, tools=()):
+        return None
+
 
 class Scripted:
     """Says each reply in turn; the version goes up between turns, as if weights landed in mid-episode."""

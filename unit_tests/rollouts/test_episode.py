@@ -11,6 +11,7 @@ from core.errors import RunStopped, UserError
 from core.types.samples import make_sample
 from rollouts.envs.calculator import Calculator
 from rollouts.seeds import make_seed
+from rollouts.transcript import SharedPrompt
 from unit_tests.helpers.episodes import PROMPT, Duel, Scripted, Tool, play, play_all, said
 from unit_tests.helpers.examples import through_checkpoint
 
@@ -47,6 +48,20 @@ def test_why_it_stopped(engine, turns, budget, stop):
     assert sample.stop == stop
     assert messages[-1]["role"] == "assistant", "a reward that reads the last message reads the policy's"
     assert sample.action_mask[-1], "nothing is observed that is not answered"
+
+
+def test_an_answer_of_megabytes_ends_the_episode_without_being_encoded(qwen):
+    """Encoding would stop every other episode of the process for seconds."""
+
+    class Refusing(SharedPrompt):
+        def __init__(self, tokenizer):
+            super().__init__(tokenizer)
+            self.render_turns = lambda reply, answers, tools=(): pytest.fail("all of it is encoded")
+
+    reply = qwen.encode("3")
+    sample, messages = play(Scripted(reply), env=Tool(answer="9 " * 2**20), tokenizer=Refusing(qwen))
+    assert sample.stop == "length" and sample.token_ids[-len(reply) :].tolist() == reply
+    assert [message["content"] for message in messages] == ["3"]
 
 
 def test_an_environment_that_raises_fails_its_sample():

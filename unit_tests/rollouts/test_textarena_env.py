@@ -40,6 +40,9 @@ class Words:
     def decode(self, ids):
         return " ".join(self.words[i] for i in ids)
 
+    def bound_tokens(self, messages, *, limit, tools=()):
+        return None
+
 
 class Moves:
     """Replies with the next of these moves; `asked` holds what it saw."""
