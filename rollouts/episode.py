@@ -190,19 +190,14 @@ class _Episode:
         script = self.slots.get(env.player)
         if script is None:
             return self._begin_seat(env, given)
-        # to encode megabytes, such as a tool may return, would stop the other episodes of this process
-        seen = [*script.prompt.messages, *script.messages, *given]
-        if self.tokenizer.bound_tokens(seen, limit=len(script.ids) + script.tokens_left, tools=script.prompt.tools):
-            script.stop = "length"
+        if not script.may_fit(self.tokenizer, given):
             return None
         # a reply that ended at a stop string or an extra token lacks the template's end of turn, so it is added
         closing = [] if self.rules.stops is None else self.rules.stops.close_turn(script.last_ids)
         following = self.tokenizer.render_turns(script.messages[-1], given, script.prompt.tools)
         observed = join_turn(script.last_ids, closing, following)
         # with the prompt, the budget fills the engine's context, so messages of the environment count too
-        script.tokens_left -= len(observed)
-        if script.tokens_left <= 0:
-            script.stop = "length"
+        if not script.spend(len(observed)):
             return None
         script.messages += given
         script.append_given(self.tokenizer, observed, given)

@@ -166,6 +166,24 @@ class Transcript(Conversation):
         self.append_context(ids)
         self.images += find_places(tokenizer, self.ids, messages, begin)
 
+    def may_fit(self, tokenizer: Tokenizer, given: Sequence[Message]) -> bool:
+        """Tell whether new messages may fit the budget; otherwise set `stop`. Encodes no megabytes of them.
+
+        To encode all that a tool may return would stop the other episodes of the process.
+        """
+        seen, limit = [*self.prompt.messages, *self.messages, *given], len(self.ids) + self.tokens_left
+        if tokenizer.bound_tokens(seen, limit=limit, tools=self.prompt.tools) is None:
+            return True
+        self.stop = "length"
+        return False
+
+    def spend(self, n_tokens: int) -> bool:
+        """Subtract tokens from the budget. Return False, and set `stop`, if none are left."""
+        self.tokens_left -= n_tokens
+        if self.tokens_left <= 0:
+            self.stop = "length"
+        return self.tokens_left > 0
+
     def append_sampled(self, done: Completion) -> None:
         self.append_reply(done)
         self.last_ids = done.token_ids
