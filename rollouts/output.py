@@ -1,4 +1,4 @@
-"""Pipes from an agent's process, read by a thread: the result, and the log of its output."""
+"""Pipes from a foreign process, read by a thread: the result of an agent, and the log of what it prints."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ AT_ONCE = 2**16
 class Output:
     """Result and log of a process. Both are bounded, however much the agent writes."""
 
-    def __init__(self, log: bytearray, deliver: Callable[[bytes], object] | None = None):
-        """log: receives the last KEPT_OF_LOG bytes that the agent prints. deliver: takes each line of the result, in
-        another thread; without it `result` keeps them."""
+    def __init__(self, log: bytearray, deliver: Callable[[bytes], object] | None = None, *, whose: str = "an agent"):
+        """log: receives the last KEPT_OF_LOG bytes that the process prints. deliver: takes each line of the result, in
+        another thread; without it `result` keeps them. whose: name of the process for the user."""
         pipes = os.pipe(), os.pipe()
         self._result_end, self._log_end = (near for near, _ in pipes)
         self.far_ends = [far for _, far in pipes]
-        """Ends for the agent's process: of the result and of the log."""
-        self.result, self.log, self.is_too_long = b"", log, False
+        """Ends for the process: of the result and of the log."""
+        self.result, self.log, self.is_too_long, self._whose = b"", log, False, whose
         self.printed, self._deliver = 0, deliver
         self._shown, self._line = 0, b""
         self._stop = os.eventfd(0)
         # A thread: in the event loop, an agent that prints without end would delay every other episode. A daemon,
         # since a blocked standard error must not keep the process.
-        self._thread = threading.Thread(target=self._read_all, name="output of an agent", daemon=True)
+        self._thread = threading.Thread(target=self._read_all, name=f"output of {whose}", daemon=True)
 
     def begin(self) -> None:
-        """Start reading. Only the agent's process keeps the other ends open."""
+        """Start reading. Only the process keeps the other ends open."""
         # an open copy here would hide the end of file
         for end in self.far_ends:
             os.close(end)
@@ -112,7 +112,7 @@ class Output:
         said = escape_controls(line[: SHOWN_OF_LOG - self._shown].decode(errors="backslashreplace"), keep="\t")
         self._shown += len(line) + 1
         if self._shown >= SHOWN_OF_LOG:
-            said += f"\nan agent has printed {SHOWN_OF_LOG} bytes: more of this episode is not shown"
+            said += f"\n{self._whose} has printed {SHOWN_OF_LOG} bytes: more of this episode is not shown"
         try:
             say(said)
         except OSError:  # standard error is closed or full: the agent's log is no reason to end the run

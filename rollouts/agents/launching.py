@@ -18,8 +18,8 @@ from core.cluster.child_process import start_module
 from core.errors import UserError, quote
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
 from core.timing.progress import say
-from rollouts.agents.output import Output
 from rollouts.agents.task import HOST_KEY, LARGEST_MESSAGE, AgentPlan
+from rollouts.output import Output
 
 KEY_NAME = "OPENAI_API_KEY"
 """Environment variable with the key of a process. Every process that the agent starts inherits it."""

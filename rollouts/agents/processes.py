@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 from core.errors import UserError, shorten
 from rollouts.agents.launching import NO_START, AgentProcess, LauncherClient, name_clients
-from rollouts.agents.output import LARGEST_RESULT, Output
 from rollouts.agents.results import AgentResult, describe_exit, hide_keys, read_result, read_so_far
 from rollouts.agents.served import ServedAgent
 from rollouts.agents.task import AgentPlan, Task
+from rollouts.output import LARGEST_RESULT, Output
 
 
 class AgentProcesses:

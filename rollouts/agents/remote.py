@@ -22,10 +22,10 @@ import aiohttp
 
 from core.errors import UserError, name_error, shorten
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_HOST_POLL_S
-from rollouts.agents.output import KEPT_OF_LOG
 from rollouts.agents.processes import AgentProcesses, write_task
 from rollouts.agents.results import AgentResult, hide_keys, read_fields
 from rollouts.agents.task import HOST_KEY, AgentPlan, Task
+from rollouts.output import KEPT_OF_LOG
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 """Seconds between two requests for a place: doubled each time, up to a bound."""

@@ -18,8 +18,8 @@ from core.tasks import start_task
 from core.timing.deadlines import AGENT_CANCEL_TIMEOUT_S, ERROR_GRACE_S
 from core.timing.progress import say
 from rollouts.agents.launching import NO_START, AgentProcess, LauncherClient, name_clients
-from rollouts.agents.output import KEPT_OF_LOG, Output
 from rollouts.agents.results import AgentResult, describe_exit, read_message
+from rollouts.output import KEPT_OF_LOG, Output
 
 
 class ServedAgent:

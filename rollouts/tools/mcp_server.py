@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from core.errors import UserError, name_error
 from core.tasks import start_task
 from core.timing.deadlines import MCP_START_TIMEOUT_S
+from core.timing.progress import say
 from core.types.messages import Message
+from rollouts.output import Output
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv, check_names
 from rollouts.tools.functions import Tool
@@ -178,16 +183,51 @@ async def _unshare(of: type[McpEnv], shared: _Shared) -> None:
         await shared.connecting.result().close()
 
 
-def _make_client(server: str | Sequence[str], env: Mapping[str, str]) -> Any:
+def _make_client(server: str | Sequence[str], env: Mapping[str, str]) -> AbstractAsyncContextManager[Any]:
     try:
-        from mcp import Client, StdioServerParameters
+        from mcp import Client
     except ImportError as error:
         raise UserError(
             "an environment uses an MCP server, and the package mcp is not installed: pip install mcp"
         ) from error
-    if isinstance(server, str):
-        return Client(server)
-    return Client(StdioServerParameters(command=server[0], args=[*server[1:]], env=dict(env)))
+    return Client(server) if isinstance(server, str) else _start_server(server, env)
+
+
+@asynccontextmanager
+async def _start_server(command: Sequence[str], env: Mapping[str, str]) -> AsyncGenerator[Any]:
+    """Start a server, and connect to it. What it prints is bounded, and cannot command the terminal."""
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    # the library logs a traceback for each line that is no message
+    logging.getLogger("mcp.client.stdio").addFilter(_is_not_of_a_line)
+    name = f"the MCP server {' '.join(command)}"
+    output = Output(bytearray(), whose=name)
+    # read from the start: a server that fills the pipe before its first answer would wait for ever
+    with os.fdopen(os.dup(output.far_ends[1]), "w") as errors:
+        output.begin()
+        try:
+            started = StdioServerParameters(command=command[0], args=[*command[1:]], env=dict(env))
+            async with Client(stdio_client(started, errlog=errors), message_handler=_say_once(name)) as client:
+                yield client
+        finally:
+            await output.finish()
+
+
+def _is_not_of_a_line(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Failed to parse")
+
+
+def _say_once(name: str) -> Callable[[Any], Awaitable[None]]:
+    """Return a handler of messages that reports the first line that is none."""
+    said = False
+
+    async def handle(message: Any) -> None:
+        nonlocal said
+        if isinstance(message, Exception) and not said:
+            said = True
+            say(f"{name} prints to its standard output, which is for messages alone: print to standard error")
+
+    return handle
 
 
 def _is_of_connection(error: Exception) -> bool:

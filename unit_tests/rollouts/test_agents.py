@@ -14,7 +14,7 @@ from configs.agent_schema import AgentConfig
 from core.errors import UserError
 from driver.records.episode_metrics import measure_counts
 from driver.records.sample_files import make_sample_record
-from rollouts.agents import output
+from rollouts import output
 from rollouts.agents.launcher import Launcher
 from rollouts.agents.launching import check_agent
 from rollouts.agents.run_file import describe_error

@@ -16,6 +16,7 @@ import pytest
 
 from core.errors import UserError
 from core.types.samples import Prompt
+from rollouts import output
 from rollouts.tools.calls import ToolUnavailable
 from rollouts.tools.functions import tool
 from rollouts.tools.mcp_server import McpEnv
@@ -257,6 +258,9 @@ def test_an_unusable_server_fails_the_sample_and_is_no_tool_error(name):
 RAW = """
 import json, sys, time
 fault, moment = sys.argv[1:]
+if fault == "prints":
+    for i in range(20_000):
+        sys.stderr.write(f"\\x1b]0;owned\\x07 \\u202e {i:050}\\n")
 for line in sys.stdin:
     asked = json.loads(line)
     if "id" not in asked:
@@ -275,6 +279,9 @@ for line in sys.stdin:
         if fault == "garbage":
             print("what?", flush=True)
             continue
+        if fault == "prints":
+            for i in range(300):
+                print("progress \\x1b[31m", i)
         if fault == "wrong schema":
             found = {"tools": 7, "content": 7}
         time.sleep(0.1)
@@ -312,6 +319,25 @@ def test_a_server_that_fails_is_a_sentence_and_leaves_nothing(tmp_path, monkeypa
     else:
         assert said.startswith("Error: " if moment == "tools/call" else "the sample fails: "), said
     assert "\n" not in said and not leftovers(mark)
+
+
+@pytest.mark.slow
+def test_what_a_server_prints_is_bounded_and_commands_no_terminal(tmp_path, capfd):
+    """On standard error before its first answer, and where only messages belong; its answers are taken."""
+    (tmp_path / "raw.py").write_text(RAW)
+
+    async def play() -> list[str]:
+        env = env_of([sys.executable, "-I", "-X", "utf8", str(tmp_path / "raw.py"), "prints", "tools/call"])(PROMPT)
+        await env.open()
+        answers = await ask(env, ("add", {}), ("add", {}))
+        await env.close()
+        return answers
+
+    assert asyncio.run(play()) == ["7", "7"]
+    shown = capfd.readouterr().err
+    assert len(shown) < 2 * output.SHOWN_OF_LOG and all(char.isprintable() or char == "\n" for char in shown)
+    assert r"\x1b]0;owned\x07 \u202e 00" in shown and "more of this episode is not shown" in shown
+    assert shown.count("prints to its standard output") == 1 and "Traceback" not in shown
 
 
 def test_without_the_package_it_is_one_sentence(monkeypatch):
