@@ -23,6 +23,10 @@ LEAST_DRIVERS = {12: "525", 13: "580"}
 LEAST_CAPABILITY = (7, 5)
 """Oldest compute capability that the wheels for CUDA 13 have kernels for (Turing)."""
 BFLOAT16_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)
+"""Oldest compute capability with kernels of vLLM for fp8 with a scale per channel (Ada)."""
+INT8_CAPABILITY_BOUND = (10, 0)
+"""Oldest compute capability without kernels of vLLM for int8 (Blackwell)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class Use:
     engine_share: float | None = None
     """rollout.gpu_memory_utilization of vLLM engines; None without vLLM."""
     colocate: bool = False
+    quantization: str | None = None
+    """rollout.quantization of vLLM engines."""
 
 
 def find_failure(gpus: Gpus, use: Use) -> str:
@@ -71,6 +77,20 @@ def find_old_gpu(gpus: Gpus, use: Use) -> str:
 
 def find_missing_bfloat16(gpus: Gpus, use: Use) -> str:
     return _find_incapable(gpus, BFLOAT16_CAPABILITY, "bfloat16 needs", "set model.dtype=float32") * use.bfloat16
+
+
+def find_missing_kernels(gpus: Gpus, use: Use) -> str:
+    """Report a GPU without vLLM's kernels for rollout.quantization."""
+    if use.quantization == "fp8":
+        fix = "set rollout.quantization=int8, or leave it out"
+        return _find_incapable(gpus, FP8_CAPABILITY, "vLLM's kernels for fp8 need", fix)
+    for i, gpu in enumerate(gpus.devices):
+        if use.quantization == "int8" and gpu.capability >= INT8_CAPABILITY_BOUND:
+            return (
+                f"GPU {i} ({gpu.name}) has compute capability {dotted(gpu.capability)}, and vLLM's kernels for int8 "
+                f"need less than {dotted(INT8_CAPABILITY_BOUND)}: set rollout.quantization=fp8, or leave it out"
+            )
+    return ""
 
 
 def _find_incapable(gpus: Gpus, least: tuple[int, int], what: str, fix: str) -> str:
@@ -169,6 +189,7 @@ CHECKS = (
     Check(find_old_gpu, install="stops"),
     Check(find_other_build),
     Check(find_missing_bfloat16),
+    Check(find_missing_kernels),
     Check(find_missing_compiler, install="warns"),
     Check(find_untried_host, install="warns", run=False),
     Check(find_slices),

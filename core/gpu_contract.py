@@ -83,6 +83,13 @@ PARTS = (
             *("weight_transfer_engine", "model_runner"),
         ),
     ),
+    # GPUs run vLLM's second runner: adapters are loaded by its manager, and masks hold a number of tokens
+    Part(target="vllm.v1.worker.gpu.model_runner:GPUModelRunner", attributes=("lora_manager",), gpu_build_only=True),
+    Part(
+        target="vllm.v1.worker.gpu.sample.logit_bias",
+        attributes=("MAX_NUM_ALLOWED_TOKEN_IDS", "MAX_NUM_LOGIT_BIAS_TOKENS"),
+        gpu_build_only=True,
+    ),
     # ---- attention: modeling/attention_varlen.py
     Part(
         target="torch.nn.attention.varlen:varlen_attn",

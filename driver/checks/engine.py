@@ -74,11 +74,8 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
             "weight_sync.lora=adapter and rollout.quantization together have not been tried: set weight_sync.lora to "
             "merged"
         )
-    if cfg.weight_sync.lora == "adapter" and not can.adapter:
-        raise UserError(
-            f"weight_sync.lora is adapter, and {name} does not sample with an adapter beside the weights: set "
-            "rollout.engine to vllm, or weight_sync.lora to merged"
-        )
+    if cfg.weight_sync.lora == "adapter":
+        engine.check_adapter(engine=cfg.rollout.engine, dtype=cfg.model.dtype, on_gpu=uses_gpus(cfg))
 
 
 def check_delta(cfg: RLConfig, name: str, can: Capabilities) -> None:

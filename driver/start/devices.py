@@ -93,6 +93,7 @@ def plan_gpu_use(cfg: RunConfig | EvalConfig) -> Use:
         ranks=count_ranks(cfg),
         engine_share=rollout.gpu_memory_utilization if rollout and on_vllm else None,
         colocate=shares_devices(cfg),
+        quantization=rollout.quantization if rollout and on_vllm else None,
     )
 
 

@@ -243,6 +243,15 @@ class Engine(ReceivesWeights, Protocol):
         )
 
     @classmethod
+    def check_adapter(cls, *, engine: str, dtype: str, on_gpu: bool) -> None:
+        """Raise UserError if the engine cannot sample with an adapter. engine: its name. dtype: of the model."""
+        if not cls.capabilities.adapter:
+            raise UserError(
+                f"weight_sync.lora is adapter, and rollout.engine={engine} does not sample with an adapter beside the "
+                "weights: set rollout.engine to vllm, or weight_sync.lora to merged"
+            )
+
+    @classmethod
     def check_rounded(cls, rollout: RolloutConfig, model: nn.Module) -> None:
         """Raise UserError if the engine cannot round a model's layers. model: on the meta device, without weights."""
         return

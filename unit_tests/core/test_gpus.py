@@ -21,9 +21,12 @@ ASK = (
     "print(json.dumps(asdict(find_gpus(timeout_s={}))))"
 )
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="a CUDA library is compiled for it")
-V100, T4, A100 = (
+V100, T4, A100, B200 = (
     Gpu(name=name, capability=capability, total_gib=40.0, used_gib=0.0)
-    for name, capability in (("Tesla V100", (7, 0)), ("Tesla T4", (7, 5)), ("NVIDIA A100", (8, 0)))
+    for name, capability in (
+        *(("Tesla V100", (7, 0)), ("Tesla T4", (7, 5))),
+        *(("NVIDIA A100", (8, 0)), ("NVIDIA B200", (10, 0))),
+    )
 )
 FINE = Gpus(devices=(A100, A100), listed=2, driver="580.95.05", cuda=(13, 0))
 RUN = Use(cuda="13.0", bfloat16=True, triton=True, ranks=2, engine_share=0.85)
@@ -136,6 +139,18 @@ OLD = replace(FINE, driver="535.104.05", cuda=(12, 2))
             "GPU 0 (Tesla T4) has compute capability 7.5, and bfloat16 needs 8.0 or more: set model.dtype=float32",
         ),
         (replace(FINE, devices=(T4,)), replace(RUN, bfloat16=False), ""),
+        (
+            FINE,
+            replace(RUN, quantization="fp8"),
+            "GPU 0 (NVIDIA A100) has compute capability 8.0, and vLLM's kernels for fp8 need 8.9 or more: set rollout.",
+        ),
+        (
+            replace(FINE, devices=(A100, B200)),
+            replace(RUN, quantization="int8"),
+            "GPU 1 (NVIDIA B200) has compute capability 10.0, and vLLM's kernels for int8 need less than 10.0: set rol",
+        ),
+        (replace(FINE, devices=(B200,)), replace(RUN, quantization="fp8"), ""),
+        (FINE, replace(RUN, quantization="int8"), ""),
         (FINE, replace(RUN, cuda=None), "this machine has 2 GPU(s), and the installed torch is built for the CPU: run"),
         (Gpus(), replace(RUN, cuda=None, rocm=True), "torch is built for AMD GPUs (ROCm)"),
         (

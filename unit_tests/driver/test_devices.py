@@ -92,6 +92,8 @@ def test_what_a_run_wants_of_gpus(rl: Callable[..., RLConfig], recipe: Recipe) -
     assert plan_gpu_use(rl(placement="colocate")) == replace(of_rl, ranks=1, colocate=True)
     assert plan_gpu_use(rl(**{"model.dtype": "bfloat16"})).bfloat16
     assert plan_gpu_use(rl(**{"rollout.engine": "hf"})) == replace(of_rl, triton=False, engine_share=None)
+    assert plan_gpu_use(rl(**{"rollout.quantization": "int8"})).quantization == "int8"
+    assert plan_gpu_use(rl(**{"rollout.engine": "hf", "rollout.quantization": "int8"})).quantization is None
     supervised = load_recipe(SLConfig, recipe({"backend": "ray", "trainer.ranks": 2}, kind="sl"), []).cfg
     assert plan_gpu_use(supervised) == Use(**has_torch, ranks=2)
 

@@ -104,6 +104,7 @@ def test_an_engine_without_our_installation_is_one_sentence():
 def test_float32_on_a_gpu_is_float32_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.setenv("TRITON_F32_DEFAULT", "")  # so that it is restored
     del os.environ["TRITON_F32_DEFAULT"]
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     prepare_gpu("bfloat16")
     assert "TRITON_F32_DEFAULT" not in os.environ
     prepare_gpu("float32")
@@ -111,6 +112,25 @@ def test_float32_on_a_gpu_is_float32_unless_the_user_says_otherwise(monkeypatch)
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
     prepare_gpu("float32")
     assert os.environ["TRITON_F32_DEFAULT"] == "tf32"
+
+
+def test_ranks_on_gpus_are_started_and_not_forked_unless_the_user_says_so(monkeypatch):
+    """vLLM forks by default. On a CPU it never does."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "")  # so that it is restored
+    del os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
+    prepare_gpu("bfloat16")
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    prepare_gpu("bfloat16")
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+
+
+def test_an_adapter_in_float32_is_refused_on_a_gpu_before_the_start():
+    adapter = ["rollout.engine=vllm", "weight_sync.lora=adapter", "model.lora={}", "model.dtype=float32"]
+    with pytest.raises(UserError, match=r"adapters take no float32 on a GPU: set model\.dtype to bfloat16, or w"):
+        load_recipe(RLConfig, TINY, [*adapter, "backend=ray", "device=cuda"])
+    load_recipe(RLConfig, TINY, [*adapter, "backend=ray", "device=cuda", "model.dtype=bfloat16"])
+    load_recipe(RLConfig, TINY, [*adapter, "backend=ray"])
 
 
 def test_drafts_of_all_replies_are_metrics_of_the_step():

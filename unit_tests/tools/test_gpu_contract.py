@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
+from configs.rollout_schema import RolloutConfig
 from configs.trainer_schema import LoraConfig
 from core.gpu_contract import PARTS, Part, load_part
 from rollouts.engines.vllm_support.settings import engine_args
@@ -17,6 +20,7 @@ from tools.layers import ROOT, parse_file, product_files
 from unit_tests.helpers.engines import engine_config
 
 FILES = [*product_files(ROOT), *(str(path.relative_to(ROOT)) for path in (ROOT / "tools").rglob("*.py"))]
+SHRINK = "lora/ops/triton_ops/lora_shrink_op.py"
 ON_GPU_BUILD = torch.version.cuda is not None
 
 
@@ -48,6 +52,25 @@ def test_vllm_takes_the_settings_of_an_engine_on_a_gpu(tiny_path):
     settings = engine_args(config, on_cpu=False, sees=True)
     assert settings["enable_sleep_mode"] and settings["enable_chunked_prefill"]
     assert arguments(**settings).enable_sleep_mode
+
+
+def read_vllm(path: str) -> ast.Module:
+    """Parse a file of the installed vLLM, which both builds have, and which imports slowly."""
+    [folder] = find_spec("vllm").submodule_search_locations
+    return ast.parse((Path(folder) / path).read_text(encoding="utf-8"))
+
+
+def test_a_mask_on_a_gpu_holds_every_token_that_a_recipe_may_allow():
+    body = read_vllm("v1/worker/gpu/sample/logit_bias.py").body
+    values = {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
+    [most] = [limit.max_length for limit in RolloutConfig.model_fields["allowed_tokens"].metadata]
+    # some more ids are those of stop tokens
+    assert ast.literal_eval(values["MAX_NUM_ALLOWED_TOKEN_IDS"]) >= most + 24
+
+
+def test_vllms_kernels_for_adapters_still_take_no_float32():
+    asserted = [ast.unparse(n.test) for n in ast.walk(read_vllm(SHRINK)) if isinstance(n, ast.Assert)]
+    assert "inputs.dtype in [torch.float16, torch.bfloat16]" in asserted
 
 
 def attributes_of(name: str) -> set[str]:

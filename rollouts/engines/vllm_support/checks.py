@@ -14,6 +14,7 @@ from rollouts.engines.vllm_support.kept_sets import check_masks_of_gpu
 from rollouts.engines.vllm_support.options import check_names
 from rollouts.engines.vllm_support.quantized import check_quantization, check_rounded
 from rollouts.engines.vllm_support.routes import check_routes_of_gpu
+from rollouts.engines.vllm_support.settings import check_adapter_dtype
 
 
 class VllmChecks:
@@ -43,6 +44,10 @@ class VllmChecks:
     @classmethod
     def check_quantization(cls, rollout: RolloutConfig, *, dtype: str, on_gpu: bool) -> None:
         check_quantization(rollout, dtype=dtype, on_gpu=on_gpu)
+
+    @classmethod
+    def check_adapter(cls, *, engine: str, dtype: str, on_gpu: bool) -> None:
+        check_adapter_dtype(dtype, on_gpu=on_gpu)
 
     @classmethod
     def check_rounded(cls, rollout: RolloutConfig, model: nn.Module) -> None:

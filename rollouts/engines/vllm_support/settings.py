@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from configs.trainer_schema import LoraConfig
+from core.errors import UserError
 from modeling.hf_config import is_text_use, read_config, vision_family
 from modeling.model_files import find_own_head
 from rollouts.engines.base import EngineConfig
@@ -91,6 +92,15 @@ def _has_own_head(config: EngineConfig) -> bool:
     return find_own_head(config.model_path, trust_remote_code=config.trust_remote_code) is not None
 
 
+def check_adapter_dtype(dtype: str, *, on_gpu: bool) -> None:
+    """Raise UserError for an adapter in a dtype that vLLM's kernels do not take. They assert it when vLLM starts."""
+    if on_gpu and dtype == "float32":
+        raise UserError(
+            "weight_sync.lora is adapter and model.dtype is float32, and vLLM's kernels for adapters take no float32 "
+            "on a GPU: set model.dtype to bfloat16, or weight_sync.lora to merged"
+        )
+
+
 def _lora_args(lora: LoraConfig) -> dict[str, Any]:
     """Return vLLM's arguments for an adapter.
 
@@ -120,6 +130,8 @@ def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> list[int]:
 
 def prepare_gpu(dtype: str) -> None:
     """Set the environment variables that vLLM's kernels read on a GPU, before one is compiled; the user's stay."""
+    # as vLLM does on a CPU: a fork would copy locks of this process's threads, and skip what our plugin starts
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if dtype == "float32":
         # attention in float32 is Triton's, which multiplies in TF32 (10 bits) unless told otherwise
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
