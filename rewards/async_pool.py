@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -58,6 +59,8 @@ class _Process:
         self.is_over = False
         # The kernel ties a worker to the thread that started it.
         self._thread = threading.Thread(target=self._serve, name="reward", daemon=True)
+        # A process that holds the interpreter's lock reads nothing, and sending to it would block the event loop.
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="reward-send")
         self._thread.start()
 
     async def compute(self, prompt: Prompt, conversations: list[list[Message]], timeout_s: float) -> list[RewardResult]:
@@ -69,9 +72,9 @@ class _Process:
             return [RewardResult(failure=self._killed_for)] * len(conversations)
         self._waiting[number] = result
         try:
-            self._worker.socket.send(job)
             # the worker reports a deadline itself, unless a function blocks its event loop
             async with asyncio.timeout(timeout_s + REWARD_EXIT_GRACE_S):
+                await self._loop.run_in_executor(self._sending, self._worker.socket.send, job)
                 found = await asyncio.shield(result)
         except TimeoutError:
             self._killed_for = self._killed_for or (
@@ -116,6 +119,7 @@ class _Process:
 
     def _refuse(self, error: Exception) -> None:
         self.is_over = True
+        self._sending.shutdown(wait=False)
         if not self._loaded.done():
             self._loaded.set_exception(error)
 
@@ -126,6 +130,7 @@ class _Process:
 
     def _end(self, why: str) -> None:
         self.is_over = True
+        self._sending.shutdown(wait=False)
         self._killed_for = self._killed_for or why
         for waiter in self._waiting.values():
             if not waiter.done():

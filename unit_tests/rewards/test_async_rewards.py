@@ -184,6 +184,16 @@ def test_a_process_that_blocks_or_ends_fails_its_samples_and_is_replaced(tmp_pat
     assert not fine.failure
 
 
+def test_samples_that_a_stuck_process_does_not_read_fail_at_the_deadline(tmp_path, monkeypatch):
+    """A regular expression that goes back for ever holds the interpreter's lock, so no thread reads the socket."""
+    monkeypatch.setattr(rewards.async_pool, "REWARD_EXIT_GRACE_S", 0.1)
+    code = "import re\nasync def score(prompt, messages): return {'n': float(bool(re.match('(a+)+$', 'a' * 60 + 'b')))}"
+    with rewarder(tmp_path, code, timeout_s=0.3) as found:
+        # more than a socket holds
+        results = ask(found, *["x" * 100_000] * 8)
+    assert len(results) == 8 and all("an async reward blocked the event loop" in r.failure for r in results)
+
+
 def test_a_mistake_of_the_user_that_a_reward_finds_stops_the_run(tmp_path):
     with rewarder(tmp_path, WAITING) as found, pytest.raises(UserError, match="MY_KEY is not set"):
         ask(found, "stop")
