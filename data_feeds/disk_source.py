@@ -70,7 +70,7 @@ class DiskSource(Source[Item]):
             if not isinstance(found, InvalidRow):
                 return found
             place %= self.rows
-            found = self.convert([place])[place]
+            found = self.convert([place], are_drawn=False)[place]
         raise RunStopped(f"{self.converter.key}: {TRIES} rows from row {row} on are invalid: {self.invalid}")
 
     def prepare(self, nths: Sequence[int]) -> None:
@@ -79,8 +79,12 @@ class DiskSource(Source[Item]):
             batch = self.background.submit(self.convert, rows)
             self.ahead.update(dict.fromkeys(rows, batch))
 
-    def convert(self, rows: Sequence[int]) -> dict[int, Any]:
-        """Return the item or the InvalidRow of each row. Raises RunStopped if too many rows are invalid."""
+    def convert(self, rows: Sequence[int], *, are_drawn: bool = True) -> dict[int, Any]:
+        """Return the item or the InvalidRow of each row. Raises RunStopped if too many drawn rows are invalid.
+
+        are_drawn: count the rows. Rows tried in place of a drawn one are not counted: of invalid rows side by side,
+        each draw would count all that follow.
+        """
         outcomes: dict[int, Any] = {}
         records = {}
         for row in rows:
@@ -93,10 +97,10 @@ class DiskSource(Source[Item]):
         outcomes |= dict(zip(records, converted, strict=True))
         with self.lock:
             for row, outcome in outcomes.items():
-                self.invalid.looked_at += 1
+                self.invalid.looked_at += are_drawn
                 if isinstance(outcome, UserError):
                     raise outcome
-                if isinstance(outcome, InvalidRow):
+                if are_drawn and isinstance(outcome, InvalidRow):
                     self.invalid.add(str(row), outcome)
             if self.invalid.looked_at >= CHECKED and self.invalid.share > self.max_invalid_fraction:
                 raise RunStopped(

@@ -119,7 +119,17 @@ def test_too_many_invalid_rows_stop_the_start_or_the_run(tmp_path, tokenizer):
     [source] = feed.sources
     assert isinstance(source, DiskSource)
     with pytest.raises(RunStopped, match=r"rows are invalid, a larger fraction than data.max_invalid_fraction=0.5"):
-        [source.read(20) for _ in range(60)]
+        [source.read(39) for _ in range(960)]
+
+
+def test_invalid_rows_side_by_side_count_once_per_draw(tmp_path, tokenizer):
+    rows = rows_of(100)
+    rows[30:40] = [{"id": "bad", "messages": [], "answer": ""}] * 10
+    feed = load(write(tmp_path / "rows.jsonl", rows), tokenizer, max_invalid_fraction=0.2)
+    [feed.draw(ticket) for ticket in range(100)]
+    invalid = feed.sources[0].invalid
+    # looked at once at the start, and once in this pass
+    assert (invalid.rows, invalid.looked_at) == (20, 200)
 
 
 def test_rows_of_the_next_step_are_converted_by_a_thread_in_the_background(tmp_path, tokenizer):
