@@ -46,21 +46,23 @@ class Sampling:
 
 
 def read_episodes(
-    given: Any, prompt_ids: list[int], tokenizer: Decoder, sampling: Sampling, longest: int
+    given: Any, prompt_ids: list[int], tokenizer: Decoder, sampling: Sampling, longest: int, *, fills_gaps: bool
 ) -> tuple[RecordedEpisode, ...]:
     """Read the episodes of a row: a list of objects, or JSON text of it. Raises InvalidRow for one that is wrong.
 
-    prompt_ids: tokens of the row's prompt in this run. longest: maximum tokens of prompt and episode.
+    prompt_ids: tokens of the row's prompt in this run. longest: maximum tokens of prompt and episode. fills_gaps: the
+    file format writes null for keys that another row's object has.
     """
+    fills_gaps = fills_gaps and not isinstance(given, str)  # in JSON text a null was written
     listed = parse_list(given) if isinstance(given, str) else given
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise _refuse(f"episodes must be a list of objects, found {given!r:.60}")
     there = [{name: value for name, value in one.items() if value is not None} for one in listed]
-    return tuple(_read_episode(one, prompt_ids, tokenizer, sampling, longest) for one in there)
+    return tuple(_read_episode(one, prompt_ids, tokenizer, sampling, longest, fills_gaps) for one in there)
 
 
 def _read_episode(
-    one: dict[str, Any], prompt_ids: list[int], tokenizer: Decoder, sampling: Sampling, longest: int
+    one: dict[str, Any], prompt_ids: list[int], tokenizer: Decoder, sampling: Sampling, longest: int, fills_gaps: bool
 ) -> RecordedEpisode:
     """Return one episode; see `read_episodes`. With neither token_ids nor logp it is a text, of any tokenizer."""
     if unknown := sorted(one.keys() - FIELDS - TRUNCATION.keys()):
@@ -69,7 +71,7 @@ def _read_episode(
     if not isinstance(text, str | None) or stop not in get_args(Stop):
         raise _refuse(f"an episode's completion is text, and its stop eos, length or turns, found {text!r:.40}, {stop}")
     if "token_ids" not in one and "logp" not in one:
-        return RecordedEpisode(messages=_read_turns(one, text), completion=text or "", stop=stop)
+        return RecordedEpisode(messages=_read_turns(one, text, fills_gaps), completion=text or "", stop=stop)
     ids, logp = _read_tokens(one, tokenizer, sampling)
     if len(ids) > longest:
         raise InvalidRow(
@@ -88,13 +90,14 @@ def _read_episode(
             f"the token_ids of an episode are {written!r:.40} in this vocabulary, and its completion is {text!r:.40}: "
             "they are of another tokenizer; leave token_ids and logp out to imitate the text"
         )
-    return RecordedEpisode(messages=_read_turns(one, written), completion=written, token_ids=ids, logp=logp, stop=stop)
+    messages = _read_turns(one, written, fills_gaps)
+    return RecordedEpisode(messages=messages, completion=written, token_ids=ids, logp=logp, stop=stop)
 
 
-def _read_turns(one: dict[str, Any], text: str | None) -> list[Message]:
+def _read_turns(one: dict[str, Any], text: str | None, fills_gaps: bool) -> list[Message]:
     """Return the messages of an episode, or the text as the only reply."""
     if "messages" in one:
-        return check_ends_in_reply(read_messages(one["messages"], "episodes", fills_gaps=True), "episodes")
+        return check_ends_in_reply(read_messages(one["messages"], "episodes", fills_gaps=fills_gaps), "episodes")
     if not text:
         raise _refuse("an episode has neither completion, messages nor token_ids with a reply")
     return [{"role": "assistant", "content": text}]

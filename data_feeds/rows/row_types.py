@@ -117,7 +117,8 @@ class RowConverter:
         if find_images(prompt.messages):
             raise InvalidRow("bad_episode", "it has images, and recorded episodes are read of text alone")
         longest = self.max_tokens + self.sampling.max_new_tokens
-        recorded = read_episodes(record.columns["episodes"], ids, self.tokenizer, self.sampling, longest)
+        given, gaps = record.columns["episodes"], record.fills_gaps
+        recorded = read_episodes(given, ids, self.tokenizer, self.sampling, longest, fills_gaps=gaps)
         for episode in recorded:
             if not episode.token_ids:
                 yield from self._check_text(record, prompt, episode.messages, longest)

@@ -158,14 +158,19 @@ def plan_records(
                 f"{key} has no column {names[ours]}; it has {', '.join(sorted(there))}: name the one meant in columns "
                 f"({{{ours}: ...}})"
             )
-    # only JSON and CSV distinguish a missing key from null
-    fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".json", ".csv"))
-    plan = RecordPlan(key=key, names=names, fills_gaps=fills_gaps, fit=fit)
+    plan = RecordPlan(key=key, names=names, fills_gaps=_fills_gaps(source.path, kind), fit=fit)
     records = [plan.make(row, i) for i, row in enumerate(rows)]
     notes = [] if fit.name == OURS else [_describe_form(key, source, fit, there)]
     if kind == "prompts":
         notes += _check_answers(key, records, rows)
     return Records(items=records, fit=fit, notes=notes), plan
+
+
+def _fills_gaps(path: str, kind: RowKind) -> bool:
+    """Tell whether the rows have null for keys that they lack. JSON and CSV tell them apart."""
+    # a recorded run is a folder, of JSON lines
+    is_run = kind == "prompts" and bool(list_sample_files(path))
+    return not is_run and not path.removesuffix(".gz").endswith((".jsonl", ".json", ".csv"))
 
 
 def _describe_form(key: str, source: SourceConfig, fit: FormFit, there: set[str]) -> str:

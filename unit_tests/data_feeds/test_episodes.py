@@ -63,7 +63,7 @@ def an_episode(chat: ChatTokenizer, text: str = "2", **changes) -> dict:
 
 def read(chat: ChatTokenizer, episode: dict, **sampling) -> RecordedEpisode:
     rules = Sampling(**{"max_new_tokens": 20} | sampling)
-    [made] = read_episodes([episode], chat.render([user("1+1=")]), chat, rules, longest=40)
+    [made] = read_episodes([episode], chat.render([user("1+1=")]), chat, rules, longest=40, fills_gaps=False)
     return made
 
 
@@ -118,7 +118,7 @@ def test_tokens_of_another_prompt_vocabulary_or_number_are_refused(chat):
         with pytest.raises(InvalidRow, match=why):
             read(chat, good | change)
     with pytest.raises(InvalidRow, match=r"more than data.max_prompt_tokens"):
-        read_episodes([good], [], chat, Sampling(max_new_tokens=1), longest=2)
+        read_episodes([good], [], chat, Sampling(max_new_tokens=1), longest=2, fills_gaps=False)
 
 
 def test_a_group_compares_recorded_episodes_with_its_own(chat, tmp_path):
@@ -167,6 +167,21 @@ def test_an_algorithm_that_would_weigh_them_wrongly_is_refused(chat, tmp_path, r
     check_demonstrated(cfg, CHORD(), shown)
     with pytest.raises(UserError, match=r"episodes without logp .* trains on none"):
         check_demonstrated(cfg, GRPO(), shown)
+
+
+def test_a_null_of_a_recorded_run_was_written(qwen, tmp_path):
+    """A run's folder has no suffix, and holds JSON lines: tools with a default of null can be replayed."""
+    schema = {"type": "object", "properties": {"x": {"type": ["integer", "null"], "default": None}}}
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": schema}}
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"x": None}}}
+    turns = [{**assistant(""), "tool_calls": [call]}, {"role": "tool", "content": "1", "tool_call_id": "call00000"}]
+    record = {"group": 0, "id": "a", "prompt": [user("1+1=")], "tools": [tool], "turns": [*turns, assistant("1")]}
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "samples" / "step_00001.jsonl").write_text(json.dumps({**record, "completion": "1"}))
+    data = PromptDataConfig(train=str(tmp_path), max_prompt_tokens=4000)
+    prompt = load_prompts(data, "train", qwen, seed=0, sampling=Sampling(max_new_tokens=4000)).draw(0)
+    assert prompt.tools == [tool] and prompt.recorded[0].messages[0]["tool_calls"] == [call]
 
 
 @pytest.mark.slow
