@@ -79,7 +79,7 @@ class Scorer:
         from core.types import samples as types
         from core.types.messages import find_images
 
-        turns = [*prompt.messages, *messages]
+        turns = join_begun(prompt.messages, messages)
         ids, mask = self.tokenizer.mask_turns(turns, tools=prompt.tools)
         sample = types.make_sample(
             prompt=types.Prompt(id=prompt.id, messages=[]),  # empty, because the conversation is in the tokens
@@ -103,6 +103,15 @@ class Scorer:
             batch = self.media.load(pack(samples, [0.0] * len(samples)))
             found = compute_values(self.net, batch, layout="padded", model=self.net).T.tolist()  # [n, L]
         return [{name: values[at] for name, at in self.labels} for values in found]
+
+
+def join_begun(asked: Sequence[Message], answered: Sequence[Message]) -> list[Message]:
+    """Return the conversation. A reply that the prompt begins is one turn with the rest."""
+    if not asked or not answered or asked[-1]["role"] != "assistant" or answered[0]["role"] != "assistant":
+        return [*asked, *answered]
+    # data.continue_final_message: as two turns, the reply would have an end and a header in the middle
+    whole: Message = {**answered[0], "content": asked[-1]["content"] + answered[0]["content"]}
+    return [*asked[:-1], whole, *answered[1:]]
 
 
 # one model per process: all samples of a run have the same settings

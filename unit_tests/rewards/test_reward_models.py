@@ -52,6 +52,19 @@ def test_samples_in_a_batch_have_the_rewards_of_each_alone(tiny_path, tmp_path, 
     assert sizes[len(REPLIES) + 1 :] == [3, 1, 1], "the longest have about 60 and 30 tokens"
 
 
+def test_a_reply_that_the_prompt_begins_is_scored_as_one_turn(tiny_path, tmp_path):
+    """data.continue_final_message: the policy goes on after `7`, and the reward model sees `77` of one assistant."""
+    path, asked = classifier(tiny_path, tmp_path / "rm", 1), {"role": "user", "content": "Write."}
+
+    def score(before: list[Any], reply: str) -> dict[str, float]:
+        call = reward_model.score(
+            Prompt(id="p", messages=[asked, *before]), [{"role": "assistant", "content": reply}], model=path
+        )
+        return asyncio.run(call)
+
+    assert score([{"role": "assistant", "content": "7"}], "7") == score([], "77") != score([], "7")
+
+
 def test_calls_that_arrive_during_a_batch_are_the_next(tiny_path):
     """The first call runs alone, those that wait meanwhile share the second pass, and an error is of its batch."""
     batches, go = list[list[int]](), threading.Event()
