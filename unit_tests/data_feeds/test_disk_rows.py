@@ -119,7 +119,7 @@ def test_too_many_invalid_rows_stop_the_start_or_the_run(tmp_path, tokenizer):
     [source] = feed.sources
     assert isinstance(source, DiskSource)
     with pytest.raises(RunStopped, match=r"rows are invalid, a larger fraction than data.max_invalid_fraction=0.5"):
-        [source.read(39) for _ in range(960)]
+        [source.convert(range(20, 40)) for _ in range(48)]
 
 
 def test_invalid_rows_side_by_side_count_once_per_draw(tmp_path, tokenizer):
