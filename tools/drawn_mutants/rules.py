@@ -104,12 +104,16 @@ class Places:
 
 
 def list_code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that compute: no annotations, docstrings, decorators, imports, or sentences of errors."""
+    """Yield the nodes that compute: no types, docstrings, decorators, imports, guards, or sentences of errors."""
     for node in ast.iter_child_nodes(tree):
         match node:
             case ast.Import() | ast.ImportFrom() | ast.arg() | ast.JoinedStr() | ast.Assert():
                 continue
             case ast.Expr(value=ast.Constant()) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                continue
+            case ast.keyword(arg=str(name)) if name in _NEEDED:
+                continue
+            case ast.Subscript(value=ast.Name(id="Callable")):
                 continue
             case ast.Raise():
                 yield node  # the statement, not its sentence

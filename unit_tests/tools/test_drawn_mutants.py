@@ -41,8 +41,13 @@ def test_a_parameter_is_replaced_by_one_of_the_same_type_only():
 
 
 def test_text_that_computes_nothing_is_left_alone():
-    source = '"""1 < 2"""\nfrom a import b\n\ndef f(x: list[3]) -> T[4]:\n    """5"""\n'
+    source = '"""1 < 2"""\nfrom a import b\n\ndef f(x: list[3]) -> T[4]:\n    """5"""\nRule = Callable[[X, Y], Z]\n'
     assert find_edits(source) == []
+
+
+def test_an_argument_that_only_guards_is_left_alone():
+    rules = [edit.rule for edit in find_edits("y = zip(a, b, strict=True)\n")]
+    assert rules == ["swapped arguments"]
 
 
 def test_arguments_that_are_alike_are_not_swapped():
