@@ -44,7 +44,14 @@ class RunResult(Summarized):
 
 
 def list_held_out(before: Mapping[str, float], after: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """List the held-out metrics worth a row of a table, under their names in the log, before and after training."""
+    """List the held-out metrics worth a row of a table, under their names in the log, before and after training.
+
+    >>> before = {"reward/mean": 0.25, "reward/std": 0.1, "version": 0.0, "rollout/failed": 2.0, "loss": 1.0}
+    >>> list_held_out(before, {"reward/mean": 0.5, "reward/std": 0.2, "version": 3.0, "rollout/failed": 1.0})
+    [('reward/mean', 0.25, 0.5), ('rollout/failed', 2.0, 1.0)]
+    >>> list_held_out({"rollout/failed": 2.0}, {"rollout/failed": 0.0})
+    []
+    """
     hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
     return [(name, before[name], after[name]) for name in before if name in after and name not in hidden]
 

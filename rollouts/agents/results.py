@@ -111,7 +111,11 @@ def read_rewards(line: str) -> AgentResult:
 
 
 def describe_exit(status: int | None, log: bytearray) -> str:
-    """Describe the end of an agent's process. status: None if the guard was killed."""
+    """Describe the end of an agent's process. status: None if the guard was killed.
+
+    >>> describe_exit(0, bytearray(b"one\\ntwo \\n")), describe_exit(-9, bytearray())
+    ("the agent's process exited with code 0: two", "the agent's process was killed by SIGKILL")
+    """
     if status is None:
         return "the agent, or a process that it has started, killed the process that watches over the episode"
     how = f"exited with code {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
