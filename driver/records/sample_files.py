@@ -57,9 +57,7 @@ class SampleFiles:
     def close(self) -> list[str]:
         """Wait until all samples are written, also after an error; return failures as sentences."""
         self._thread.shutdown(wait=True)
-        failures = [error for one in self._waiting if (error := one.exception())]
-        self._waiting.clear()
-        return [str(error) for error in failures]
+        return [str(error) for one in self._waiting if (error := one.exception())]
 
 
 def write_samples(path: Path, groups: list[Group], sampling: dict[str, Any] | None = None) -> None:

@@ -68,7 +68,8 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
-        self.port = 0
+        self.port: int
+        """Port of the server, once it has started."""
 
     @asynccontextmanager
     async def serving(self, session: AgentSession) -> AsyncGenerator[str]:

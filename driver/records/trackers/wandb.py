@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -128,9 +129,8 @@ def has_key(server: str) -> bool:
     named = os.environ.get("NETRC")
     files = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
     for file in files:
-        try:
+        # without a file that can be read, W&B could not read it either
+        with suppress(OSError, netrc.NetrcParseError):
             if netrc.netrc(str(file.expanduser())).authenticators(urlsplit(server).netloc):
                 return True
-        except (OSError, netrc.NetrcParseError):  # there is none that W&B could read either
-            continue
     return False
