@@ -12,6 +12,7 @@ import main_rl
 import main_sl
 from configs.schema import RLConfig, SLConfig
 from data_feeds.chat.tokenizer import ChatTokenizer
+from driver.checks.explain import describe_arithmetic
 from driver.load_recipe import load_recipe
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import file_of
@@ -219,6 +220,24 @@ def test_explain_does_the_arithmetic_and_warns_of_missing_devices(recipe, capsys
     assert "7 steps -> 112 sequences -> 14 optimizer updates" in out
     assert "warning: 512 trainer ranks" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_explain_states_the_sizes_of_a_step(recipe):
+    sizes = {"backend": "ray", "trainer.ranks": 2, "updates_per_step": 2, "trainer.micro_batch_tokens": 64}
+    assert dict(describe_arithmetic(load_recipe(RLConfig, recipe(sizes | {"max_staleness": 1}), []))) == {
+        "a step": "4 prompts x 4 samples -> 16 sequences",
+        "a sequence": "at most 32 prompt + 8 new = 40 tokens",
+        "tokens of a step": "at most 640, dealt over 2 optimizer updates (prox_logp is scored before the first)",
+        "micro-batches": "at most 64 tokens each -> at most about 3 per rank and update, on 2 ranks",
+        "the run": "2 steps -> 32 sequences -> 4 optimizer updates",
+        "generation": "runs up to 8 groups ahead of the trainer (max_staleness=1); weights are synced every step",
+    }
+    rows = {"data.max_tokens": 50, "trainer.micro_batch_tokens": 64}
+    assert dict(describe_arithmetic(load_recipe(SLConfig, recipe(rows, kind="sl"), []))) == {
+        "a step": "5 rows -> at most 250 tokens -> 1 optimizer update",
+        "micro-batches": "at most 64 tokens each -> at most about 4 per rank and update, on 1 ranks",
+        "the run": "2 steps -> 10 rows -> 2 optimizer updates",
+    }
 
 
 def test_explain_shows_the_schedules(recipe, capsys):

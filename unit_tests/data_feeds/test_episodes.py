@@ -163,6 +163,9 @@ def test_an_algorithm_that_would_weigh_them_wrongly_is_refused(chat, tmp_path, r
     played = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"env": "calculator"})})
     with pytest.raises(UserError, match=r"rollout.env=calculator may add messages"):
         check_recorded(played, RLOO(correction=exact), feed)
+    early = cfg.model_copy(update={"weight_sync": cfg.weight_sync.model_copy(update={"max_kl": 0.1})})
+    with pytest.raises(UserError, match=r"weight_sync.max_kl would count them: unset it"):
+        check_recorded(early, RLOO(correction=exact), feed)
     shown = load(chat, write(tmp_path, {"messages": [user("1+1=")], "episodes": [{"completion": "2"}]}))
     check_demonstrated(cfg, CHORD(), shown)
     with pytest.raises(UserError, match=r"episodes without logp .* trains on none"):

@@ -1,5 +1,6 @@
 """State and schedules in whole runs: in the log, in checkpoints, in snapshots, and after a kill."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,10 +11,15 @@ import pytest
 
 import main_rl
 import main_sl
+from algs.base import Algorithm
+from algs.grpo import GRPO
 from analysis.capture.recompute import replay
 from analysis.capture.tokens import snapshot_folder
+from core.cluster.workers import Local
 from core.errors import UserError
+from driver.alg_state import move_algorithm
 from driver.checkpoint import read_checkpoint
+from trainers.trainer import Trainer
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import LUCK, ROOT, file_of, folder_of, metrics_of, numbers_of
 
@@ -162,3 +168,17 @@ def test_a_supervised_run_with_a_state_goes_on_too(recipe, tmp_path, sums):
     at = whole / "checkpoints/step_00002"
     assert run_here(main_sl, "--config", path, "name=resumed", f"resume={at}") == (0, "")
     assert numbers_of(folder_of(tmp_path, "resumed")) == numbers_of(whole)[2:]
+
+
+def test_a_step_without_an_update_moves_the_schedules_and_no_state():
+    """So it is where every gradient of a step was not finite."""
+
+    class Keeper(Trainer):
+        def __init__(self) -> None: ...
+
+        def set_algorithm(self, alg: Algorithm) -> None:
+            self.kept = alg
+
+    alg, keeper = GRPO(), Keeper()
+    moved = asyncio.run(move_algorithm(alg.with_state({}, step=4), Local(keeper), [], {}))
+    assert moved.step_number == 5 and moved.state == {} and keeper.kept is moved

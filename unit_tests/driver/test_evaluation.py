@@ -21,8 +21,9 @@ from core.timing.clock import Clock
 from core.types.samples import Prompt, Sample
 from data_feeds.rows.eval_sets import PromptSet
 from data_feeds.rows.invalid_rows import InvalidRows
-from driver.evaluation.estimators import choose_ks, estimate_means, majority_at_k, pass_at_k, pass_hat_k
+from driver.evaluation.estimators import Estimate, choose_ks, estimate_means, majority_at_k, pass_at_k, pass_hat_k
 from driver.evaluation.suites.answers import find_final_answer
+from driver.evaluation.suites.display import format_table
 from driver.evaluation.suites.generations import (
     WHOLE,
     Generation,
@@ -35,7 +36,7 @@ from driver.evaluation.suites.generations import (
 )
 from driver.evaluation.suites.resume import find_samples
 from driver.evaluation.suites.run import EvalRun
-from driver.evaluation.suites.table import GradedPrompt, make_table
+from driver.evaluation.suites.table import GradedPrompt, TableRow, make_table
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.judge_spend import JudgeSpend
 from unit_tests.helpers.examples import sample_of
@@ -337,3 +338,19 @@ def test_a_used_up_budget_of_judges_keeps_what_was_paid_for(tmp_path: Path):
     asyncio.run(run.sample_all())
     assert run.requests.judges.calls == 10, "the six calls of the first are counted; the last prompt used up the rest"
     assert [row.samples for row in run.report()] == [10]
+
+
+def test_the_table_has_a_column_for_each_metric_with_its_interval():
+    some = Estimate(value=0.5, low=0.25, high=0.75)
+    counts = {"samples": 4, "failed": 0}
+    rows = [
+        TableRow(column="", value="all", prompts=3, metrics={"mean": some, "pass@1": some}, **counts),
+        TableRow(column="difficulty", value="hard", prompts=1, metrics={}, **counts),
+    ]
+    lines = format_table(rows, [1])
+    assert [line.split() for line in lines] == [
+        ["prompts", "of", "prompts", "mean", "pass@1"],
+        ["all", "3", *["0.500", "[0.250,", "0.750]"] * 2],
+        ["difficulty=hard", "1", "-", "-"],
+    ]
+    assert len({len(line) for line in lines}) == 1

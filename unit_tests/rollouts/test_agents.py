@@ -40,13 +40,13 @@ def test_an_agent_asks_and_returns_its_rewards(qwen, tmp_path):
             assert os.environ["OPENAI_API_KEY"] == task.api_key and task.extra == {"level": 3}
             said = ask(task, task.messages)
             more = ask(task, [*task.messages, said, {"role": "user", "content": "More?"}])
-            return {"solved": float(more["content"] == "Eight."), "seed": task.seed % 7}
+            return {"solved": float(more["content"] == "Eight."), "seed": float(task.seed > 0)}
         """,
     )
     policy = Policy(qwen, ["Seven.", "Eight."])
     [sample] = play(plan, policy)
     assert sample.failure == "" and sample.reward == 2.0
-    assert sample.reward_parts == {"solved": 1.0, "seed": sample.reward_parts["seed"], "replies": 2.0}
+    assert sample.reward_parts == {"solved": 1.0, "seed": 1.0, "replies": 2.0}
     assert sample.episode == 0 and sample.turn_numbers == (0, 1) and sample.stop == "eos"
     assert qwen.hf.decode(sample.token_ids[: sample.turns[0][0]]).endswith("assistant\n")
     assert [m["content"] for m in sample.transcript] == ["Seven.", "More?", "Eight."]

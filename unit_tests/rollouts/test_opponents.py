@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -221,6 +222,10 @@ class GameServer(JudgeServer):
     """Server of a model that says a number, and refuses some requests first."""
 
     choice: str | dict | None = None
+    body: dict | None = None
+
+    async def complete(self, request: web.Request) -> web.Response:
+        return await super().complete(request) if self.body is None else web.json_response(self.body)
 
     def answer(self, body: dict) -> str | dict:
         return self.choice or str(len(body["messages"]))
@@ -263,6 +268,21 @@ def test_a_server_that_fails_to_reply_fails_the_sample_or_ends_the_game():
         server.choice = {"message": {"role": "assistant", "content": "3"}, "finish_reason": "length"}
         sample = play()
         assert not sample.failure and sample.counts["turns"] == 2.0
+        of_choice = [{"choices": [choice]} for choice in ({}, {"message": {}}, {"message": {"content": "3"}}, "3")]
+        for server.body in ({}, {"choices": []}, {"choices": None}, *of_choice):
+            assert play().failure.startswith(f"rollout.opponent returned no chat completion: {server.body}")
+        for content, end in ((None, "stop"), ("3", "tool_calls")):
+            server.body = {"choices": [{"message": {"content": content}, "finish_reason": end}]}
+            said = f"rollout.opponent ended a reply with {end!r} and the content {content!r}"
+            assert play().failure.startswith(said)
+
+
+def test_a_server_gets_text_alone():
+    tool: Any = {"type": "function"}
+    with GameServer().running() as address:
+        theirs = ServedOpponent(address, temperature=0.5, timeout_s=10, engines=1)
+        with pytest.raises(UserError, match="gets text alone, and the game has tools"):
+            asyncio.run(theirs.reply(PROMPT.messages, [tool], max_new_tokens=1, seed=0))
 
 
 def test_a_server_of_several_models_or_none_is_refused():
