@@ -1,0 +1,66 @@
+"""The memory that --explain states, against the tensors of a trainer in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.schema import RLConfig
+from driver.checks.explain import GIB, estimate_memory
+from driver.load_recipe import load_recipe
+from trainers.local import LocalTrainer, TorchLearner
+
+MIXED = {"model.dtype": "bfloat16"}
+CASES = {
+    "float32": {},
+    "bfloat16": MIXED,
+    "no moments": MIXED | {"trainer.optimizer": "sgd"},
+    "one moment": {"trainer.optimizer": "torch.optim.Adagrad"},
+    "frozen layer": MIXED | {"trainer.freeze": ["model.layers.0"]},
+}
+
+
+def count(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors, each once."""
+    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def sum_files(folder: Path, pattern: str) -> int:
+    return sum(file.stat().st_size for file in folder.rglob(pattern))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_estimate_is_what_a_trainer_holds_and_writes(case, recipe, tmp_path):
+    loaded = load_recipe(RLConfig, recipe(CASES[case]), [])
+    said = estimate_memory(loaded)
+    cfg = loaded.cfg
+    trainer = LocalTrainer(cfg.model, cfg.trainer, loaded.alg, temperature=1.0, total_updates=2)
+    learners = [own for own in (trainer.policy, trainer.critic) if isinstance(own, TorchLearner)]
+    copies: list[Tensor] = []
+    for own in learners:
+        for p, master in zip(own.parameters, own.master, strict=True):
+            copies += [] if p is master else [master]
+            master.grad = torch.zeros_like(master)
+        own.optimizer.step()
+    gradients = [m.grad for own in learners for m in own.master if m.grad is not None]
+    # moments, and not the numbers of updates
+    moments = [t for own in learners for kept in own.optimizer.state.values() for t in kept.values() if t.ndim]
+    frozen = [p for model in trainer.frozen.values() for p in model.parameters()]
+    moving = [t for reference in trainer.references.values() for t in reference.weights]
+    held = [p for own in learners for p in own.model.parameters()]
+    found = [*map(count, (held, gradients, [*copies, *moments], [*frozen, *moving]))]
+    # a value model has a head of one row, and is counted as the policy
+    rel = 1e-9 if trainer.critic is None else 0.1
+    for estimate, nbytes in zip((said.weights, said.gradients, said.optimizer, said.frozen), found, strict=True):
+        assert estimate * GIB == pytest.approx(nbytes, rel=rel)
+    (tmp_path / "state").mkdir()
+    trainer.save_state(tmp_path / "state")
+    # beside numbers, files have the names of tensors
+    assert said.checkpoint * GIB == pytest.approx(sum_files(tmp_path, "*.pt"), rel=0.1, abs=2**16)
+    trainer.save_model(tmp_path / "model")
+    if trainer.critic is None and cfg.trainer.ema is None:
+        assert said.saved * GIB == pytest.approx(sum_files(tmp_path / "model", "*.safetensors"), rel=0.1, abs=2**13)
