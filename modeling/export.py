@@ -157,11 +157,16 @@ def saved_scopes(model: ModelConfig) -> list[ExportScope]:
 
 
 def gather_tensors(
-    export: Callable[[int, ExportScope], Iterable[Bucket]], scopes: list[ExportScope]
+    export: Callable[[int, ExportScope], Iterable[Bucket]], scopes: list[ExportScope], *, keeps: bool = True
 ) -> dict[ExportScope, dict[str, Tensor]]:
-    """Return copies of the exported tensors on the CPU, by scope and name."""
-    return {
-        # a copy, because an exported tensor may be the parameter's own memory, which the next update changes
-        scope: {n: t.to("cpu", copy=True) for bucket in export(2**28, scope) for n, t in bucket}
-        for scope in scopes
-    }
+    """Return copies of the exported tensors on the CPU, by scope and name.
+
+    keeps: False for a rank that takes part in gathering and does not write; it keeps no copy.
+    """
+    found: dict[ExportScope, dict[str, Tensor]] = {scope: {} for scope in scopes}
+    for scope, copies in found.items():
+        for bucket in export(2**28, scope):
+            if keeps:
+                # a copy, because an exported tensor may be the parameter's own memory, which the next update changes
+                copies |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
+    return found

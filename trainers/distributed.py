@@ -93,7 +93,8 @@ class DistributedTrainer(Trainer):
 
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> list[str]:
         """Write from rank 0; the other ranks take part in gathering."""
-        exported = gather_tensors(learner.export_weights, scopes)
+        # the ranks of a machine share its memory, which may not hold a copy of the model for each of them
+        exported = gather_tensors(learner.export_weights, scopes, keeps=self.rank == 0)
         try:
             return save_exported(learner.model, folder, exported) if self.rank == 0 else []
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from configs.trainer_schema import LoraConfig
 from core.cluster.addresses import listen_at
 from data_feeds.packing.batches import micro_batches
 from modeling.images.processor import ImageProcessor
+from trainers.distributed import DistributedTrainer
 from trainers.trainer import Trainer
 from unit_tests.helpers import collectives
-from unit_tests.helpers.collectives import find_disagreement, record_ranks
+from unit_tests.helpers.collectives import fake_group, find_disagreement, record_ranks
 from unit_tests.helpers.examples import some_groups, with_values
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.ray_trainers import FSDP2, OFFLOADED, alg_of, plan_of, sharded
@@ -99,6 +101,26 @@ def test_eight_ranks_agree_about_a_vision_tower_that_some_do_not_use(tmp_path, s
 )
 def test_eight_ranks_of_deepspeed_agree(tiny_path, stage, kind):
     check_ranks(tiny_path, stage, **KINDS[kind])
+
+
+class Exporting:
+    """Learner of tensors in a shape that no other test has; it counts those that live after each bucket."""
+
+    def export_weights(self, max_bytes, scope):
+        self.alive = []
+        for i in range(4):
+            yield [(f"weight.{i}", torch.zeros(7, 1013))]
+            self.alive.append(sum(type(x) is torch.Tensor and x.shape == (7, 1013) for x in gc.get_objects()))
+
+
+def test_a_rank_that_writes_no_model_keeps_no_copy_of_it(tmp_path):
+    """The ranks of a machine share its memory: eight copies of a model may not fit."""
+    trainer, learner = DistributedTrainer.__new__(DistributedTrainer), Exporting()
+    trainer.rank = 1
+    with fake_group(1, 2):
+        assert trainer.write_model(learner, tmp_path, ["whole"]) == []
+    assert max(learner.alive) <= 1 and len(learner.alive) == 4
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_rank_that_leaves_a_collective_out_is_named(tiny_path):
