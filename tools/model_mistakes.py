@@ -47,11 +47,16 @@ class Part:
 
 
 PACKED = ("modeling/test_attention_scores.py", "modeling/test_shared_prefixes.py")
+HEADS = (
+    "modeling/test_sequence_parallel.py::test_heads_that_divide_are_shared_and_keys_that_are_fewer_are_copied",
+    "modeling/test_sequence_parallel.py::test_heads_that_do_not_divide_are_refused",
+)
+PADDING = "modeling/test_sequence_parallel.py::test_padding_of_slices_follows_no_sequence"
 IMAGES = "modeling/test_layout_probe.py::test_attention_that_is_causal_within_an_image_is_noticed"
 PARTS = (
-    Part(file="modeling/attention.py", rules=SCORING, tests=(*PACKED, IMAGES)),
+    Part(file="modeling/attention.py", rules=SCORING, tests=(*PACKED, IMAGES, *HEADS)),
     Part(file="modeling/attention_scores.py", rules=KERNEL, tests=PACKED),
-    Part(file="modeling/segments.py", rules=(*KERNEL, "off by one"), tests=(*PACKED, IMAGES)),
+    Part(file="modeling/segments.py", rules=(*KERNEL, "off by one"), tests=(*PACKED, IMAGES, PADDING)),
     Part(file="modeling/image_blocks.py", rules=BORDERS, tests=(IMAGES, "modeling/test_text_use.py")),
     Part(file="modeling/routes.py", rules=BORDERS, tests=("modeling/test_routes.py",)),
     Part(file="modeling/experts.py", rules=EXPERTS, tests=("modeling/test_routes.py", "modeling/test_lora.py")),
@@ -67,6 +72,7 @@ PARTS = (
     ),
 )
 REASONS: dict[str, str] = {
+    "'1' -> '2', in: lengths, parents = [*lengths, padding], [*parents, -1]": "a parent below 0 is none, whatever it is",
     "in: batch = make_batch([draw_segments(model)[0]])": "each short sequence shows how the blocks choose",
 }
 """Part of a place -> why the mistake is not noticed."""

@@ -56,6 +56,16 @@ def test_slices_of_a_row_hold_every_position_and_every_learnt_token_once(size):
         assert torch.equal(part[batch.at[mine] - own.begin], row[batch.at[mine]]), "where its logits come from"
 
 
+def test_padding_of_slices_follows_no_sequence():
+    """Else the row would share segments, and attention would copy the keys of all of them."""
+    [[batch]] = micro_batches(families(), "token", 1000, padded=False, share_prefixes=False)
+    total = len(batch.input_ids)
+    size = next(n for n in range(2, total) if total % n)
+    rows = Segments.of_batch(batch, SequenceGroup(place=0, size=size, group=None))
+    assert rows.lengths == [*batch.lengths.tolist(), -total % size]
+    assert rows.chains[-1] == [] and not rows.are_shared
+
+
 def find_tokens_apart(batch, size: int) -> int:
     """Count segments whose first token is learnt and stands in another slice than the position that predicts it."""
     ends = Segments.of_batch(batch).lengths
