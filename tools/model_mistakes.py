@@ -72,7 +72,7 @@ PARTS = (
     ),
 )
 REASONS: dict[str, str] = {
-    "'1' -> '2', in: lengths, parents = [*lengths, padding], [*parents, -1]": "a parent below 0 is none, whatever it is",
+    "'1' -> '2', in: lengths, parents = [*lengths, padding], [*parents, -1]": "each number below 0 is no parent",
     "in: batch = make_batch([draw_segments(model)[0]])": "each short sequence shows how the blocks choose",
 }
 """Part of a place -> why the mistake is not noticed."""

@@ -32,8 +32,8 @@ Numbers = Mapping[str, float | str]
 LORA = LoraConfig(r=4, alpha=8.0, merge_on_save=True)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_b_proj")
 """Linear layers that get an adapter, where a family has them."""
-PACKED_BOUND = {"float32": 1e-4, "bfloat16": 0.1}
-"""Largest difference of a log-probability in a row with others from that of the sequence alone, in nats."""
+PACKED_BOUND = 1e-4
+"""Largest difference of a log-probability in a row with others from that of the sequence alone, in nats, in float32."""
 
 
 def check_load(subject: Subject) -> Numbers:
@@ -45,7 +45,8 @@ def check_load(subject: Subject) -> Numbers:
 
 def check_layout(subject: Subject) -> Numbers:
     """Compare sequences in the rows that a trainer makes with each sequence alone, by the family's own attention."""
-    trainer, alone = subject.make_trainer(), subject.make_trainer(attention="eager")
+    # In bfloat16 an expert chosen by a hair may change, and with it a token by more than a wrong layout does.
+    trainer, alone = subject.make_trainer(dtype="float32"), subject.make_trainer(dtype="float32", attention="eager")
     layout = trainer.describe_layout()
     level = "padded" if layout.padded else "shared" if layout.shares_prefixes else "packed"
     [batches] = subject.make_batches(trainer, groups=make_groups(alone))
@@ -53,7 +54,7 @@ def check_layout(subject: Subject) -> Numbers:
         logp = [trainer.forward(batch, as_given=True, measures={}).logp for batch in batches]
     want = [batch.tokens.rollout_logp for batch in batches]
     gap = float((torch.cat(logp) - torch.cat(want)).abs().max())
-    if not gap <= PACKED_BOUND[subject.dtype]:
+    if not gap <= PACKED_BOUND:
         raise StageFailed(f"{level} rows change a log-probability by {gap:.1e} nats")
     return {"layout": level, "gap": gap}
 

@@ -62,8 +62,11 @@ class Subject:
         make_model(self.name, Path(self.path), dtype=getattr(torch, self.dtype))
 
     def make_settings(self, **keys: Any) -> tuple[ModelConfig, TrainerConfig, GRPO]:
-        """Return the arguments of a trainer. keys: path, lora and attention are of `model`, the others of `trainer`."""
-        own = {key: keys.pop(key) for key in ("path", "lora", "attention") if key in keys}
+        """Return the arguments of a trainer.
+
+        keys: path, dtype, lora and attention are of `model`, the others of `trainer`.
+        """
+        own = {key: keys.pop(key) for key in ("path", "dtype", "lora", "attention") if key in keys}
         model = ModelConfig(**{"path": self.path, "dtype": self.dtype} | own)
         return model, TrainerConfig(**{"lr": 1e-2, "micro_batch_tokens": 300} | keys), GRPO()
 
