@@ -52,11 +52,12 @@ HEADS = (
     "modeling/test_sequence_parallel.py::test_heads_that_do_not_divide_are_refused",
 )
 PADDING = "modeling/test_sequence_parallel.py::test_padding_of_slices_follows_no_sequence"
+PATHS = "modeling/test_layout_probe.py::test_the_path_of_a_segment_begins_at_its_root"
 IMAGES = "modeling/test_layout_probe.py::test_attention_that_is_causal_within_an_image_is_noticed"
 PARTS = (
     Part(file="modeling/attention.py", rules=SCORING, tests=(*PACKED, IMAGES, *HEADS)),
     Part(file="modeling/attention_scores.py", rules=KERNEL, tests=PACKED),
-    Part(file="modeling/segments.py", rules=(*KERNEL, "off by one"), tests=(*PACKED, IMAGES, PADDING)),
+    Part(file="modeling/segments.py", rules=(*KERNEL, "off by one"), tests=(PATHS, PADDING, *PACKED, IMAGES)),
     Part(file="modeling/image_blocks.py", rules=BORDERS, tests=(IMAGES, "modeling/test_text_use.py")),
     Part(file="modeling/routes.py", rules=BORDERS, tests=("modeling/test_routes.py",)),
     Part(file="modeling/experts.py", rules=EXPERTS, tests=("modeling/test_routes.py", "modeling/test_lora.py")),
