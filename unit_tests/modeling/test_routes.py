@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError
@@ -150,6 +151,26 @@ def test_counts_are_of_tokens_and_watching_forces_nothing():
         replay.clear()
         score(model, replace(batch, routes=other), replay)
     assert replay.counts.read(replay.counts.flatten()) == {}, "only passes with a gradient are counted"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_entropy_is_of_the_distribution_over_all_experts(family):
+    """Of a softmax of the logits, or of their sigmoids over the sum."""
+    model, batch = make_mixture(family), pack(some_samples(9, 9), [1.0] * 2)
+    replay = hooked(model, forces=False)
+    _, routes = record(model, batch, replay)
+    logits: list[torch.Tensor] = []
+
+    def keep(gate, given):
+        logits.append(functional.linear(given[0].flatten(0, -2), gate.weight, getattr(gate, "bias", None)).detach())
+
+    for block in list_blocks(model):
+        (block.module.router if family == "gpt_oss" else block.module.gate).register_forward_pre_hook(keep)
+    score(model, replace(batch, routes=routes), replay)
+    scores = torch.cat(logits)
+    p = functional.normalize(scores.sigmoid(), p=1, dim=-1) if family == "deepseek_v3" else scores.softmax(-1)
+    want = -(p * p.log()).sum(-1).mean() / np.log(EXPERTS)
+    assert replay.counts.read(replay.counts.flatten())["moe/router_entropy"] == pytest.approx(float(want), rel=1e-5)
 
 
 def test_gradient_checkpointing_computes_the_forced_routes_again():
