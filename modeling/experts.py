@@ -21,8 +21,8 @@ class ExpertBlock:
     def layer(self) -> int:
         """Number of the decoder layer that it belongs to.
 
-        >>> ExpertBlock(name="model.layers.3.mlp", module=nn.Module(), experts=8).layer
-        3
+        >>> ExpertBlock(name="model.layers.12.mlp", module=nn.Module(), experts=8).layer
+        12
         """
         return next(int(part) for part in self.name.split(".") if part.isdigit())
 

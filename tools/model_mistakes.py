@@ -60,11 +60,18 @@ PARTS = (
     Part(file="modeling/segments.py", rules=(*KERNEL, "off by one"), tests=(PATHS, PADDING, *PACKED, IMAGES)),
     Part(file="modeling/image_blocks.py", rules=BORDERS, tests=(IMAGES, "modeling/test_text_use.py")),
     Part(file="modeling/routes.py", rules=BORDERS, tests=("modeling/test_routes.py",)),
-    Part(file="modeling/experts.py", rules=EXPERTS, tests=("modeling/test_routes.py", "modeling/test_lora.py")),
+    Part(
+        file="modeling/experts.py",
+        rules=EXPERTS,
+        tests=(
+            "tools/test_layers.py::test_the_examples_in_docstrings_hold[modeling.experts]",
+            *("modeling/test_routes.py", "modeling/test_lora.py"),
+        ),
+    ),
     Part(
         file="modeling/export.py",
         rules=PLANS,
-        tests=("modeling/test_file_names.py", "modeling/test_lora.py"),
+        tests=("modeling/test_file_names.py", "modeling/test_lora.py", "modeling/test_nf4.py"),
     ),
     Part(
         file="modeling/file_names.py",
@@ -74,6 +81,8 @@ PARTS = (
 )
 REASONS: dict[str, str] = {
     "'1' -> '2', in: lengths, parents = [*lengths, padding], [*parents, -1]": "each number below 0 is no parent",
+    "'0' -> '1', in: number = getattr(experts": "experts of unknown number are refused, for they make no choice",
+    "swapped elements: '[*base.named_parameters()": "receivers find a tensor by name, in whatever order",
     "in: batch = make_batch([draw_segments(model)[0]])": "each short sequence shows how the blocks choose",
 }
 """Part of a place -> why the mistake is not noticed."""

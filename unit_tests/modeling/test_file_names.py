@@ -56,6 +56,13 @@ def test_a_large_group_fills_several_buckets(max_bytes):
     assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= max_bytes for bucket in buckets)
 
 
+def test_a_bucket_is_filled_by_bytes():
+    model = nn.Linear(4, 4)  # 64 bytes and 16
+    model.config = SimpleNamespace()
+    names = [[group.tensors[0].name for group in groups] for groups in WeightExport(model).split("whole", 79)]
+    assert names == [["weight"], ["bias"]]
+
+
 def test_saved_buffers_are_exported_and_others_are_not():
     model = nn.BatchNorm1d(3)
     model.register_buffer("rope", torch.ones(2), persistent=False)

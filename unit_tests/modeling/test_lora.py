@@ -16,6 +16,8 @@ from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import UserError
 from core.types.samples import Batch
 from driver.load_recipe import load_recipe
+from modeling.experts import list_expert_weights
+from modeling.export import exported_tensors
 from modeling.hf_config import check_model_folder, meta_model
 from modeling.load import load_model
 from modeling.lora import check_lora, merged_experts, merged_weight, name_lora_targets, with_adapter
@@ -222,6 +224,19 @@ def test_an_adapter_of_a_mixture_is_saved_merged_and_loads_again(tmp_path, famil
     torch.testing.assert_close(logits(again), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_merged_export_holds_the_saved_buffers_and_all_experts(experts):
+    """The bias of deepseek_v3's choice is a buffer that files hold."""
+    base = random_model("deepseek_v3", **MIXTURE)
+    [start] = exported_tensors(base).values()
+    of_experts = {id(p) for p in list_expert_weights(base).values()}
+    adapted = with_adapter(base, LoraConfig(r=2, targets=["o_proj"], experts=experts), path="mixture")
+    whole = exported_tensors(adapted)["whole"]
+    assert {t.name: t.shape for t in whole} == {t.name: t.shape for t in start}
+    assert any("e_score_correction_bias" in t.name for t in whole)
+    assert of_experts and {id(p) for p in list_expert_weights(adapted).values()} == of_experts
+
+
 def test_the_merge_of_experts_by_hand():
     """Two experts of rank 2. PEFT has A of the experts one below the other, and B of the experts in turns."""
     weight, a = torch.zeros(2, 1, 2), torch.eye(2).repeat(2, 1)
@@ -232,6 +247,11 @@ def test_the_merge_of_experts_by_hand():
     torch.testing.assert_close(merged_experts(weight.mT, a, b, scaling=2.0, transposed=True), want.mT)
 
 
+MIXTURE = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 0},
+    **{"n_group": 2, "topk_group": 1, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16},
+    **{"qk_nope_head_dim": 16, "v_head_dim": 32, "head_dim": 16, "num_key_value_heads": 2},
+}
 MIXTURES = {
     # PEFT takes gate, up and down of these for the experts, and would adapt those
     "glm4_moe": ({"n_routed_experts": 4, "first_k_dense_replace": 0}, ["k_proj", "o_proj", "q_proj", "v_proj"]),
