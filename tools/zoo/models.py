@@ -130,7 +130,9 @@ ZOO: dict[str, dict[str, Any]] = {
     "llama4_text": WIDE
     | {"num_local_experts": 8, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 352}
     | {"attention_chunk_size": WINDOW},
-    "kimi_linear": LATENT | EXPERTS | {"first_k_dense_replace": 1},
+    "kimi_linear": LATENT
+    | EXPERTS
+    | {"first_k_dense_replace": 1, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
 }
 """Config entries over BASE, by `model_type`."""
 ROTATES_FLAT = (
