@@ -56,6 +56,13 @@ def test_a_large_group_fills_several_buckets(max_bytes):
     assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= max_bytes for bucket in buckets)
 
 
+def test_a_turned_tensor_is_sent_in_the_order_of_its_new_rows():
+    """A receiver reads memory from its start, and safetensors refuses a view."""
+    [group] = plan_files(EXPORTED[:1], lambda tensors: {f"{name}.turned": t.mT for name, t in tensors.items()})
+    [(name, tensor)] = group.compute(lambda t: t.compute())
+    assert name == "gate.turned" and tensor.shape == (3, 2) and tensor.is_contiguous()
+
+
 def test_a_bucket_is_filled_by_bytes():
     model = nn.Linear(4, 4)  # 64 bytes and 16
     model.config = SimpleNamespace()

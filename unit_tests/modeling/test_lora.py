@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -138,6 +138,13 @@ def scored(trainer: LocalTrainer) -> list[Batch]:
     """With the columns that a KL in the loss needs."""
     columns = trainer.compute_columns(batches(), frozenset({"ref_logp"}))
     return [fill_batch(b, c) for b, c in zip(batches(), columns, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_has_the_names_of_pefts_files(tiny_path, kind):
+    trainer = trainer_of(tiny_path, KINDS[kind])
+    names = {name for bucket in trainer.export_weights(2**20, "adapter") for name, _ in bucket}
+    assert names == get_peft_model_state_dict(trainer.model).keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
