@@ -83,7 +83,7 @@ REASONS: dict[str, str] = {
     "'1' -> '2', in: lengths, parents = [*lengths, padding], [*parents, -1]": "each number below 0 is no parent",
     "'0' -> '1', in: number = getattr(experts": "experts of unknown number are refused, for they make no choice",
     "swapped elements: '[*base.named_parameters()": "receivers find a tensor by name, in whatever order",
-    "'[\"whole\", \"adapter\"]' -> ": "each scope is saved in a folder of its own",
+    '\'["whole", "adapter"]\' -> ': "each scope is saved in a folder of its own",
     "export(2**28, scope)": "the size of buckets changes no tensor",
     "'[int, ExportScope]' -> ": "an annotation",
     "in: Convert = Callable": "an annotation",
