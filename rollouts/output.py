@@ -1,4 +1,4 @@
-"""Pipes from a foreign process, read by a thread: the result of an agent, and the log of what it prints."""
+"""Pipes from a foreign process, read by a thread: the result of an agent, and the log of a process."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def _make_client(server: str | Sequence[str], env: Mapping[str, str]) -> Abstrac
 
 @asynccontextmanager
 async def _start_server(command: Sequence[str], env: Mapping[str, str]) -> AsyncGenerator[Any]:
-    """Start a server, and connect to it. What it prints is bounded, and cannot command the terminal."""
+    """Start a server, and connect to it. Its log is bounded, and cannot command the terminal."""
     from mcp import Client, StdioServerParameters, stdio_client
 
     # the library logs a traceback for each line that is no message
