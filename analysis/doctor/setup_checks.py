@@ -25,7 +25,7 @@ from driver.checks.explain import estimate_memory
 from driver.checks.explain_layout import measure_rows
 from driver.checks.memory_estimate import GIB, MemoryEstimate, find_gpu_gib, find_machine_gib
 from driver.load_recipe import Loaded
-from driver.start.devices import check_devices, count_gpus, uses_gpus
+from driver.start.devices import check_devices, count_gpus, find_cpu_cache_gib, uses_gpus
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CORE = ("torch", "transformers", "numpy", "pydantic", "pyarrow", "datasets", "peft", "ray", "deepspeed", "vllm")
@@ -148,7 +148,8 @@ def check_memory(cfg: RunConfig, estimate: MemoryEstimate, *, total_gib: float) 
     """Compare the memory of the model's states with that of a GPU, or on a CPU with that of the machine."""
     per_engine, n_engines = 0.0, 0
     if isinstance(cfg, RLConfig):
-        cache = cfg.rollout.kv_cache_gib if cfg.rollout.engine.startswith("vllm") and not uses_gpus(cfg) else 0.0
+        on_cpu = cfg.rollout.engine.startswith("vllm") and not uses_gpus(cfg)
+        cache = find_cpu_cache_gib(cfg.rollout) if on_cpu else 0.0
         per_engine, n_engines = (
             estimate.per_engine + cache,
             cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from core.errors import UserError, name_error
 from core.tasks import start_task
@@ -19,6 +19,9 @@ from rollouts.output import Output
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv, check_names
 from rollouts.tools.functions import Tool
+
+if TYPE_CHECKING:
+    from mcp.client.session import MessageHandlerFnT
 
 
 class McpEnv(ToolEnv):
@@ -217,7 +220,7 @@ def _is_not_of_a_line(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Failed to parse")
 
 
-def _say_once(name: str) -> Callable[[Any], Awaitable[None]]:
+def _say_once(name: str) -> MessageHandlerFnT:
     """Return a handler of messages that reports the first line that is none."""
     said = False
 
