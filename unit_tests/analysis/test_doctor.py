@@ -446,6 +446,10 @@ def test_memory_and_disk_are_compared_with_what_the_run_will_take(recipe, tmp_pa
     wanted = estimate.per_rank + estimate.per_engine
     levels = [check_memory(cfg, estimate, total_gib=wanted * share).level for share in (2, 1.1, 0.9)]
     assert levels == ["ok", "warning", "error"]
+    for given, cache_gib in (({}, 1.0), ({"rollout.kv_cache_gib": 0.25}, 0.25)):
+        on_vllm = find_target(recipe({"backend": "ray", "rollout.engine": "vllm"} | given), []).loaded.cfg
+        found = check_memory(on_vllm, estimate, total_gib=9.0).found
+        assert found.startswith(f"about {wanted + cache_gib:.2f} GiB")
     assert check_disk(cfg, estimate).level == "ok"
     # 3 to keep, the best one, and one that is being written
     huge = check_disk(cfg, replace(estimate, checkpoint=1e6))
