@@ -86,7 +86,6 @@ REASONS: dict[str, str] = {
     '\'["whole", "adapter"]\' -> ': "each scope is saved in a folder of its own",
     "export(2**28, scope)": "the size of buckets changes no tensor",
     "'[int, ExportScope]' -> ": "an annotation",
-    "in: Convert = Callable": "an annotation",
     "in: batch = make_batch([draw_segments(model)[0]])": "each short sequence shows how the blocks choose",
 }
 """Part of a place -> why the mistake is not noticed."""
