@@ -148,8 +148,8 @@ def check_memory(cfg: RunConfig, estimate: MemoryEstimate, *, total_gib: float) 
     """Compare the memory of the model's states with that of a GPU, or on a CPU with that of the machine."""
     per_engine, n_engines = 0.0, 0
     if isinstance(cfg, RLConfig):
-        on_cpu = cfg.rollout.engine.startswith("vllm") and not uses_gpus(cfg)
-        cache = find_cpu_cache_gib(cfg.rollout) if on_cpu else 0.0
+        vllm_on_cpu = cfg.rollout.engine.startswith("vllm") and not uses_gpus(cfg)
+        cache = find_cpu_cache_gib(cfg.rollout) if vllm_on_cpu else 0.0
         per_engine, n_engines = (
             estimate.per_engine + cache,
             cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size,

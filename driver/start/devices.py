@@ -39,9 +39,9 @@ def uses_gpus(cfg: RunConfig | EvalConfig) -> bool:
     return cfg.device == "cuda" or count_gpus() > 0
 
 
-def find_cache_gib(rollout: RolloutConfig, *, on_gpu: bool) -> float | None:
+def find_cache_gib(cfg: RLConfig | EvalConfig) -> float | None:
     """Return the size of vLLM's KV cache; None for the part of a GPU that rollout.gpu_memory_utilization leaves."""
-    return rollout.kv_cache_gib if on_gpu else find_cpu_cache_gib(rollout)
+    return cfg.rollout.kv_cache_gib if uses_gpus(cfg) else find_cpu_cache_gib(cfg.rollout)
 
 
 def find_cpu_cache_gib(rollout: RolloutConfig) -> float:

@@ -26,7 +26,6 @@ from driver.start.devices import (
     list_cores,
     share_devices,
     share_machine,
-    uses_gpus,
 )
 from modeling.hf_config import check_model_folder, max_positions
 from rewards import RunJudge
@@ -138,7 +137,7 @@ def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
         trust_remote_code=False,
         seed=cfg.seed,
         tensor_parallel_size=judge.tensor_parallel_size,
-        kv_cache_gib=find_cache_gib(cfg.rollout, on_gpu=uses_gpus(cfg)),
+        kv_cache_gib=find_cache_gib(cfg),
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
         sleep="offload" if judge_takes_turns(cfg) else None,  # no weight sync would bring the weights again

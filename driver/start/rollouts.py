@@ -146,7 +146,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         trust_remote_code=model.trust_remote_code,
         seed=cfg.seed,
         tensor_parallel_size=cfg.rollout.tensor_parallel_size,
-        kv_cache_gib=find_cache_gib(cfg.rollout, on_gpu=uses_gpus(cfg)),
+        kv_cache_gib=find_cache_gib(cfg),
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
         quantization=cfg.rollout.quantization,
