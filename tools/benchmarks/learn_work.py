@@ -51,6 +51,17 @@ class Work:
 # GRPO of both: no division by the group's standard deviation, asymmetric clip, mean over tokens, no KL
 SAME_GRPO = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "scale_rewards": "none"}
 
+SMOLLM2_GRPO: dict[str, Any] = {
+    "steps": 30,
+    "groups_per_step": 8,
+    "group_size": 16,
+    "model": {"path": SMOLLM2, "dtype": "float32"},
+    # TRL has none while it generates with transformers
+    "alg": {"name": "grpo", "correction": {"level": "none"}},
+    "trainer": {"lr": 2e-5, "lr_schedule": "linear", "warmup_updates": 3, "micro_batch_tokens": 2048},
+}
+"""Keys that both recipes of SmolLM2 have."""
+
 WORKS: dict[tuple[str, str], Work] = {
     ("tiny", "grpo"): Work(
         recipe={
@@ -104,17 +115,11 @@ WORKS: dict[tuple[str, str], Work] = {
         trl_rows=32,
     ),
     ("smollm2", "grpo"): Work(
-        recipe={
-            "steps": 30,
-            "groups_per_step": 8,
-            "group_size": 16,
-            "model": {"path": SMOLLM2, "dtype": "float32"},
-            # TRL has none while it generates with transformers
-            "alg": {"name": "grpo", "correction": {"level": "none"}},
+        recipe=SMOLLM2_GRPO
+        | {
             "data": {"train": f"{SUMS}/train.jsonl", "max_prompt_tokens": 64},
             "reward": {"function": "gsm8k", "weights": {"correct": 1.0}},
             "rollout": {"max_new_tokens": 24},
-            "trainer": {"lr": 2e-5, "lr_schedule": "linear", "warmup_updates": 3, "micro_batch_tokens": 2048},
         },
         held_out=f"{SUMS}/eval.jsonl",
         new_tokens=24,
@@ -123,16 +128,11 @@ WORKS: dict[tuple[str, str], Work] = {
         trl_rows=16,
     ),
     ("calls", "grpo"): Work(
-        recipe={
-            "steps": 30,
-            "groups_per_step": 8,
-            "group_size": 16,
-            "model": {"path": SMOLLM2, "dtype": "float32"},
-            "alg": {"name": "grpo", "correction": {"level": "none"}},
+        recipe=SMOLLM2_GRPO
+        | {
             "data": {"train": f"{CALLS}/train.jsonl", "max_prompt_tokens": 224},
             "reward": {"function": "arithmetic"},
             "rollout": {"max_new_tokens": 48},
-            "trainer": {"lr": 2e-5, "lr_schedule": "linear", "warmup_updates": 3, "micro_batch_tokens": 2048},
         },
         held_out=f"{CALLS}/eval.jsonl",
         new_tokens=48,

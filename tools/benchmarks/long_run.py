@@ -145,7 +145,10 @@ def run_long(home: Path, minutes: float, changes: list[str]) -> tuple[list[Readi
 
 
 def judge(readings: list[Reading]) -> list[str]:
-    """Return what grew, as sentences. A third of the time is for the start: caches fill, threads begin."""
+    """Judge the readings: a sentence for each number that grew.
+
+    The first third is for the start: caches fill, threads begin.
+    """
     n = len(readings) // 3
     middle, last = readings[n : 2 * n], readings[2 * n :]
 
