@@ -64,7 +64,7 @@ def read_episodes(
 def _read_episode(
     one: dict[str, Any], prompt_ids: list[int], tokenizer: Decoder, sampling: Sampling, longest: int, fills_gaps: bool
 ) -> RecordedEpisode:
-    """Return one episode; see `read_episodes`. With neither token_ids nor logp it is a text, of any tokenizer."""
+    """Read an episode, as `read_episodes` says. With neither token_ids nor logp it is a text, of any tokenizer."""
     if unknown := sorted(one.keys() - FIELDS - TRUNCATION.keys()):
         raise _refuse(f"an episode has {unknown[0]!r}, and its keys are {', '.join(sorted(FIELDS | {*TRUNCATION}))}")
     text, stop = one.get("completion"), one.get("stop", "eos")

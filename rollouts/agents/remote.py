@@ -43,7 +43,7 @@ class RemoteAgents:
         self._http: aiohttp.ClientSession | None = None
 
     async def run(self, task: Task, *, timeout_s: float, log: bytearray) -> AgentResult:
-        """Play one episode on the least busy host. It is ended after `timeout_s` seconds, or on cancellation.
+        """Run an agent on the least busy host. It is ended after `timeout_s` seconds, or on cancellation.
 
         The wait for a place counts, because the deadline of the group does not wait.
         log: receives the end of the agent's output.

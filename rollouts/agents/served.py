@@ -32,7 +32,7 @@ class ServedAgent:
         self._numbers = count()
 
     async def run(self, given: str, environment: dict[str, str], *, timeout_s: float, log: bytearray) -> AgentResult:
-        """Play one episode. It is cancelled after `timeout_s` seconds, or with this call.
+        """Run one episode of the agent. It is cancelled after `timeout_s` seconds, or with this call.
 
         given: the task as JSON. log: receives the end of the process's output meanwhile.
         """

@@ -129,7 +129,7 @@ def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> list[int]:
 
 
 def prepare_gpu(dtype: str) -> None:
-    """Set the environment variables that vLLM's kernels read on a GPU, before one is compiled; the user's stay."""
+    """Set the environment variables that vLLM and its kernels read on a GPU, before its import; the user's stay."""
     # as vLLM does on a CPU: a fork would copy locks of this process's threads, and skip what our plugin starts
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if dtype == "float32":
