@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.sync_schema import PauseMode
 from core.errors import RunStopped, TransportFailed
@@ -156,6 +156,26 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     lab = Lab("qwen2-tied", tmp_path_factory.mktemp("qwen2"), tensor_parallel_size=2, stop=[])
     yield lab
     lab.close()
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two threads")
+def test_batches_keep_their_logp_when_the_same_weights_come_again(tiny_path: str) -> None:
+    """oneDNN on AVX2 packs weights of this size in one way for one thread, in another for two."""
+    torch.set_num_threads(2)  # the fixture sets it back
+    model = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
+
+    async def body() -> None:
+        engine = VllmEngine(engine_config(tiny_path, temperature=TEMPERATURE, stop_token_ids=[]))
+        first = [await engine.generate([5, 20 + n], max_new_tokens=8, seed=n) for n in range(2)]
+        await engine.pause()
+        await engine.load_weights(0, buckets_of(model))
+        again = [await engine.generate([5, 20 + n], max_new_tokens=8, seed=n) for n in range(2)]
+        await engine.close()
+        for n, (one, other) in enumerate(zip(first, again, strict=True)):
+            assert one.token_ids == other.token_ids and gap(one.logp, other.logp) < 1e-5
+            assert gap(one.logp, logp(model, [5, 20 + n, *one.token_ids], TEMPERATURE)[1:]) < BOUND
+
+    asyncio.run(body())
 
 
 def test_two_ranks_follow_the_trainer_over_gloo(lab: Lab) -> None:

@@ -133,11 +133,15 @@ def hide_invented_dict() -> None:
 
 @contextmanager
 def restoring_threads(threads: int | None) -> Generator[None]:
-    """Restore `torch.set_num_threads` after the body has created an engine, and set this thread's number of threads.
+    """Set this thread's number of threads, also while the body creates an engine; restore `torch.set_num_threads`.
 
-    On a CPU vLLM sets one thread, and replaces the function by one that does nothing. threads: None on a GPU.
+    On a CPU vLLM replaces the function by one that does nothing. oneDNN packs weights for a number of threads, and vLLM
+    keeps one kernel per shape for all layers of the process, so all must be packed with the same number: otherwise a
+    kernel reads another layout, and its results are wrong. threads: None on a GPU.
     """
     set_num_threads = torch.set_num_threads
+    if threads is not None:
+        set_num_threads(threads)
     try:
         yield
     finally:

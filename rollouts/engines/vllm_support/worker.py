@@ -10,8 +10,7 @@ An adapter is loaded by vLLM's LoRA manager, from memory, under a fixed id.
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,7 +69,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
             self._trace.expect(bucket)
             # copies, because the bucket's memory is that of all its tensors
             self._small += [(name, t.clone()) for name, t in bucket if t.nbytes <= SMALL_BYTES]
-            with self._trace, _one_thread():
+            with self._trace:
                 # load_weights returns the names of the parameters that it wrote
                 self._untouched -= self.model.load_weights(iter(name_for_loader(self.model, bucket)))
 
@@ -118,17 +117,6 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
 
     def shutdown(self) -> None:
         pass
-
-
-@contextmanager
-def _one_thread() -> Generator[None]:
-    """Copy with one thread on a CPU. More threads would compete with the sender for cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _tied_parameters(model: torch.nn.Module) -> list[str]:
