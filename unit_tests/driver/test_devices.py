@@ -26,6 +26,7 @@ from driver.load_recipe import load_recipe
 from driver.start import devices
 from driver.start.devices import check_devices, plan_gpu_use, share_machine
 from driver.start.rollouts import plan_engines
+from rollouts.engines.vllm_support import quantized
 from unit_tests.helpers.fake_gpus import COMPILER, H100, compile_cuda, pretend, write_nvidia_smi
 
 ROOT = Path(__file__).parent.parent.parent
@@ -85,7 +86,8 @@ def test_a_gpu_that_cannot_be_used_ends_the_run_before_its_start(
         gpus.ask_machine.cache_clear()
 
 
-def test_what_a_run_wants_of_gpus(rl: Callable[..., RLConfig], recipe: Recipe) -> None:
+def test_what_a_run_wants_of_gpus(rl: Callable[..., RLConfig], recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "has_int8_products", lambda: True)  # of the CPU that runs this test
     has_torch = {"cuda": plan_gpu_use(rl()).cuda}
     of_rl = Use(**has_torch, triton=True, ranks=2, engine_share=0.85)
     assert plan_gpu_use(rl()) == of_rl

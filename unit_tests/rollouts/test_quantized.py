@@ -124,6 +124,7 @@ def test_a_mixture_of_experts_is_refused_before_the_start(recipe, tmp_path):
 
 def test_float32_is_refused_where_vllms_kernels_return_none(monkeypatch):
     rollout = load_recipe(RLConfig, "configs/tiny.yaml", ["rollout.quantization=int8"]).cfg.rollout
+    monkeypatch.setattr(quantized, "has_int8_products", lambda: True)
     for on_gpu, has_amx in ((True, False), (False, True)):
         monkeypatch.setattr(quantized, "has_tiles", lambda has_amx=has_amx: has_amx)
         with pytest.raises(UserError, match=r"return no float32 on a .PU.*: set model\.dtype to bfloat16"):
@@ -131,3 +132,13 @@ def test_float32_is_refused_where_vllms_kernels_return_none(monkeypatch):
         quantized.check_quantization(rollout, dtype="bfloat16", on_gpu=on_gpu)
     monkeypatch.setattr(quantized, "has_tiles", lambda: False)
     quantized.check_quantization(rollout, dtype="float32", on_gpu=False)
+
+
+def test_int8_is_refused_where_the_cpus_products_overflow(monkeypatch):
+    rollout = load_recipe(RLConfig, "configs/tiny.yaml", ["rollout.quantization=int8"]).cfg.rollout
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx2": True})
+    with pytest.raises(UserError, match="without VNNI vLLM's products of eight bits overflow"):
+        quantized.check_quantization(rollout, dtype="bfloat16", on_gpu=False)
+    quantized.check_quantization(rollout, dtype="bfloat16", on_gpu=True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_vnni": True})
+    quantized.check_quantization(rollout, dtype="bfloat16", on_gpu=False)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from rollouts.engines.hf_support.quantized import RoundedLinears
 from rollouts.engines.vllm import VllmEngine
-from rollouts.engines.vllm_support.quantized import has_tiles
+from rollouts.engines.vllm_support.quantized import has_int8_products, has_tiles
 from trainers.weight_sync.fingerprint import fingerprint
 from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.vllm_lab import (
@@ -41,6 +41,8 @@ def rounded(seed: int) -> PreTrainedModel:
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.verify)])
 def test_int8_is_the_simulations_and_follows_every_sync(dtype: str, tmp_path: Path) -> None:
+    if not has_int8_products():
+        pytest.skip("this CPU has no VNNI")
     if dtype == "float32" and has_tiles():
         pytest.skip("vLLM's kernel for AMX returns no float32")
     save(FAMILY, tmp_path, seed=0)

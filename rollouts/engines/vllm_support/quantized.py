@@ -28,6 +28,11 @@ def check_quantization(rollout: RolloutConfig, *, dtype: str, on_gpu: bool) -> N
         raise UserError(
             "rollout.quantization is fp8, which vLLM does not have on a CPU: set it to int8, or rollout.engine to hf"
         )
+    if rollout.quantization == "int8" and not on_gpu and not has_int8_products():
+        raise UserError(
+            "rollout.quantization is int8, and on a CPU without VNNI vLLM's products of eight bits overflow, so that "
+            "samples are wrong: leave it out, set rollout.engine to hf, or use another CPU"
+        )
     if dtype == "float32" and (on_gpu or has_tiles()):
         where = "a GPU" if on_gpu else "a CPU with AMX"
         raise UserError(
@@ -39,6 +44,17 @@ def check_quantization(rollout: RolloutConfig, *, dtype: str, on_gpu: bool) -> N
 def has_tiles() -> bool:
     """Tell whether this CPU has AMX, for which vLLM has another kernel."""
     return bool(torch.cpu.get_capabilities().get("amx_tile"))
+
+
+def has_int8_products() -> bool:
+    """Tell whether this CPU adds products of eight bits in 32 bits (VNNI, AMX). Others add pairs in 16, and saturate.
+
+    See https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html.
+    """
+    found = torch.cpu.get_capabilities()
+    if found.get("architecture") != "x86_64":
+        return True
+    return any(found.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
 def check_rounded(rollout: RolloutConfig, model: nn.Module) -> None:
