@@ -260,8 +260,8 @@ class RolloutConfig(StrictModel):
     quantization: Quantization | None = None
     """Eight-bit linear layers in the engines, except the head: weights are rounded per output channel after every
     weight sync, inputs per token. The policy that samples is then another than the trainer's, so `alg.correction` must
-    be on. vLLM computes int8 on CPUs and GPUs, and fp8 on GPUs; hf rounds and computes in `model.dtype`. Not for
-    mixtures of experts, but with fp8 in vLLM. Unset: `model.dtype`."""
+    be on. vLLM computes int8 on GPUs and CPUs with VNNI, and fp8 on GPUs; hf rounds and computes in `model.dtype`. Not
+    for mixtures of experts, but with fp8 in vLLM. Unset: `model.dtype`."""
     batch_invariant: bool = False
     """Draw tokens from log-probabilities that are the trainer's to the bit, for any batch, order, packing and number of
     threads. Each trained token is compared with the trainer's first pass, before the weights change; the first that
