@@ -178,7 +178,7 @@ def test_whitening_does_not_depend_on_the_order_of_the_samples():
     assert all(np.array_equal(a, b) for a, b in zip(forwards, backwards, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_the_cost_of_the_driver_is_measured_stage_by_stage(capsys):
     """What is printed, and not how fast this machine is."""
     code = driver_cost.main(["--tokens", "5000"])

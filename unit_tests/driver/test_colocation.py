@@ -638,19 +638,10 @@ def strike(recipe: Any, tmp_path: Path, arrow: str, kind: str) -> None:
     assert not left, (arrow, left)
 
 
-def choose_tier(arrow: str, kind: str) -> pytest.MarkDecorator:
-    return pytest.mark.slow if (arrow, kind) == ("wake_weights", "death") else pytest.mark.verify
-
-
+@pytest.mark.verify
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("arrow", "kind"),
-    [
-        pytest.param(arrow, kind, marks=choose_tier(arrow, kind))
-        for arrow in STRUCK
-        for kind in ("death", "timeout", "interrupt")
-    ],
-)
+@pytest.mark.parametrize("kind", ["death", "timeout", "interrupt"])
+@pytest.mark.parametrize("arrow", STRUCK)
 def test_whatever_fails_in_whichever_turn_ends_the_run_with_one_sentence(recipe, tmp_path, arrow, kind):
     strike(recipe, tmp_path, arrow, kind)
 

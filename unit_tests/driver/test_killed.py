@@ -140,7 +140,11 @@ def orders_of(*victims: str) -> list[str]:
 
 
 CASES = {
-    "hf": ({"module": "rollouts.engines.hf", "engine": "HfEngine"}, {}, [*orders_of("engine"), "trainer/sync"]),
+    "hf": (
+        {"module": "rollouts.engines.hf", "engine": "HfEngine"},
+        {},
+        ["engine/generation", "engine/sync", "trainer/sync"],
+    ),
     "vllm": (
         {"module": "rollouts.engines.vllm", "engine": "VllmEngine"},
         {"rollout.tensor_parallel_size": 2, "rollout.kv_cache_gib": 0.1},
@@ -161,7 +165,7 @@ def test_killing_processes_at_every_moment_changes_no_number_of_a_run(recipe, tm
         file = tmp_path / f"{key.replace('.', '_')}.py"
         file.write_text(STRIKES.format(**parts, mine=mine.format(**parts)))
         own[key] = {"file": str(file)} if key == "alg" else str(file)
-    path = recipe(EXACT | own | changes | {"steps": 10 if engine == "hf" else 20, "rollout.restarts": len(orders)})
+    path = recipe(EXACT | own | changes | {"steps": 6 if engine == "hf" else 20, "rollout.restarts": len(orders)})
     (tmp_path / "orders").write_text(" ".join(orders))
     run = start(path, tmp_path / "struck", "on_failure=resume", f"max_resumes={len(orders)}")
     out, err = (said.decode() for said in run.communicate())

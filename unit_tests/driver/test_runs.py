@@ -125,7 +125,7 @@ def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("answer", "code"), [("continue", 0), ("q", 130)])
+@pytest.mark.parametrize(("answer", "code"), [("continue", 0), pytest.param("q", 130, marks=pytest.mark.verify)])
 def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path, answer, code):
     loss = MY_LOSS.replace("        return -self", "        breakpoint()\n        return -self")
     path = recipe({"alg": {"file": file_of(tmp_path / "mine.py", loss)}, "steps": 1})
@@ -361,7 +361,7 @@ def port_of_gcs(pids: set[int]) -> int:
 @pytest.mark.parametrize(
     ("engine", "end"),
     [
-        pytest.param("hf", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("hf", signal.SIGTERM, marks=pytest.mark.verify),
         pytest.param("vllm", signal.SIGKILL, marks=[pytest.mark.slow, pytest.mark.usual]),
         pytest.param("hf", signal.SIGINT, marks=pytest.mark.verify),
         pytest.param("vllm", signal.SIGTERM, marks=pytest.mark.verify),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(3600)  # all of them learn in the first test's 
 
 FIRST = {alg.get("name", "by_source"): row for row, alg in reversed(MATRIX.items())}
 """Row of every file of algs/."""
-AT_ONCE = {"grpo", "opd"}
+AT_ONCE = {"grpo"}
 """Files whose learning every CI shows. `make verify` shows that of the others, and algs/README.md has the table."""
 ONE_EACH = [row for row in FIRST.values() if MATRIX[row].get("name") in AT_ONCE]
 VARIANTS = [row for row in MATRIX if row not in ONE_EACH]

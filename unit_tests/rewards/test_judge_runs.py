@@ -23,7 +23,7 @@ def judged(url: str, **more: Any) -> dict[str, Any]:
     return {"function": "judge", "weights": {"score": 1.0}, "timeout_s": 30, "settings": settings}
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.verify)])
 def test_a_run_writes_verdicts_and_costs_and_no_key(trained, monkeypatch, backend):
     monkeypatch.setenv("MY_JUDGE_KEY", SECRET)
     server = JudgeServer(unreadable_every=5, key=SECRET)
@@ -105,7 +105,7 @@ async def score_group(prompt, conversations):
 """
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.verify)])
 def test_siblings_are_compared_in_training_and_evaluation(trained, refused, tmp_path, sums, backend):
     file = tmp_path / "mine.py"
     file.write_text(GROUPED)
