@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,7 +11,38 @@ import torch
 from torch import Tensor
 
 from algs.objective import Objective, add_terms
+from core.errors import RunStopped
 from trainers.observers import BatchSeen, Observer
+
+
+class SharedNames:
+    """Names of the values that ranks sum together: the same on every rank, in every step."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.ranks = 1
+
+    def check(self, names: Sequence[str], add_up: Callable[[Tensor], Tensor]) -> None:
+        """Raise RunStopped if a rank has other names, since ranks that sum tensors of two lengths hang.
+
+        The first names are compared over the ranks, later ones with the first on this rank. Collective the first time.
+        """
+        if not names:  # no rank made an update
+            return
+        odd: Sequence[str] = []
+        if not self.names:
+            mark = zlib.crc32("\n".join(names).encode()) >> 8
+            # equal marks have n x (sum of squares) = (sum)^2; with 24 bits each, the sums of 2^15 ranks are exact
+            self.ranks, marks, squares = add_up(torch.tensor([1, mark, mark**2])).tolist()
+            self.names = [*names]
+            odd = [] if self.ranks * squares == marks**2 else names
+        elif self.ranks > 1:
+            odd = sorted({*names} ^ {*self.names})
+        if odd:
+            raise RunStopped(
+                f"ranks cannot average metrics that not all of them have (seen here: {', '.join(odd)}): let the loss "
+                "return the same names for every micro-batch, whatever its tokens"
+            )
 
 
 @dataclass
@@ -44,12 +76,13 @@ class Meter:
         for name, pair in other.sums.items():
             self._add_sums(name, pair)
 
-    def compute_means(self, add_up: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def compute_means(self, add_up: Callable[[Tensor], Tensor], shared: SharedNames | None = None) -> dict[str, float]:
         """Return the means over all ranks; a value that was never added has no mean.
 
-        add_up: sums a tensor over the ranks.
+        add_up: sums a tensor over the ranks. shared: names of earlier calls.
         """
         names = sorted(self.sums)
+        (shared or SharedNames()).check(names, add_up)
         pairs = [self.sums[n] for n in names]
         # The second column is filler. It goes to the sums, and all are read at once: a GPU is waited for a single time.
         count = torch.tensor([self.tokens, 1.0], dtype=torch.float64, device=pairs[0].device if pairs else "cpu")
@@ -71,7 +104,7 @@ class StepMetrics(Observer):
     """Averages of loss, metrics and gradient norms over the updates of a step that were made."""
 
     def __init__(self, rank: Rank):
-        self.rank = rank
+        self.rank, self.names = rank, SharedNames()
 
     def begin_step(self) -> None:
         self.total = Meter()
@@ -94,7 +127,7 @@ class StepMetrics(Observer):
     def finish(self) -> dict[str, float]:
         norms = self.norms
         return {
-            **self.total.compute_means(self.rank.sum_over_rows),
+            **self.total.compute_means(self.rank.sum_over_rows, self.names),
             **({name: sum(n[name] for n in norms) / len(norms) for name in norms[0]} if norms else {}),
             "updates_skipped": float(self.skipped),
         }
@@ -104,7 +137,7 @@ class SourceLosses(Observer):
     """Averages of the loss over the tokens of each source, over the updates of a step that were made."""
 
     def __init__(self, rank: Rank, *, sources: tuple[str, ...]):
-        self.rank, self.sources = rank, sources
+        self.rank, self.sources, self.names = rank, sources, SharedNames()
 
     def begin_step(self) -> None:
         self.total = Meter()
@@ -123,5 +156,5 @@ class SourceLosses(Observer):
             self.total.merge(self.update)
 
     def finish(self) -> dict[str, float]:
-        means = self.total.compute_means(self.rank.sum_over_rows)
+        means = self.total.compute_means(self.rank.sum_over_rows, self.names)
         return {name: value for name, value in means.items() if name != "tokens"}

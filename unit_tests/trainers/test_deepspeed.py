@@ -312,6 +312,15 @@ def test_an_adapter_of_four_bits_is_trained_alike_everywhere(ranks, tiny_path, s
     check_update(ranks, tiny_path, some_groups(), max_tokens=60, same=same, tolerance=1e-4, **sharded(stage), ranks=2)
 
 
+UNEVEN = """
+import os
+from algs.grpo import GRPO
+
+class Uneven(GRPO):
+    def loss(self, policy, tokens):
+        loss, metrics = super().loss(policy, tokens)
+        return loss, metrics | ({"of_rank_0": policy.logp} if os.environ["RANK"] == "0" else {})
+"""
 INFINITE = """
 from algs.sft import SFT
 class Infinite(SFT):
@@ -349,6 +358,19 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny
         with pytest.raises(RunStopped, match="updates in a row"):
             for _ in range(3):
                 await trainers.scatter(Trainer.step, bad_batches)
+
+    asyncio.run(go())
+
+
+def test_a_metric_that_one_rank_lacks_ends_the_run_with_a_sentence(ranks, tiny_path, tmp_path):
+    """Ranks that sum tensors of two lengths hang, or end without a word."""
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    plan = plan_of(tiny_path, alg={"file": str(tmp_path / "uneven.py")}, ranks=2, timeout_s=30.0)
+
+    async def go():
+        trainers = await trainers_of(ranks, plan)
+        with pytest.raises(RunStopped, match=r"not all of them have .*same names for every micro-batch"):
+            await trainers.scatter(Trainer.step, [[m] for m in micro_batches(some_groups(), "token", 60, ranks=2)])
 
     asyncio.run(go())
 
