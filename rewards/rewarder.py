@@ -22,6 +22,8 @@ class Rewarder:
         """workers: processes for plain functions. max_concurrency: async calls in flight, of this engine.
         timeout_s: deadline of a call."""
         self.plan = plan
+        self._kinds: dict[str, list[Kind]] = {}
+        """Kinds of the functions of each source."""
         self._pools: dict[Kind, RewardPool | AsyncRewardPool] = {
             kind: AsyncRewardPool(plan.select(kind), max_concurrency, timeout_s)
             if kind.is_async
@@ -52,12 +54,15 @@ class Rewarder:
         self, prompt: Prompt, conversations: list[list[Message]], *, is_group: bool
     ) -> list[RewardResult]:
         kinds = [kind for kind in self._list_kinds(prompt.source) if kind.is_group == is_group]
-        found = await asyncio.gather(*(self._pools[kind].compute_group(prompt, conversations) for kind in kinds))
+        calls = [self._pools[kind].compute_group(prompt, conversations) for kind in kinds]
+        found = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # gather makes a task per call
         results = [merge_results([("", of_kind[i]) for of_kind in found]) for i in range(len(conversations))]
         if stop := next((result.stop for result in results if result.stop), ""):
             raise UserError(stop)
         return results
 
     def _list_kinds(self, source: str) -> list[Kind]:
-        named = {*self.plan.list_names(source)}
-        return sorted({f.kind for f in self.plan.functions if f.name in named})
+        if source not in self._kinds:
+            named = {*self.plan.list_names(source)}
+            self._kinds[source] = sorted({f.kind for f in self.plan.functions if f.name in named})
+        return self._kinds[source]

@@ -135,6 +135,8 @@ def merge_results(results: Sequence[tuple[str, RewardResult]]) -> RewardResult:
 
     The first failure is that of the sample. Equal counts are added up.
     """
+    if len(results) == 1 and not results[0][0]:
+        return results[0][1]
     counts: dict[str, float] = {}
     for _, result in results:
         for name, value in result.counts.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -90,12 +90,12 @@ async def run_episode(
     failure = ""
     try:
         try:
-            with rules.in_environment(), _catch_environment_errors():
+            with rules.in_environment(), _CATCHING:
                 episode.env = make_env(prompt)
                 opening = await episode.open(episode.env)
             await episode.converse(opening)
             if _implements(episode.env, "end"):
-                with rules.in_environment(), _catch_environment_errors():
+                with rules.in_environment(), _CATCHING:
                     await episode.wait_for(episode.env.end(), "Env.end()")
         except _EnvironmentFailed as error:
             failure = str(error)
@@ -142,7 +142,7 @@ class _Episode:
             # cut off by the budget: the environment sees complete replies only
             if reply is None:
                 return
-            with self.rules.in_environment(), _catch_environment_errors():
+            with self.rules.in_environment(), _CATCHING:
                 answers = check_answers(await self._take_step(env, reply), "Env.step()")
             if answers is None:
                 return
@@ -298,7 +298,7 @@ class _Episode:
         if self.env is not None and _implements(self.env, "close"):
             try:
                 # a deadline of its own: that of the episode may be over, and the others wait for its place
-                with self.rules.in_environment(), _catch_environment_errors():
+                with self.rules.in_environment(), _CATCHING:
                     async with asyncio.timeout(self.rules.timeout_s):
                         await self.wait_for(self.env.close(), "Env.close()")
             except _EnvironmentFailed as error:
@@ -338,12 +338,13 @@ class _EnvironmentFailed(Exception):
     """Error of the user's environment, with the source line."""
 
 
-@contextmanager
-def _catch_environment_errors() -> Generator[None]:
-    try:
-        yield
-    # the recipe or the machine is wrong, not this episode, so the run ends
-    except (RunStopped, UserError):
-        raise
-    except Exception as error:  # the border to the user's environment, whatever it raises
-        raise _EnvironmentFailed(last_line(error)) from error
+class _EnvironmentErrors(AbstractContextManager[None]):
+    """Context manager that raises _EnvironmentFailed for whatever the user's environment raises."""
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        # RunStopped, UserError: the recipe or the machine is wrong, not this episode, so the run ends
+        if isinstance(error, Exception) and not isinstance(error, RunStopped | UserError):
+            raise _EnvironmentFailed(last_line(error)) from error
+
+
+_CATCHING = _EnvironmentErrors()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,6 +86,7 @@ class RolloutWorker:
         self.timer, self.judge = ActivityTimer(*ENGINE_ACTIVITIES), judge
         self.second, self.opponent, self.rank = second, opponent, rank
         self.agents = None if agents is None else self._make_runner(agents)
+        self._is_truncated = rollout.is_truncated  # computed, and asked for by every sample
         self._places = Places(rollout.episodes_per_engine, rollout.timeout_s)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
@@ -193,9 +193,9 @@ class RolloutWorker:
             max_prompt_tokens=self.max_prompt_tokens,
             stops=self.stops,
             parser=self.parser,
-            is_truncated=self.rollout.is_truncated,
+            is_truncated=self._is_truncated,
             is_routed=self.rollout.router_replay != "off",
-            in_environment=self._waiting_for_environment,
+            in_environment=partial(self.timer.measure, Activity.ENVIRONMENT, instead_of=Activity.GENERATE),
         )
         # except while the policy waits for the environment
         async with self._places.take():
@@ -217,6 +217,8 @@ class RolloutWorker:
             return Episode(played=played, results=[await self._compute_reward(played[0])], is_shared=True)
 
     async def _reward_players(self, played: list[Played]) -> Episode:
+        if len(played) == 1:  # without a task, of which a step has one per sample already
+            return Episode(played=played, results=[await self._compute_reward(played[0])])
         return Episode(played=played, results=await asyncio.gather(*map(self._compute_reward, played)))
 
     async def _compute_reward(self, played: Played) -> RewardResult:
@@ -258,9 +260,10 @@ class RolloutWorker:
         sample, prompt = played.sample, played.sample.prompt
         if sample.failure:
             return sample
-        sample = replace(sample, notes=[*result.notes], counts=sample.counts | result.counts)
+        counts = sample.counts | result.counts
+        told: dict[str, Any] = {"notes": [*result.notes], "counts": counts}
         if result.failure:
-            return replace(sample, failure=result.failure, reward_parts={})
+            return replace(sample, **told, failure=result.failure, reward_parts={})
         # a silent overwrite would drop one of the two numbers
         twice = result.reward_parts.keys() & sample.reward_parts.keys()
         # the number of replies, which that reward returns for want of another, gives way to the environment's own
@@ -268,7 +271,7 @@ class RolloutWorker:
             who = "environment" if self.agents is None else "agent"
             raise UserError(f"reward and {who} both return a part {min(twice)!r}: rename one of them")
         parts = result.reward_parts | sample.reward_parts
-        if sample.counts.get(TIMEOUTS):
+        if counts.get(TIMEOUTS):
             # the agent had no time to return them
             parts = dict.fromkeys(list_missing(self.reward, parts, prompt.source), 0.0) | parts
         weights = find_weights(self.reward, parts, prompt.source)
@@ -276,23 +279,13 @@ class RolloutWorker:
             turns = join_turns(sample, played.turn_scores, result.turn_parts)
             sample = add_token_rewards(sample, result, weights, self.tokenizer.decode)
         except ValueError as error:
-            return replace(sample, failure=str(error), reward_parts={})
-        return replace(
-            sample,
+            return replace(sample, **told, failure=str(error), reward_parts={})
+        return sample.change(
+            **told,
             reward_parts=parts,
             reward=weigh_parts(self.reward, parts, prompt.source),
             turn_rewards=weigh_turns(weights, turns),
         )
-
-    @contextmanager
-    def _waiting_for_environment(self) -> Generator[None]:
-        """Attribute the body's time to the environment, instead of generation."""
-        self.timer.end_activity(Activity.GENERATE)
-        try:
-            with self.timer.measure(Activity.ENVIRONMENT):
-                yield
-        finally:
-            self.timer.begin_activity(Activity.GENERATE)
 
     def _make_runner(self, agents: AgentProcesses | RemoteAgents) -> AgentRunner:
         from rollouts.agents.episode import AgentRunner

@@ -48,6 +48,21 @@ class Clock:
         return self.total | {REST: whole - sum(self.total.values()), "all": whole}
 
 
+class Measured:
+    """Context manager of `ActivityTimer.measure`: a class, since every sample enters several."""
+
+    __slots__ = ("activity", "paused", "timer")
+
+    def __init__(self, timer: ActivityTimer, activity: Activity, paused: Activity | None) -> None:
+        self.timer, self.activity, self.paused = timer, activity, paused
+
+    def __enter__(self) -> None:
+        self.timer.switch(begun=self.activity, ended=self.paused)
+
+    def __exit__(self, *error: object) -> None:
+        self.timer.switch(begun=self.paused, ended=self.activity)
+
+
 class ActivityTimer:
     """Seconds per activity on one device. Overlapping activities are charged to the first in the list."""
 
@@ -57,26 +72,27 @@ class ActivityTimer:
         self.seconds: dict[str, float] = dict.fromkeys([*activities, IDLE], 0.0)
         self.charged_until = time.perf_counter()
 
-    @contextmanager
-    def measure(self, activity: Activity) -> Generator[None]:
-        """Charge the body to `activity`."""
-        self.begin_activity(activity)
-        try:
-            yield
-        finally:
-            self.end_activity(activity)
+    def measure(self, activity: Activity, *, instead_of: Activity | None = None) -> Measured:
+        """Return a context manager that charges the body to `activity`. instead_of: one that runs and pauses."""
+        return Measured(self, activity, instead_of)
 
     def begin_activity(self, activity: Activity) -> None:
         """Charge time to `activity` until `end_activity`. An unlisted activity comes last."""
-        # First, because the time until now belongs to the activities that have run so far.
-        self._charge_elapsed()
-        self.running[activity] = self.running.get(activity, 0) + 1
-        self.seconds.setdefault(activity, 0.0)
+        self.switch(begun=activity, ended=None)
 
     def end_activity(self, activity: Activity) -> None:
         """End the activity started by `begin_activity`."""
+        self.switch(begun=None, ended=activity)
+
+    def switch(self, *, begun: Activity | None, ended: Activity | None) -> None:
+        """Begin an activity, and end another."""
+        # First, because the time until now belongs to the activities that have run so far.
         self._charge_elapsed()
-        self.running[activity] -= 1
+        if begun is not None:
+            self.running[begun] = self.running.get(begun, 0) + 1
+            self.seconds.setdefault(begun, 0.0)
+        if ended is not None:
+            self.running[ended] -= 1
 
     def read_seconds(self) -> dict[str, float]:
         """Return seconds per activity and idle seconds since the timer was created."""

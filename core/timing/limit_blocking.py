@@ -27,8 +27,10 @@ class LimitBlocking(Generic[T]):
         self.call, self.who, self.seconds, self.key = call, who, seconds, key
 
     def __await__(self) -> Generator[Any, Any, T]:
-        # Drive the coroutine by hand: only the time between two awaits is limited, not the time of the awaits.
         steps = self.call.__await__()
+        if threading.current_thread() is not threading.main_thread():
+            return (yield from steps)
+        # Drive the coroutine by hand: only the time between two awaits is limited, not the time of the awaits.
         send: Any = None
         while True:
             try:
@@ -45,9 +47,6 @@ class LimitBlocking(Generic[T]):
 
     @contextmanager
     def _limit(self) -> Generator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         # A signal is the only way to interrupt code that never returns to the event loop.
         before = signal.signal(signal.SIGALRM, self._stop)
         outer_s, _ = signal.setitimer(signal.ITIMER_REAL, self.seconds)

@@ -16,6 +16,7 @@ from core.cluster.capacity import Resources, Role
 from core.cluster.ray_workers import Cluster, Remote
 from core.cluster.workers import Local, RankInfo, Workers
 from core.errors import ProcessDied, RunStopped, UserError, quote
+from core.gc_control import collect_seldom
 from core.loading import needs_part
 from core.tasks import gather_fail_fast
 from core.timing.deadlines import MEMBERSHIP_POLL_S
@@ -178,7 +179,10 @@ def build_worker(info: RankInfo | None, plan: JudgePlan) -> JudgeWorker:
 
     if info is not None and plan.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = plan.devices[info.rank]  # before CUDA is in use
-    return build_judge(plan, list_cores(info))
+    worker = build_judge(plan, list_cores(info))
+    if info is not None:
+        collect_seldom()
+    return worker
 
 
 @dataclass

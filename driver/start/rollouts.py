@@ -19,6 +19,7 @@ from core.cluster.elastic_workers import ElasticWorkers
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Local, RankInfo, Workers
 from core.errors import UserError
+from core.gc_control import collect_seldom
 from core.loading import FileSpec
 from core.types.messages import ToolSpec
 from data_feeds.chat.model_files import read_template
@@ -264,6 +265,8 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     judge = serve_policy(engine, tokenizer, plan.engine.max_model_len, plan.reward_functions.run.judge)
     if judge is not None:
         plan = plan.with_rewards(partial(address_judge, key=judge.key, urls=(judge.url,)))
+    if info is not None:
+        collect_seldom()
     return RolloutWorker(
         engine,
         tokenizer,
@@ -313,9 +316,8 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
 
 
 def share_for_engine(cfg: RLConfig | EvalConfig) -> Resources:
-    """Return the resources of an engine: separate GPUs, or none if it is colocated with trainers."""
+    """Return the resources of an engine: separate GPUs, or those that Ray gave to trainers (CUDA_VISIBLE_DEVICES)."""
     resources = share_machine(cfg, cfg.rollout.least_engines, gpus=cfg.rollout.tensor_parallel_size)
-    # Ray has given these GPUs to the trainers; CUDA_VISIBLE_DEVICES shows them to the engine.
     return replace(resources, gpus=0) if shares_devices(cfg) or cfg.rollout.servers else resources
 
 

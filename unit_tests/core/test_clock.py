@@ -50,3 +50,17 @@ def test_no_moment_is_lost_or_counted_twice():
         spend()
     passed = time.perf_counter() - started
     assert passed <= sum(timer.read_seconds().values()) <= time.perf_counter() - created
+
+
+def test_an_activity_in_place_of_another_is_charged_alone():
+    timer = ActivityTimer(Activity.GENERATE, Activity.ENVIRONMENT)
+    with timer.measure(Activity.GENERATE):
+        before = timer.read_seconds()
+        with timer.measure(Activity.ENVIRONMENT, instead_of=Activity.GENERATE):
+            spend()
+        after = timer.read_seconds()
+        assert after[Activity.ENVIRONMENT] - before[Activity.ENVIRONMENT] >= 1e-4
+        spend()
+        assert timer.read_seconds()[Activity.GENERATE] - after[Activity.GENERATE] >= 1e-4
+        assert timer.read_seconds()[Activity.ENVIRONMENT] == after[Activity.ENVIRONMENT]
+    assert not any(timer.running.values())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from core.gc_control import SELDOM, collecting_seldom, without_gc
+from core.gc_control import ENGINE, SELDOM, collect_seldom, collecting_seldom, without_gc
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,13 @@ def test_a_run_collects_seldom_and_afterwards_as_before():
     assert gc.get_threshold() == (500, 5, 6) and gc.get_freeze_count() == 0
     with collecting_seldom(False):
         assert gc.get_threshold() == (500, 5, 6) and gc.get_freeze_count() == 0
+
+
+def test_an_engines_process_collects_seldom_and_never_what_was_there():
+    gc.unfreeze()
+    collect_seldom()
+    assert gc.get_threshold() == ENGINE and gc.get_freeze_count() > 1000
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -55,7 +55,7 @@ class KeptReports:
 
     def __init__(self, config: EngineConfig, rpc: Callable[..., Awaitable[list[Any]]], *, on_cpu: bool):
         """rpc: call a method of every worker, and return one result per rank."""
-        self.truncation = config.truncation
+        self.truncation, self._params = config.truncation, asdict(config.truncation)
         self.rpc, self.on_cpu = rpc, on_cpu
         self.names, self.numbers = uuid4().hex, count()
         self.done: list[str] = []
@@ -77,12 +77,12 @@ class KeptReports:
         if self.on_cpu and not self.truncation.is_off:
             # the sampler itself samples from all that the processor leaves
             return {"extra_args": {ASKED: {"key": key, **asdict(self.truncation)}}, **asdict(EVERYTHING_KEPT)}
-        return asdict(self.truncation)
+        return {**self._params}
 
     def make_probe_params(self) -> dict[str, Any]:
         """Return vLLM's SamplingParams of a probe, which samples a token that nobody reads."""
         # V2 takes no request without a bound on its sets; log-probabilities of the prompt are over all tokens
-        return {} if self.on_cpu else asdict(self.truncation)
+        return {} if self.on_cpu else {**self._params}
 
     async def read(self, key: str, output: Any) -> list[Ids]:
         """Return the sets of the tokens of a request that has ended; [] without truncation."""
