@@ -34,7 +34,7 @@ from rollouts.engines.vllm_support.images import check_prompt, make_prompt
 from rollouts.engines.vllm_support.kept_sets import KeptReports
 from rollouts.engines.vllm_support.loop import EngineLoop
 from rollouts.engines.vllm_support.options import naming_refused
-from rollouts.engines.vllm_support.patches import hide_invented_dict, restoring_threads
+from rollouts.engines.vllm_support.patches import hide_invented_dict, restoring_threads, spare_other_models
 from rollouts.engines.vllm_support.plugin import require_plugin
 from rollouts.engines.vllm_support.requests import (
     continue_seed,
@@ -118,6 +118,7 @@ class VllmEngine(VllmChecks, Engine):
             if cores is not None:
                 os.sched_setaffinity(0, cores)  # of this thread, and of OpenMP's threads, which it starts
             hide_invented_dict()
+            spare_other_models()
             with restoring_threads(None if cores is None else len(cores)), naming_refused(options):
                 return LLMEngine.from_engine_args(
                     EngineArgs(

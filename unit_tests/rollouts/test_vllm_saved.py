@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 from configs.trainer_schema import LoraConfig
 from data_prep import add_tokens, tiny_model
 from modeling.saved_model import check_saved
 from rollouts.engines.vllm import VllmEngine
 from unit_tests.helpers.engines import engine_config
-from unit_tests.helpers.small_trained import trained
-from unit_tests.helpers.vllm_lab import BOUND, PROMPT, VOCABULARY, gap, logp, save
+from unit_tests.helpers.small_trained import batches, trained
+from unit_tests.helpers.vllm_lab import BOUND, PROMPT, SHAPE, VOCABULARY, gap, logp, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("one_thread")]
 
@@ -74,3 +74,29 @@ def test_new_tokens_have_the_trainers_logp_in_vllm(tied, tmp_path):
     trainer.save_model(tmp_path / "out")
     prompt = [5, ids[0], 6, 7, ids[1], 8, ids[0], ids[1], 9]
     assert gap(asyncio.run(probe(tmp_path / "out", prompt)), logp(trainer.model, prompt)) < BOUND
+
+
+def test_a_trainer_goes_on_beside_vllm_that_runs_its_very_class(tmp_path):
+    """vLLM has no Olmo2 of its own: it makes the class of transformers compile itself, for the whole process."""
+    torch.manual_seed(0)
+    Olmo2ForCausalLM(Olmo2Config(**SHAPE, pad_token_id=0, eos_token_id=1)).save_pretrained(tmp_path / "base")
+    trainer = trained(str(tmp_path / "base"), None, steps=1)
+    trainer.save_model(tmp_path / "out")
+    wanted = logp(trainer.model, PROMPT)
+    asked = []
+    trainer.model.get_submodule("model").register_forward_hook(lambda *_: asked.append(1))
+
+    async def compare() -> None:
+        engine = VllmEngine(engine_config(tmp_path / "out"))
+        try:
+            assert gap(await engine.probe(PROMPT), wanted) < BOUND
+            assert logp(trainer.model, PROMPT) == wanted and asked, "the trainer's model has its hooks"
+            check_saved(tmp_path / "out", dtype="float32")
+            again = trained(str(tmp_path / "out"), None, steps=0)
+            assert logp(again.model, PROMPT) == wanted, "a model that is made beside the engine"
+            again.step([batches()])
+            assert gap(await engine.probe(PROMPT), wanted) < BOUND
+        finally:
+            await engine.close()
+
+    asyncio.run(compare())

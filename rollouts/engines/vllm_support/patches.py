@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ PATCHES = (
         target="llvmlite.binding.ffi._lib_wrapper.__getattr__",
         reason="after n-gram drafts, which import numba, no other engine starts in the process: vLLM reads the "
         "attributes of all modules, and this one has an invented __dict__",
+        tested=VLLM,
+    ),
+    Patch(
+        target="vllm.compilation.decorators._support_torch_compile",
+        reason="vLLM changes transformers' own class where it has none of a model, and the trainer's model in the same "
+        "process, or one that is made later, would fail",
         tested=VLLM,
     ),
     Patch(
@@ -129,6 +136,42 @@ def hide_invented_dict() -> None:
         return look_up(self, name)
 
     ffi._lib_wrapper.__getattr__ = find
+
+
+def spare_other_models() -> None:
+    """Make vLLM compile its own models only where it decorates a class of transformers for torch.compile.
+
+    The decorated class is the trainer's, too, if that is in this process. A model that is made outside of vLLM's
+    configuration gets transformers' own `__init__` and `__call__`.
+    """
+    from transformers import PreTrainedModel
+    from vllm.compilation import decorators
+    from vllm.config import get_current_vllm_config_or_none
+
+    decorate = decorators._support_torch_compile
+    if decorate.__module__ == __name__:  # replaced when an earlier engine started
+        return
+
+    def decorate_own(cls: Any, *args: Any, **settings: Any) -> Any:
+        init, call = cls.__init__, cls.__call__
+        decorate(cls, *args, **settings)
+        if issubclass(cls, PreTrainedModel) and cls.__init__ is not init:  # else it was decorated before
+            own_init, own_call = cls.__init__, cls.__call__
+
+            @wraps(own_init)
+            def make(self: Any, *args: Any, **kwargs: Any) -> None:
+                is_own = get_current_vllm_config_or_none() is not None
+                (own_init if is_own else init)(self, *args, **kwargs)
+
+            @wraps(own_call)
+            def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+                # vLLM's decorated __init__ sets the attribute
+                return (own_call if hasattr(self, "do_not_compile") else call)(self, *args, **kwargs)
+
+            cls.__init__, cls.__call__ = make, run
+        return cls
+
+    decorators._support_torch_compile = decorate_own
 
 
 @contextmanager
