@@ -75,8 +75,8 @@ NEMOTRON = {
     "n_groups": 1,
     "chunk_size": 32,
 }
-BFLOAT16 = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
-"""Models whose kernels in vLLM's CPU build exist in bfloat16 only."""
+BFLOAT16 = frozenset({"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "apertus"})
+"""Models that vLLM computes in bfloat16 only: by kernels of its CPU build, or by an activation (Apertus)."""
 
 ZOO: dict[str, dict[str, Any]] = {
     "llama": WIDE,
@@ -107,7 +107,8 @@ ZOO: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 128}
     | {"layer_types": ["mamba", "attention"]},
     "nemotron_h": WIDE | ROUTED | NEMOTRON,
-    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 192, "conv_dim_out": 192, "block_ff_dim": 320},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 320}
+    | dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), 192),
     "lfm2_moe": EXPERTS | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "falcon_h1": WIDE | MAMBA | {"mamba_d_ssm": 384},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 128, "decoder_sparse_step": 1},
@@ -120,7 +121,8 @@ ZOO: dict[str, dict[str, Any]] = {
         "moe_layer_end_index": 1,
     },
     "minimax_m2": WIDE
-    | {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 32, "scoring_func": "sigmoid"},
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 32}
+    | {"scoring_func": "sigmoid", "use_routing_bias": True},
     "seed_oss": WIDE | {"attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "exaone4": WIDE | SLIDING,
     "cohere2": WIDE | SLIDING | TIED | {"logit_scale": 0.5},
@@ -129,7 +131,7 @@ ZOO: dict[str, dict[str, Any]] = {
     "apertus": {},
     "llama4_text": WIDE
     | {"num_local_experts": 8, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 352}
-    | {"attention_chunk_size": WINDOW},
+    | {"attention_chunk_size": 32},  # vLLM's chunks are whole blocks of the KV cache
     "kimi_linear": LATENT
     | EXPERTS
     | {"first_k_dense_replace": 1, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},

@@ -152,12 +152,20 @@ def make_page(lines: Lines) -> str:
         parts += [WITHOUT_VLLM.format(versions=join_versions(second)), *tabulate(second, whys)]
     if whys:
         parts += ["", "## Reasons", "", *(f"{number}. {why}" for number, why in enumerate(whys, start=1))]
-    gaps = {line["model"] for line in first if line["stage"] in OF_VLLM and is_difference(line)}
-    if causes := [f"* `{name}`: {cause}." for name, cause in CAUSES.items() if name in gaps]:
+    if causes := list_causes(first):
         parts += [CAUSES_HEAD, *causes]
     if any(MEASURED in line["versions"] for line in first):
         parts += [NEXT_HEAD, *(f"* {fact}" for fact in NEXT_VLLM)]
     return "\n".join(parts) + "\n"
+
+
+def list_causes(lines: Lines) -> list[str]:
+    """Return a line per cause, with the models that fail by it."""
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(line["model"] for line in lines if line["stage"] in OF_VLLM and is_difference(line)):
+        if name in CAUSES:
+            found.setdefault(CAUSES[name], []).append(f"`{name}`")
+    return [f"* {', '.join(names)}: {cause}." for cause, names in found.items()]
 
 
 def join_versions(lines: Lines) -> str:

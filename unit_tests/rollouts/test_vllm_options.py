@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.drafts import read_drafts
 from rollouts.engines.vllm_support.options import KEYS, OURS, list_arguments
-from rollouts.engines.vllm_support.patches import expand, hide_invented_dict
+from rollouts.engines.vllm_support.patches import expand, hide_invented_dict, name_loaders
 from rollouts.engines.vllm_support.plugin import require_plugin
 from rollouts.engines.vllm_support.settings import engine_args, prepare_gpu
 from rollouts.transcript import Conversation
@@ -91,6 +92,14 @@ def test_llvmlites_lookup_is_replaced_once(monkeypatch):
     assert Library.__getattr__ is replaced and Library().add == "add"
     with pytest.raises(AttributeError):
         Library().__getattr__("__dict__")
+
+
+def test_a_weight_loader_that_is_a_partial_function_gets_a_name():
+    """vLLM's update reads the names of all, and the norm of MiniMax-M2 has such a loader."""
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.weight_loader = partial(print, sep="")
+    name_loaders(layer)
+    assert layer.weight.weight_loader.__name__ == "print"
 
 
 def test_an_engine_without_our_installation_is_one_sentence():

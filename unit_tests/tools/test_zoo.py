@@ -34,7 +34,7 @@ from tools.zoo.subject import Subject
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ("mixtral", "gpt_oss", "deepseek_v3")
 """Mixtures: with other names in files, with sinks and without sdpa, and with a buffer that files hold."""
-ON_VLLM = ("qwen3", "qwen3_moe", "gpt_oss", "mixtral", "gemma3_text")
+ON_VLLM = ("qwen3", "qwen3_moe", "gpt_oss", "mixtral", "gemma2", "gemma3_text", "olmo2", "minimax_m2")
 
 
 @pytest.fixture(scope="module", params=FAST)
@@ -112,6 +112,8 @@ def test_a_cause_explains_numbers_that_differ_and_no_other_error(tmp_path):
     differs = "log-probabilities of the probe prompt differ from the trainer's by 0.055 on average"
     assert "* `cohere2`: vLLM's sliding window" in make_page([found | {"why": differs}])
     assert "## Causes" not in make_page([found | {"why": "ValueError: vLLM has no such model"}])
+    both = [found | {"model": name, "why": differs} for name in ("glm4_moe_lite", "cohere2", "lfm2_moe")]
+    assert "* `glm4_moe_lite`, `lfm2_moe`: vLLM's CPU operator" in make_page(both), "a line for each cause"
 
 
 def test_a_page_of_vllm_0_32_says_how_0_33_differs_by_reading():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ PATCHES = (
         reason="the same",
         tested=VLLM,
         upstream=ABORTED,
+    ),
+    Patch(
+        target="vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp.MiniMaxText01RMSNormTP",
+        reason="an update reads the names of all weight loaders, and this class has a partial function as a loader",
+        tested=VLLM,
     ),
     Patch(
         target="vllm.lora.worker_manager.WorkerLoRAManager._adapter_manager",
@@ -98,6 +103,14 @@ def forget_half_loaded(model: torch.nn.Module) -> bool:
         info.load_numel = 0
         info.loaded_weights.clear()
     return bool(half_loaded)
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """Name the weight loaders that are partial functions, since vLLM's update reads the names of all."""
+    for parameter in model.parameters():
+        loader: Any = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial):
+            loader.__name__ = loader.func.__name__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def find_adapters(manager: Any) -> Any:

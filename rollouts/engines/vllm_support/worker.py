@@ -34,7 +34,7 @@ from core.types.weights import Bucket
 from rollouts.engines.vllm_support.experts import find_unpacked, name_for_loader, repack_experts
 from rollouts.engines.vllm_support.kept_processor import take_kept
 from rollouts.engines.vllm_support.load_trace import LoadTrace
-from rollouts.engines.vllm_support.patches import allow_next_update, find_adapters, forget_half_loaded
+from rollouts.engines.vllm_support.patches import allow_next_update, find_adapters, forget_half_loaded, name_loaders
 from rollouts.engines.vllm_support.settings import ADAPTER_ID
 from trainers.weight_sync.broadcast import WeightReceiver
 from trainers.weight_sync.chunks import Chunk, read_chunk
@@ -60,6 +60,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
         if not forget_half_loaded(self.model):  # else some parameters are placeholders, and nothing is tied
             self._tied = _tied_parameters(self.model)
         repack_experts(self.model)
+        name_loaders(self.model)
         initialize_layerwise_reload(self.model)
         self._trace, self._small = LoadTrace(), []
         self._untouched = {name for name, _ in self.model.named_parameters() if name not in self._tied}
