@@ -47,9 +47,22 @@ def load_in_halves(sent, target):
         gate.copy_(half)
 
 
+def load_with_even_rows_first(sent, target):
+    """As vLLM's Llama 4 orders the rows of a head for its rotary embeddings."""
+    target.copy_(sent.view(4, 8, 2, 32).transpose(1, 2).reshape(4, 16, 32))
+
+
+def load_halves_with_even_rows_first(sent, target):
+    """By two ranks, of which each has half of the heads."""
+    for mine, part in zip(
+        target.chunk(2), sent.view(4, 8, 2, 32).transpose(1, 2).reshape(4, 16, 32).chunk(2), strict=True
+    ):
+        mine.copy_(part)
+
+
 WAYS = [
     *(load_plainly, load_by_expert, load_transposed, load_half_of_a_clone, load_halves_of_a_clone_of_a_half),
-    *(load_cast, load_in_halves),
+    *(load_cast, load_in_halves, load_with_even_rows_first, load_halves_with_even_rows_first),
 ]
 
 
@@ -77,6 +90,13 @@ def test_a_clone_that_was_changed_before_it_is_loaded_is_seen(load):
         load(spoiled, target)
 
     assert trace(spoil_and_load, EXPERTS)["experts"] != checksum(EXPERTS)
+
+
+def test_half_of_the_heads_in_another_order_is_half_of_the_sum():
+    def load_first(sent, target):
+        target[:2].copy_(sent.view(4, 8, 2, 32).transpose(1, 2).reshape(4, 16, 32)[:2])
+
+    assert trace(load_first, EXPERTS) == {"experts": checksum(EXPERTS[:2], shape=(4, 16, 32), start=(0, 0, 0))}
 
 
 def test_an_expert_that_is_not_written_changes_the_sum():

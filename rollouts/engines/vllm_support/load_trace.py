@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class _Source:
     """Dimension of the received tensor that each own dimension runs along."""
     start: tuple[int, ...]
     """Index of the first element in the received tensor."""
+    view: tuple[int, ...] | None = None
+    """Strides of the view of the received tensor whose copy this is, if the copy orders the rows within blocks
+    otherwise."""
 
     @property
     def is_received(self) -> bool:
@@ -93,7 +97,13 @@ class LoadTrace(TorchDispatchMode):
                 self._record_checksum(source, *args[:2])
         elif func in _COPIES and not returned.is_meta and (source := self._find_source(args[0])) is not None:
             place = _find_place(source, args[0])
-            if place is not None:  # else the copy is unknown, and what is loaded from it does not count
+            if place is None:
+                if _keeps_blocks(
+                    source, args[0]
+                ):  # else the copy is unknown, and what is loaded from it does not count
+                    whole = {"dtype": source.dtype, "whole": source.whole, "dims": source.dims, "start": source.start}
+                    self._add_source(returned, name=source.name, view=args[0].stride(), **whole)
+            else:
                 dims = [0] * args[0].dim()
                 for own, dim in zip(place.order, place.dims, strict=True):
                     dims[own] = dim
@@ -120,6 +130,13 @@ class LoadTrace(TorchDispatchMode):
         if copied.numel() == 0:
             self._written[source.name, (), (0,)] = 0
             return
+        if source.view is not None:
+            if (found := _restore_order(source, written, copied)) is not None:
+                first, rows = found
+                start = (first, *(0 for _ in source.whole[1:]))
+                value = checksum(rows.to(source.dtype), shape=source.whole, start=start)
+                self._written[source.name, start, tuple(rows.shape)] = value
+            return
         place = _find_place(source, copied)
         if place is not None and written.shape == copied.shape:
             # keyed by place: a bias is written twice, once while vLLM counts elements and once finally
@@ -130,6 +147,40 @@ class LoadTrace(TorchDispatchMode):
             offset = source.begin // source.itemsize
             whole = copied.as_strided(source.shape, source.stride, offset)
             self._written[source.name, (), ()] = checksum(whole.to(source.dtype))
+
+
+def _keeps_blocks(source: _Source, view: Tensor) -> bool:
+    """Tell whether a view shows every element of a received tensor once, and by its first dimension blocks of rows."""
+    plain = source.is_received and source.view is None and source.dims == tuple(range(len(source.whole)))
+    in_rows = all(
+        size == 1 or step == prod(source.shape[dim + 1 :])
+        for dim, (size, step) in enumerate(zip(source.shape, source.stride, strict=True))
+    )
+    shown = 1
+    for step, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and step != shown:
+            return False
+        shown *= size
+    block = shown // view.shape[0] if shown else 0
+    at_start = view.storage_offset() * view.itemsize == source.begin
+    whole_rows = view.stride(0) == block and block % prod(source.whole[1:]) == 0
+    return plain and in_rows and at_start and shown == prod(source.whole) and whole_rows
+
+
+def _restore_order(source: _Source, written: Tensor, copied: Tensor) -> tuple[int, Tensor] | None:
+    """Return the first row and the rows that were written from a reordered copy, ordered as received.
+
+    None unless they are whole blocks.
+    """
+    assert source.view is not None
+    block = source.view[0]
+    first, rest = divmod(copied.storage_offset() - source.begin // source.itemsize, block)
+    if rest or copied.numel() % block or not copied.is_contiguous() or written.shape != copied.shape:
+        return None
+    shape = (copied.numel() // block, *source.shape[1:])
+    ordered = written.new_empty(copied.numel())
+    ordered.as_strided(shape, source.view).copy_(written.reshape(shape))
+    return first * block // prod(source.whole[1:]), ordered.view(-1, *source.whole[1:])
 
 
 def _find_place(source: _Source, view: Tensor) -> _Place | None:
