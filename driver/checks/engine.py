@@ -126,7 +126,7 @@ def check_images(cfg: RLConfig | EvalConfig) -> None:
     images = cfg.model.images if isinstance(cfg, RLConfig) else settle_eval_images(cfg)
     config = read_config(path, trust_remote_code=trusts)
     engine = load_engine_class(resolve_engine(cfg.rollout.engine))
-    engine.check_family(config.model_type, path=path)
+    engine.check_family(config.model_type, path=path, dtype=cfg.model.dtype)
     if not needs_images(path, trust_remote_code=trusts, images=images):
         return
     if not engine.capabilities.images:

@@ -194,7 +194,7 @@ class Engine(ReceivesWeights, Protocol):
         return
 
     @classmethod
-    def check_family(cls, family: str, *, path: str) -> None:
+    def check_family(cls, family: str, *, path: str, dtype: str) -> None:
         """Raise UserError if the engine cannot run this family of models. family: the config's `model_type`."""
         return
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from algs.sft import SFT
 from configs.eval_schema import EvalConfig
@@ -349,11 +349,22 @@ def test_a_family_is_refused_where_vllm_lacks_a_package_for_it(path, recipe, mon
     monkeypatch.setattr(architectures, "can_import", lambda name: False)
     check_images(cfg)  # an Idefics3, which needs none
     with pytest.raises(UserError, match=r"qwen3_vl model, which .* only with torchvision: .* whl/cpu.*engine=hf"):
-        architectures.check_family("qwen3_vl", path=path)
+        architectures.check_family("qwen3_vl", path=path, dtype="float32")
     with pytest.raises(UserError, match="only with torchvision and num2words"):
-        architectures.check_family("smolvlm", path=path)
+        architectures.check_family("smolvlm", path=path, dtype="float32")
     monkeypatch.setattr(architectures, "can_import", lambda name: True)
-    architectures.check_family("smolvlm", path=path)
+    architectures.check_family("smolvlm", path=path, dtype="float32")
+
+
+def test_a_family_is_refused_in_a_dtype_that_vllm_rounds(recipe, tmp_path):
+    AutoConfig.for_model("apertus").save_pretrained(tmp_path / "apertus")
+    own = {"model.path": str(tmp_path / "apertus"), "rollout.engine": "vllm"}
+    with pytest.raises(
+        UserError, match=r"activations to bfloat16 .*: set model\.dtype=bfloat16 instead of float32, or"
+    ):
+        check_images(load_recipe(RLConfig, recipe(own | {"model.dtype": "float32"}), []).cfg)
+    for fine in ({"model.dtype": "bfloat16"}, {"model.dtype": "float32", "rollout.engine": "hf"}):
+        check_images(load_recipe(RLConfig, recipe(own | fine), []).cfg)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])

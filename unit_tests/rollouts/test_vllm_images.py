@@ -236,7 +236,7 @@ def test_a_model_used_for_text_has_no_tower_in_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", seeing.FAMILIES)
 def test_every_family_that_vllm_loads_here(family: str, tmp_path: Path) -> None:
     try:
-        VllmEngine.check_family(family, path=str(tmp_path))
+        VllmEngine.check_family(family, path=str(tmp_path), dtype="float32")
     except UserError as lacking:
         pytest.skip(str(lacking))
     lab = Seeing(tmp_path, family)

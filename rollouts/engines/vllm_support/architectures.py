@@ -38,8 +38,14 @@ def check_user_code(model: nn.Module, *, path: str) -> None:
         )
 
 
-def check_family(family: str, *, path: str) -> None:
-    """Raise UserError if vLLM lacks a package for this family of models, or a build that loads here."""
+def check_family(family: str, *, path: str, dtype: str) -> None:
+    """Raise UserError if vLLM lacks a package for this family of models, or a build that loads here, or the dtype."""
+    if family == "apertus" and dtype != "bfloat16":
+        raise UserError(
+            f"model.path={path} is an apertus model, and vLLM rounds weights of its activations to bfloat16 whatever "
+            f"the dtype, so they would not be the trainer's: set model.dtype=bfloat16 instead of {dtype}, or "
+            "rollout.engine=hf"
+        )
     if lacking := [name for name in PACKAGES.get(family, ()) if not can_import(name)]:
         build = " (on a CPU the build of PyTorch's index whl/cpu, as PyPI's is for CUDA)"
         raise UserError(

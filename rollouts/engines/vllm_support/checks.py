@@ -25,8 +25,8 @@ class VllmChecks:
         architectures.check_user_code(model, path=path)
 
     @classmethod
-    def check_family(cls, family: str, *, path: str) -> None:
-        architectures.check_family(family, path=path)
+    def check_family(cls, family: str, *, path: str, dtype: str) -> None:
+        architectures.check_family(family, path=path, dtype=dtype)
 
     @classmethod
     def check_images(cls, config: Any, *, path: str) -> None:
