@@ -144,12 +144,18 @@ ROTATES_FLAT = (
 CAUSES = {
     "deepseek_v3": ROTATES_FLAT,
     "glm4_moe_lite": ROTATES_FLAT,
+    "lfm2": ROTATES_FLAT,
     "lfm2_moe": ROTATES_FLAT,
     "ernie4_5_moe": "vLLM's CPU router ignores the bias of the choice (moe_statics) where scores are a softmax: other "
     "experts are chosen",
     "cohere2": "vLLM's sliding window is a token longer than transformers': tokens beyond the window differ",
 }
 """Causes of differences from vLLM 0.32, by model: its own, from the same files."""
+ERRORS = {
+    "minimax_m2": "vLLM's CPU router has no sigmoid without groups of experts",
+    "kimi_linear": "vLLM's class is for GPUs only: it imports CUTLASS",
+}
+"""Causes of other errors of vLLM 0.32, by model, where its sentence does not name them."""
 
 
 def make_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:

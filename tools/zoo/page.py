@@ -9,7 +9,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from tools.zoo.models import CAUSES
+from tools.zoo.models import CAUSES, ERRORS
 
 Lines = Sequence[dict[str, Any]]
 COLUMNS = {
@@ -66,7 +66,7 @@ CAUSES_HEAD = """\
 
 ## Causes
 
-Differences from vLLM, found by comparing layers and reading both sources.
+Of differences from vLLM and of its errors, found by comparing layers and reading both sources.
 """
 MEASURED = "vLLM 0.32"
 """Version that NEXT_VLLM is compared with. A page of other rows does not show it."""
@@ -161,10 +161,11 @@ def make_page(lines: Lines) -> str:
 
 def list_causes(lines: Lines) -> list[str]:
     """Return a line per cause, with the models that fail by it."""
-    found: dict[str, list[str]] = {}
-    for name in dict.fromkeys(line["model"] for line in lines if line["stage"] in OF_VLLM and is_difference(line)):
-        if name in CAUSES:
-            found.setdefault(CAUSES[name], []).append(f"`{name}`")
+    found: dict[str, dict[str, None]] = {}
+    for line in lines:
+        causes = CAUSES if is_difference(line) else ERRORS
+        if line["stage"] in OF_VLLM and line["state"] == "failed" and line["model"] in causes:
+            found.setdefault(causes[line["model"]], {})[f"`{line['model']}`"] = None
     return [f"* {', '.join(names)}: {cause}." for cause, names in found.items()]
 
 
