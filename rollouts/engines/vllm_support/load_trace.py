@@ -98,9 +98,8 @@ class LoadTrace(TorchDispatchMode):
         elif func in _COPIES and not returned.is_meta and (source := self._find_source(args[0])) is not None:
             place = _find_place(source, args[0])
             if place is None:
-                if _keeps_blocks(
-                    source, args[0]
-                ):  # else the copy is unknown, and what is loaded from it does not count
+                # else the copy is unknown, and what is loaded from it does not count
+                if _keeps_blocks(source, args[0]):
                     whole = {"dtype": source.dtype, "whole": source.whole, "dims": source.dims, "start": source.start}
                     self._add_source(returned, name=source.name, view=args[0].stride(), **whole)
             else:
