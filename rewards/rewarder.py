@@ -1,4 +1,7 @@
-"""Reward processes of an engine: plain functions in several processes, async ones in one with many in flight."""
+"""Reward processes of an engine.
+
+Plain functions have several processes, async ones one with many calls in flight.
+"""
 
 from __future__ import annotations
 
