@@ -280,7 +280,8 @@ class RolloutWorker:
             sample = add_token_rewards(sample, result, weights, self.tokenizer.decode)
         except ValueError as error:
             return replace(sample, **told, failure=str(error), reward_parts={})
-        return sample.change(
+        return replace(
+            sample,
             **told,
             reward_parts=parts,
             reward=weigh_parts(self.reward, parts, prompt.source),

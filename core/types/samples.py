@@ -204,19 +204,6 @@ class Sample:
         if self.turns or self.turn_rewards or self.turn_numbers:
             check_turns(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
 
-    def change(self, **changes: Any) -> Sample:
-        """Return the sample with other fields, checked like a new one: `dataclasses.replace` takes three times as long.
-
-        For what is done once a sample; a step may have many thousands.
-        """
-        new = object.__new__(Sample)
-        for name in list_fields(Sample):
-            object.__setattr__(new, name, changes.pop(name) if name in changes else getattr(self, name))
-        if changes:
-            raise TypeError(f"a Sample has no field {min(changes)}")
-        new.__post_init__()
-        return new
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented

@@ -82,16 +82,6 @@ def test_an_advantage_is_a_number_for_all_tokens_or_one_for_each():
         sample.with_advantage(np.arange(5))
 
 
-def test_a_changed_sample_is_what_replace_makes_of_it():
-    sample = a_sample(random.Random(1))
-    changes = {"reward": 2.0, "failure": "\x1b[31m", "notes": ["a"]}
-    assert sample.change(**changes) == replace(sample, **changes) != sample
-    with pytest.raises(UserError, match="one length"):
-        sample.change(token_ids=sample.token_ids[1:])
-    with pytest.raises(TypeError, match="no field rewards"):
-        sample.change(rewards=1.0)
-
-
 def test_samples_are_equal_where_every_entry_is():
     one, same = (a_sample(random.Random(0)) for _ in range(2))
     assert one == same and one != replace(same, reward=None) and one != "a sample"

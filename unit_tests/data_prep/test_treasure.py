@@ -68,7 +68,7 @@ def test_rows_hold_every_game_equally_often(tmp_path, capsys):
     assert {len(messages) for messages in taught} == {2, 4}
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_a_tiny_model_learns_the_game_to_its_optimum(tmp_path, one_thread):
     """With credit for each turn; the held-out reward is that of the policy as it samples."""
     tiny_model.main(["--out", str(tmp_path / "model")])

@@ -321,7 +321,7 @@ class Mortal(HfEngine):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(300)
 def test_two_engines_on_ray_of_which_one_dies_make_the_samples_of_one(eval_recipe, tmp_path):
     assert run_here(main_eval, "--config", eval_recipe(name="one")) == (0, "")

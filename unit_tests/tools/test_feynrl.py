@@ -154,7 +154,7 @@ def test_the_command_works_from_everywhere_also_beside_a_core_of_the_users(linke
     assert run_in(tmp_path, linked, "python", "-c", script) == "mine mine\n"
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_a_run_by_the_command_is_the_run_by_its_program(linked, recipe, tmp_path):
     path = recipe()
     run_in(tmp_path, linked, "feynrl", "rl", "--config", path, "name=command")

@@ -229,7 +229,7 @@ def test_a_rank_equals_the_local_trainer_and_resumes(tmp_path, way):
     assert done.numbers["tensors equal after resume"] >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_a_resume_that_loses_the_moments_fails(tmp_path):
     """What FSDP2 with offload did on a GPU, where it filled a copy of them."""
     done = subprocess.run(

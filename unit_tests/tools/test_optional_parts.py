@@ -157,7 +157,7 @@ def test_every_optional_part_has_a_case():
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(part, marks=pytest.mark.slow if part in ("analysis", "images") else pytest.mark.verify)
+        pytest.param(part, marks=pytest.mark.slow if part == "analysis" else pytest.mark.verify)
         for part in sorted(layers.OPTIONAL)
     ],
 )

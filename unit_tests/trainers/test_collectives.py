@@ -133,7 +133,7 @@ def test_a_rank_that_leaves_a_collective_out_is_named(tiny_path):
     assert said is not None and "that ranks 0 and 3 make together is Collective(" in said and said.endswith("and None")
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(180)
 def test_four_ranks_of_zero_3_agree_where_torch_compares_every_collective(tiny_path, tmp_path):
     """ZeRO-3 compares values of its own over the ranks, so they must be real."""
