@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from core.errors import UserError, first_line
-from tools.zoo.stages import STAGES, NotBuilt
+from tools.zoo.stages import STAGES, NoExperts
 from tools.zoo.subject import Subject
 
 RESULTS = "results.jsonl"
@@ -45,8 +45,8 @@ def run_stage(subject: Subject, stage: str) -> dict[str, Any]:
         found |= {"state": "ok"} | {key: v if isinstance(v, str) else float(f"{v:.3g}") for key, v in numbers.items()}
     except UserError as refusal:
         found |= {"state": "refused", "why": hide_folder(str(refusal), subject)}
-    except NotBuilt as missing:
-        found |= {"state": "not built", "why": str(missing)}
+    except NoExperts as none:
+        found |= {"state": "none", "why": str(none)}
     except Exception as error:  # a border: whatever a library raises is this row's reason
         traceback.print_exc()
         # the first line of pydantic's errors says only how many there are

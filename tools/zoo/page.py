@@ -40,7 +40,8 @@ STAGE_TEXT = {
     "save": "the trained model is saved, and loaded again with equal weights",
     "saved_vllm": "vLLM loads the saved model",
     "lora": "an adapter is trained, sent and saved merged",
-    "routes": "the engine's choice of experts is replayed",
+    "routes": "a trainer replays the experts that the engine hf chose: its log-probabilities are the engine's, and "
+    "others with other experts",
 }
 INTRODUCTION = """\
 # Models
@@ -186,8 +187,8 @@ def make_cell(line: dict[str, Any], whys: Sequence[str]) -> str:
     """Return the text of a cell; a reason is a number."""
     if line["state"] in ("refused", "failed"):
         return f"{line['state']} ({whys.index(line['why']) + 1})"
-    if line["state"] == "not built":
-        return "not built yet"
+    if line["state"] == "none":
+        return str(line["why"])
     with_it = line["stage"] in OF_VLLM and "torchvision" in line["versions"]
     return str(line.get("layout", "ok")) + (" with torchvision" if with_it else "")
 

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from configs.trainer_schema import LoraConfig
 from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES
+from core.types.routes import find_unknown
+from core.types.samples import Prompt, make_sample
 from core.types.weights import ExportScope
+from modeling.experts import list_blocks
 from modeling.export import saved_buffers
 from modeling.load import check_weights, load_model
 from modeling.lora import check_lora, name_lora_targets
 from modeling.model_files import read_headers
 from modeling.saved_model import check_saved
-from rollouts.engines.base import Engine
+from rollouts.engines.base import Completion, Engine
 from tools.zoo.ranks import check_ranks
-from tools.zoo.subject import BUCKET_BYTES, StageFailed, Subject, make_groups, mean_gap, perturb
+from tools.zoo.subject import BUCKET_BYTES, StageFailed, Subject, make_groups, make_tokens, mean_gap, perturb
 from trainers.local import LocalTrainer
 from trainers.trainer import Trainer
 from trainers.weight_sync.publisher import LocalWeightSync
@@ -210,12 +215,59 @@ def check_lora_of(subject: Subject) -> Numbers:
 
 
 def check_routes(subject: Subject) -> Numbers:
-    """Raise: the replay of routes does not exist yet."""
-    raise NotBuilt("not built yet")
+    """Replay the choices of the engine hf in a trainer, and then others, under which log-probabilities are others.
+
+    Raises NoExperts for a model without routers.
+    """
+    if not list_blocks(subject.make_trainer().model):
+        raise NoExperts("no experts")
+    trainer = LocalTrainer(*subject.make_settings(), temperature=1.0, total_updates=10, router_replay="replay")
+    assert trainer.routes is not None
+    prompt = make_tokens(40, seed=7)
+    done = asyncio.run(generate(make_hf(subject.engine_config(routes=True)), prompt))
+    if done.routes is None:
+        raise StageFailed("the engine reported no routes")
+    known = ~find_unknown(done.routes)
+    others = np.where(known[..., None], (done.routes + 1) % trainer.routes.hook.experts, done.routes)
+    as_sampled, otherwise = (
+        score_reply(subject, trainer, prompt, replace(done, routes=routes.astype(done.routes.dtype)))
+        for routes in (done.routes, others)
+    )
+    gap, moved = mean_gap(as_sampled, done.logp), mean_gap(otherwise, done.logp)
+    if not gap <= subject.bound:
+        raise StageFailed(f"with the engine's choices the trainer differs by {gap:.1e} nats")
+    if not moved > 2 * subject.bound:  # else nothing was forced
+        raise StageFailed(f"with other experts the log-probabilities change by {moved:.1e} nats only")
+    return {"gap": gap, "moved": moved}
 
 
-class NotBuilt(Exception):
-    """Stage without a product behind it."""
+async def generate(engine: Engine, prompt: list[int]) -> Completion:
+    """Return a completion, and close the engine."""
+    try:
+        return await engine.generate(prompt, max_new_tokens=24, seed=0)
+    finally:
+        await engine.close()
+
+
+def score_reply(subject: Subject, trainer: LocalTrainer, prompt: list[int], done: Completion) -> list[float]:
+    """Return the trainer's log-probabilities of a completion under the routes that it has."""
+    n, m = len(prompt), len(done.token_ids)
+    sample = make_sample(
+        prompt=Prompt(id="0", messages=[]),
+        token_ids=prompt + done.token_ids,
+        action_mask=[False] * n + [True] * m,
+        rollout_logp=[0.0] * n + done.logp,
+        versions=[-1] * n + [0] * m,
+        advantage=[1.0] * (n + m),
+        routes=done.routes,
+    )
+    [[batch]] = subject.make_batches(trainer, groups=[[sample]])
+    [columns] = trainer.compute_columns([batch], frozenset({"prox_logp"}))
+    return columns["prox_logp"].tolist()
+
+
+class NoExperts(Exception):
+    """Stage that is of no use to a model without experts."""
 
 
 STAGES: dict[str, Callable[[Subject], Numbers]] = {

@@ -44,7 +44,7 @@ def subject(request, tmp_path_factory) -> Subject:
     return made
 
 
-@pytest.mark.parametrize("stage", ["names", "hf", "save"])
+@pytest.mark.parametrize("stage", ["names", "hf", "save", "routes"])
 def test_a_model_of_the_zoo_passes(subject, stage):
     STAGES[stage](subject)
 
@@ -90,6 +90,7 @@ def test_the_page_has_a_row_a_model_and_numbers_the_reasons(tmp_path):
         {"model": "b", "stage": "load", "state": "refused", "why": "no"},
         {"model": "a", "stage": "layout", "state": "ok", "layout": "padded"},
         {"model": "b", "stage": "vllm", "state": "failed", "why": "it broke"},
+        {"model": "b", "stage": "routes", "state": "none", "why": "no experts"},
         {"model": "a", "stage": "load", "state": "failed", "why": "late"},
     ]
     stored = stored_lines(tmp_path / "models.md")
@@ -98,7 +99,7 @@ def test_the_page_has_a_row_a_model_and_numbers_the_reasons(tmp_path):
     [a] = [line for line in page if line.startswith("| `a`")]
     [b] = [line for line in page if line.startswith("| `b`")]
     assert a.split(" | ")[1:3] == ["failed (1)", "padded"] and a.count("failed") == 2, "the last line of a stage counts"
-    assert b.split(" | ")[1] == "refused (3)" and "failed (2)" in a and "failed (2)" in b
+    assert b.split(" | ")[1] == "refused (3)" and "failed (2)" in a and "failed (2) | no experts |" in b
     assert page[-3:] == ["1. late", "2. it broke", "3. no"]
     other = {"model": "a", "stage": "load", "state": "ok", "versions": "transformers 9"}
     write_lines(stored, [*read_lines(stored), other])
