@@ -143,7 +143,7 @@ CASES = {
     "hf": (
         {"module": "rollouts.engines.hf", "engine": "HfEngine"},
         {},
-        ["engine/generation", "engine/sync", "trainer/sync"],
+        ["engine/generation", "engine/sync", "engine/checkpoint", "trainer/sync"],  # the last needs a checkpoint
     ),
     "vllm": (
         {"module": "rollouts.engines.vllm", "engine": "VllmEngine"},
