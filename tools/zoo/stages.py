@@ -17,7 +17,6 @@ from configs.trainer_schema import LoraConfig
 from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES
 from core.types.routes import find_unknown
-from core.types.samples import Prompt, make_sample
 from core.types.weights import ExportScope
 from modeling.experts import list_blocks
 from modeling.export import saved_buffers
@@ -27,7 +26,16 @@ from modeling.model_files import read_headers
 from modeling.saved_model import check_saved
 from rollouts.engines.base import Completion, Engine
 from tools.zoo.ranks import check_ranks
-from tools.zoo.subject import BUCKET_BYTES, StageFailed, Subject, make_groups, make_tokens, mean_gap, perturb
+from tools.zoo.subject import (
+    BUCKET_BYTES,
+    StageFailed,
+    Subject,
+    make_groups,
+    make_reply,
+    make_tokens,
+    mean_gap,
+    perturb,
+)
 from trainers.local import LocalTrainer
 from trainers.trainer import Trainer
 from trainers.weight_sync.publisher import LocalWeightSync
@@ -221,7 +229,7 @@ def check_routes(subject: Subject) -> Numbers:
     """
     if not list_blocks(subject.make_trainer().model):
         raise NoExperts("no experts")
-    trainer = LocalTrainer(*subject.make_settings(), temperature=1.0, total_updates=10, router_replay="replay")
+    trainer = subject.make_trainer(router_replay="replay")
     assert trainer.routes is not None
     prompt = make_tokens(40, seed=7)
     done = asyncio.run(generate(make_hf(subject.engine_config(routes=True)), prompt))
@@ -251,16 +259,7 @@ async def generate(engine: Engine, prompt: list[int]) -> Completion:
 
 def score_reply(subject: Subject, trainer: LocalTrainer, prompt: list[int], done: Completion) -> list[float]:
     """Return the trainer's log-probabilities of a completion under the routes that it has."""
-    n, m = len(prompt), len(done.token_ids)
-    sample = make_sample(
-        prompt=Prompt(id="0", messages=[]),
-        token_ids=prompt + done.token_ids,
-        action_mask=[False] * n + [True] * m,
-        rollout_logp=[0.0] * n + done.logp,
-        versions=[-1] * n + [0] * m,
-        advantage=[1.0] * (n + m),
-        routes=done.routes,
-    )
+    sample = make_reply("0", prompt + done.token_ids, done.logp, advantage=1.0, routes=done.routes)
     [[batch]] = subject.make_batches(trainer, groups=[[sample]])
     [columns] = trainer.compute_columns([batch], frozenset({"prox_logp"}))
     return columns["prox_logp"].tolist()

@@ -14,7 +14,8 @@ from torch import Tensor
 from algs.grpo import GRPO
 from configs.sync_schema import WeightSyncConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.types.samples import Batch, Group, Prompt, make_sample
+from core.types.routes import RouterReplay
+from core.types.samples import Batch, Group, Prompt, Sample, make_sample
 from data_feeds.packing.batches import micro_batches
 from rollouts.engines.base import EngineConfig
 from tools.zoo.models import BFLOAT16, VOCABULARY, make_model
@@ -70,9 +71,9 @@ class Subject:
         model = ModelConfig(**{"path": self.path, "dtype": self.dtype} | own)
         return model, TrainerConfig(**{"lr": 1e-2, "micro_batch_tokens": 300} | keys), GRPO()
 
-    def make_trainer(self, **keys: Any) -> LocalTrainer:
+    def make_trainer(self, *, router_replay: RouterReplay = "off", **keys: Any) -> LocalTrainer:
         settings = self.make_settings(**keys)
-        return LocalTrainer(*settings, temperature=1.0, total_updates=10)
+        return LocalTrainer(*settings, temperature=1.0, total_updates=10, router_replay=router_replay)
 
     def make_batches(self, trainer: Trainer, *, groups: list[Group] | None = None, ranks: int = 1) -> list[list[Batch]]:
         """Return the micro-batches of one update, by rank. Collective, where the trainer's forward pass is.
@@ -101,18 +102,24 @@ def make_groups(trainer: Trainer) -> list[Group]:
         for sibling in range(2):
             ids = make_tokens(prompt, seed=number) + make_tokens(reply, seed=10 * (number + 1) + sibling)
             logp = trainer.probe(ids)[prompt - 1 :]
-            sample = make_sample(
-                prompt=Prompt(id=str(number), messages=[]),
-                token_ids=ids,
-                action_mask=[False] * prompt + [True] * reply,
-                rollout_logp=[0.0] * prompt + logp,
-                versions=[-1] * prompt + [0] * reply,
-                reward=0.0,
-                advantage=[chance.gauss(0, 1)] * len(ids),
-            )
-            group.append(sample)
+            group.append(make_reply(str(number), ids, logp, advantage=chance.gauss(0, 1)))
         groups.append(group)
     return groups
+
+
+def make_reply(prompt_id: str, ids: list[int], logp: list[float], *, advantage: float, **others: Any) -> Sample:
+    """Return a sample whose last tokens, as many as `logp` has, are the reply. others: fields of the sample."""
+    prompt, reply = len(ids) - len(logp), len(logp)
+    return make_sample(
+        prompt=Prompt(id=prompt_id, messages=[]),
+        token_ids=ids,
+        action_mask=[False] * prompt + [True] * reply,
+        rollout_logp=[0.0] * prompt + logp,
+        versions=[-1] * prompt + [0] * reply,
+        reward=0.0,
+        advantage=[advantage] * len(ids),
+        **others,
+    )
 
 
 @torch.no_grad()
