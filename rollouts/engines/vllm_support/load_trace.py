@@ -96,18 +96,16 @@ class LoadTrace(TorchDispatchMode):
             if (source := self._find_source(args[1])) is not None:
                 self._record_checksum(source, *args[:2])
         elif func in _COPIES and not returned.is_meta and (source := self._find_source(args[0])) is not None:
-            place = _find_place(source, args[0])
-            if place is None:
-                # else the copy is unknown, and what is loaded from it does not count
-                if _keeps_blocks(source, args[0]):
-                    whole = {"dtype": source.dtype, "whole": source.whole, "dims": source.dims, "start": source.start}
-                    self._add_source(returned, name=source.name, view=args[0].stride(), **whole)
-            else:
+            rest = {"dtype": source.dtype, "whole": source.whole}
+            if (place := _find_place(source, args[0])) is not None:
                 dims = [0] * args[0].dim()
                 for own, dim in zip(place.order, place.dims, strict=True):
                     dims[own] = dim
-                rest = {"dtype": source.dtype, "whole": source.whole, "start": place.start}
-                self._add_source(returned, name=source.name, dims=tuple(dims), **rest)
+                self._add_source(returned, name=source.name, dims=tuple(dims), start=place.start, **rest)
+            # otherwise the copy is unknown, and what is loaded from it does not count
+            elif _keeps_blocks(source, args[0]):
+                rest |= {"dims": source.dims, "start": source.start}
+                self._add_source(returned, name=source.name, view=args[0].stride(), **rest)
         return returned
 
     def _add_source(self, t: Tensor, *, name: str, **where: Any) -> None:
