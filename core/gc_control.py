@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 SELDOM = (50_000, 100, 10)
 """Collector thresholds in a driver; Python's defaults are (700, 10, 10)."""
-
-
 ENGINE = (20_000, 50, 10)
 """Collector thresholds in an engine's process, where a tensor in a cycle must not wait for long."""
 
@@ -25,8 +23,7 @@ def collect_seldom() -> None:
     them took more of the event loop's time than all else.
     """
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(*ENGINE)
+    _collect_seldom(ENGINE)
 
 
 @contextmanager
@@ -38,15 +35,19 @@ def collecting_seldom(is_wanted: bool) -> Generator[None]:
     """
     before = gc.get_threshold()
     if is_wanted:
-        # Frozen objects are exempt from collection, so the heap of the imports is never traversed again.
-        gc.freeze()
-        gc.set_threshold(*SELDOM)
+        _collect_seldom(SELDOM)
     try:
         yield
     finally:
         if is_wanted:
             gc.unfreeze()
             gc.set_threshold(*before)
+
+
+def _collect_seldom(thresholds: tuple[int, int, int]) -> None:
+    # Frozen objects are exempt from collection, so the heap of the imports is never traversed again.
+    gc.freeze()
+    gc.set_threshold(*thresholds)
 
 
 @contextmanager
