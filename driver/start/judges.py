@@ -78,6 +78,7 @@ def check_judge(cfg: RLConfig, rewards: Sequence[RewardPlan]) -> None:
         raise UserError(f"placement is colocate, and {refused}, or judge.placement to separate")
     if judge.allowed_tokens and not can.allowed_tokens:
         raise UserError(f"judge.allowed_tokens is set, and {name} samples from all tokens: leave it out")
+    # last, since these read the judge's files
     check_model_folder(judge.model, key="judge.model", trust_remote_code=False)
     find_judge_length(cfg)
     tokenizer = plan_judge(cfg).make_tokenizer()
@@ -122,7 +123,10 @@ def find_judge_length(cfg: RLConfig) -> int:
 
 
 def plan_judge(cfg: RLConfig, key: str = "") -> JudgePlan:
-    """Return the plan of the judge's own engines, which sample text alone. key: of requests."""
+    """Return the plan of the judge's own engines, which sample text alone. key: of requests.
+
+    Raises UserError for a judge.max_model_len beyond the model's positions.
+    """
     from rollouts.judges.endpoint import Served
     from rollouts.judges.worker import JudgePlan
 

@@ -195,7 +195,10 @@ class Engine(ReceivesWeights, Protocol):
 
     @classmethod
     def check_family(cls, family: str, *, path: str, dtype: str) -> None:
-        """Raise UserError if the engine cannot run this family of models. family: the config's `model_type`."""
+        """Raise UserError if the engine cannot run this family of models in this dtype (model.dtype).
+
+        family: the config's `model_type`.
+        """
         return
 
     @classmethod

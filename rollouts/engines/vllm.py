@@ -74,6 +74,7 @@ class VllmEngine(VllmChecks, Engine):
     """Classes of vLLM's StatLoggerBase, for a subclass that counts iterations."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Start vLLM in this process, whose environment variables it sets. Raises UserError for options it refuses."""
         self._temperature, self._stop_token_ids = config.temperature, list(config.stop_token_ids)
         self._stop_strings, self._support = config.stop_strings, config.allowed_tokens
         self._timeout_s, self._lora = config.timeout_s, config.lora
