@@ -4,71 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from core.errors import RunStopped, UserError
 from core.timing.limit_blocking import LimitBlocking
-from core.types.images import as_argument
-from core.types.messages import Message, ToolSpec, name_of_tool
-from core.types.samples import Prompt, Sample
+from core.types.messages import Message
+from core.types.samples import Prompt
 from data_feeds.chat.template_append import ImagesDoNotFit
-from data_feeds.chat.tool_parsing import ParsedReply, PlainParser, ReplyParser, rename_taken
+from data_feeds.chat.tool_parsing import ParsedReply
 from rewards.calls import call_user_code, last_line
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.envs.check_env import check_answers, check_turn_scores
 from rollouts.opponents import Opponent, ServedOpponent, ServerFailed, count_game
-from rollouts.stops import Stops, join_turn
-from rollouts.transcript import Tokenizer, Transcript, check_completion
+from rollouts.stops import join_turn
+from rollouts.transcript import Tokenizer, Transcript
+from rollouts.turns import EpisodeRules, Played, begin_transcript, sample_reply
 
 T = TypeVar("T")
-Entering = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRules:
-    """Limits of an episode, with the parser and stops of replies."""
-
-    seed_of_turn: Callable[[int], int]
-    """Returns the sampling seed of a turn."""
-    max_new_tokens: int
-    """Token budget of all turns of a player, environment messages included."""
-    max_turns: int
-    """Maximum number of replies, over all players."""
-    timeout_s: float
-    """Maximum time for which the environment may block the event loop, in seconds."""
-    max_prompt_tokens: int | None = None
-    """Maximum number of tokens before the first reply. None: unlimited."""
-    stops: Stops | None = None
-    """Stop strings and stop tokens of the recipe."""
-    parser: ReplyParser = field(default_factory=PlainParser)
-    """Parser of replies."""
-    is_truncated: bool = False
-    """True if completions must report kept sets."""
-    is_routed: bool = False
-    """True if completions must report routes."""
-    in_environment: Entering = nullcontext
-    """Context manager entered while the policy waits for the environment."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """Player's part of an episode, before the reward."""
-
-    sample: Sample
-    messages: list[Message]
-    """Messages after the prompt."""
-    turn_scores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    """Environment scores of each reply. [] if the environment has no scores per turn."""
-
-    def fail(self, failure: str) -> Played:
-        """Return a failed copy without scores."""
-        sample = replace(self.sample, failure=self.sample.failure or failure, reward_parts={})
-        return Played(sample=sample, messages=self.messages)
 
 
 async def run_episode(
@@ -165,7 +122,9 @@ class _Episode:
             raise _EnvironmentFailed(str(error)) from error
         if script is None:
             return None
-        reply = await self._ask_engine(script, turn, model)
+        seed, is_routed = self.rules.seed_of_turn(turn), self.rules.is_routed and model is self.engine
+        reply = await sample_reply(model, script, self.tokenizer, self.rules, seed=seed, is_routed=is_routed)
+        self.n_replies += 1
         return None if script.stop == "length" else reply
 
     async def _ask_server(
@@ -204,20 +163,8 @@ class _Episode:
         return script
 
     def _begin_seat(self, env: Env, given: list[Message]) -> Transcript:
-        tools = join_tools(self.prompt, env.tools, self.rules.parser)
-        shown = self.prompt
-        # the sample's prompt is the one that the player saw
-        if given or tools != shown.tools:
-            shown = replace(shown, messages=[*shown.messages, *given], tools=tools)
-        ids = self.tokenizer.render(shown.messages, tools)
-        limit = self.rules.max_prompt_tokens
-        if limit is not None and len(ids) > limit:
-            raise UserError(
-                f"data.max_prompt_tokens={limit}: the prompt {shown.id} has {len(ids)} tokens with what the "
-                "environment adds to it (tools, first messages): raise data.max_prompt_tokens"
-            )
-        script = self.slots[env.player] = Transcript(prompt=shown, tokens_left=self.rules.max_new_tokens)
-        script.append_given(self.tokenizer, ids, shown.messages)
+        script = begin_transcript(self.prompt, given, env.tools, self.tokenizer, self.rules)
+        self.slots[env.player] = script
         return script
 
     def _choose_model(self, env: Env) -> Engine | ServedOpponent:
@@ -225,33 +172,6 @@ class _Episode:
         if self.opponent is None or env.player == self.opponent.leaves_to_policy(env):
             return self.engine
         return self.opponent.model
-
-    async def _ask_engine(self, script: Transcript, turn: int, engine: Engine) -> ParsedReply:
-        seed = self.rules.seed_of_turn(turn)
-        seen = as_argument(script.images)
-        done = await engine.generate(script.ids, max_new_tokens=script.tokens_left, seed=seed, **seen)
-        check_completion(
-            done,
-            max_new_tokens=script.tokens_left,
-            is_truncated=self.rules.is_truncated,
-            routed=len(script.ids) if self.rules.is_routed and engine is self.engine else None,
-        )
-        if self.rules.stops is not None:
-            self.rules.stops.check_completion(done.token_ids, done.stop)
-        script.append_sampled(done)
-        self.n_replies += 1
-        script.stop = done.stop
-        reply = self._read_reply(done.token_ids, script)
-        script.messages.append(reply.message)
-        return reply
-
-    def _read_reply(self, ids: list[int], script: Transcript) -> ParsedReply:
-        script.last_text = self.tokenizer.decode(ids)
-        reply = self.rules.parser.parse(ids, script.last_text, script.prompt.tools)
-        if "tool_calls" not in reply.message:
-            return reply
-        before = [*script.prompt.messages, *script.messages]
-        return replace(reply, message=rename_taken(reply.message, before))
 
     async def _take_step(self, env: Env, reply: ParsedReply) -> Any:
         """Call the environment's step. Raises TypeError if it is not a coroutine."""
@@ -318,20 +238,6 @@ class _NoEnv(Env):
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
         return None
-
-
-def join_tools(prompt: Prompt, of_env: Sequence[ToolSpec], parser: ReplyParser) -> list[ToolSpec]:
-    """Return the tools of row and environment. Raises UserError for duplicates, or without a tool parser."""
-    tools = [*prompt.tools, *of_env]
-    known = [name_of_tool(spec) for spec in tools]
-    if twice := [name for name in known if known.count(name) > 1]:
-        raise UserError(f"the row {prompt.id} and rollout.env both have a tool {twice[0]}: rename one of them")
-    if tools and isinstance(parser, PlainParser):
-        raise UserError(
-            "rollout.tool_parser is unset, the environment has tools, and the tokenizer has no response template: "
-            "nothing would read the calls; name the form in which the model writes them (hermes, llama3_json, ...)"
-        )
-    return tools
 
 
 class _EnvironmentFailed(Exception):

@@ -35,9 +35,8 @@ def join_turns(
     sample: Sample, of_env: Sequence[Mapping[str, float]], of_reward: Sequence[Mapping[str, float]]
 ) -> list[Mapping[str, float]]:
     """Return the shares of each reply, of the environment and of the reward. Raises ValueError for a wrong number."""
-    replies = len(sample.spans)
-    if of_reward and len(of_reward) != replies:
-        raise ValueError(f"turn_parts has {len(of_reward)} entries for {replies} replies")
+    if of_reward and len(of_reward) != len(sample.spans):
+        raise ValueError(f"turn_parts has {len(of_reward)} entries for {len(sample.spans)} replies")
     if not of_env or not of_reward:
         return [*(of_env or of_reward)]
     return [{**env, **reward} for env, reward in zip(of_env, of_reward, strict=True)]

@@ -25,7 +25,8 @@ from rewards.weights import find_weights, list_missing, weigh_parts, weigh_turns
 from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
-from rollouts.episode import EpisodeRules, Played, run_episode
+from rollouts.envs.single_turn import SingleTurn
+from rollouts.episode import run_episode
 from rollouts.opponents import Opponent, OpponentSlot
 from rollouts.places import EpisodeTimedOut, Places
 from rollouts.second_reward import SecondReward
@@ -33,6 +34,7 @@ from rollouts.seeds import make_seed
 from rollouts.stops import Stops
 from rollouts.token_parts import add_token_rewards, join_turns
 from rollouts.transcript import SharedPrompt, Tokenizer
+from rollouts.turns import EpisodeRules, Played, run_single_turn
 
 if TYPE_CHECKING:
     from rollouts.agents.episode import AgentRunner
@@ -86,7 +88,18 @@ class RolloutWorker:
         self.timer, self.judge = ActivityTimer(*ENGINE_ACTIVITIES), judge
         self.second, self.opponent, self.rank = second, opponent, rank
         self.agents = None if agents is None else self._make_runner(agents)
-        self._is_truncated = rollout.is_truncated  # computed, and asked for by every sample
+        self._make_rules = partial(
+            EpisodeRules,
+            max_new_tokens=rollout.max_new_tokens,
+            max_turns=rollout.max_turns,
+            timeout_s=rollout.timeout_s,
+            max_prompt_tokens=max_prompt_tokens,
+            stops=stops,
+            parser=self.parser,
+            is_truncated=rollout.is_truncated,
+            is_routed=rollout.router_replay != "off",
+            in_environment=partial(self.timer.measure, Activity.ENVIRONMENT, instead_of=Activity.GENERATE),
+        )
         self._places = Places(rollout.episodes_per_engine, rollout.timeout_s)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
@@ -185,21 +198,12 @@ class RolloutWorker:
     async def _play_episode(
         self, tokenizer: SharedPrompt, opponent: Opponent | None, ticket: int, prompt: Prompt, sibling: int
     ) -> list[Played]:
-        rules = EpisodeRules(
-            seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
-            max_new_tokens=self.rollout.max_new_tokens,
-            max_turns=self.rollout.max_turns,
-            timeout_s=self.rollout.timeout_s,
-            max_prompt_tokens=self.max_prompt_tokens,
-            stops=self.stops,
-            parser=self.parser,
-            is_truncated=self._is_truncated,
-            is_routed=self.rollout.router_replay != "off",
-            in_environment=partial(self.timer.measure, Activity.ENVIRONMENT, instead_of=Activity.GENERATE),
-        )
+        rules = self._make_rules(seed_of_turn=partial(make_seed, self.seed, ticket, sibling))
         # except while the policy waits for the environment
         async with self._places.take():
             with self.timer.measure(Activity.GENERATE):
+                if opponent is None and self.make_env is SingleTurn:
+                    return await run_single_turn(self.engine, prompt, tokenizer, rules)
                 return await run_episode(self.engine, self.make_env, prompt, tokenizer, rules, opponent)
 
     async def _play_agent(self, ticket: int, prompt: Prompt, sibling: int) -> list[Played]:

@@ -34,10 +34,9 @@ from modeling.forward import forward
 from modeling.layout_probe import layout_for
 from modeling.route_counts import RouteReplay
 from rollouts.engines.base import Completion, Engine, EngineLacks
-from rollouts.episode import check_completion
 from rollouts.registry import load_engine_class
 from rollouts.seeds import make_seed
-from rollouts.transcript import find_places
+from rollouts.transcript import check_completion, find_places
 from trainers.checkpoint.saved_policy import load_policy
 from trainers.local import LocalTrainer, TorchLearner
 from trainers.weight_sync.base import Probe

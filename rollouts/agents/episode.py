@@ -22,8 +22,8 @@ from rollouts.agents.session import AgentSession, Sampler
 from rollouts.agents.task import AgentPlan, Task
 from rollouts.agents.trace import Branch, Trace
 from rollouts.agents.wire import MODEL
-from rollouts.episode import Played
 from rollouts.transcript import Tokenizer, find_places
+from rollouts.turns import Played
 
 TIMEOUT_COLUMN = "timeout_s"
 """Column of a row that lowers the deadline of an episode."""

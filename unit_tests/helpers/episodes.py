@@ -7,7 +7,8 @@ from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
 from rollouts.engines.base import Completion
 from rollouts.envs.base import Env
-from rollouts.episode import EpisodeRules, run_episode
+from rollouts.episode import run_episode
+from rollouts.turns import EpisodeRules
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}])
 

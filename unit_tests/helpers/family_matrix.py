@@ -20,8 +20,9 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups
 from rollouts.engines.base import Completion
 from rollouts.envs.base import Env
-from rollouts.episode import EpisodeRules, run_episode
+from rollouts.episode import run_episode
 from rollouts.stops import Stops, check_stops
+from rollouts.turns import EpisodeRules
 from unit_tests.helpers.chat_families import ADD, WEATHER, assistant, call, result, user
 from unit_tests.helpers.template_families import FAMILIES
 from unit_tests.helpers.template_texts import Family

@@ -15,9 +15,10 @@ from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from rollouts.agents.gateway import Gateway
 from rollouts.agents.session import AgentSession
-from rollouts.episode import EpisodeRules, run_episode
+from rollouts.episode import run_episode
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import tool
+from rollouts.turns import EpisodeRules
 from unit_tests.helpers.chat_families import TOOLS
 from unit_tests.helpers.scripted_policy import PROMPT, Policy, check_exact, make_sampler, make_session, say_calls, spell
 

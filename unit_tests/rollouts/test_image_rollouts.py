@@ -39,8 +39,9 @@ from rollouts.engines.vllm_support import architectures
 from rollouts.engines.vllm_support.images import check_prompt, collapse_images, make_prompt
 from rollouts.envs.base import Env
 from rollouts.envs.check_env import check_answers
-from rollouts.episode import EpisodeRules, run_episode
+from rollouts.episode import run_episode
 from rollouts.transcript import find_places
+from rollouts.turns import EpisodeRules
 from trainers.local import LocalTrainer
 from trainers.weight_sync.base import Probe
 from trainers.weight_sync.fingerprint import verify_sync

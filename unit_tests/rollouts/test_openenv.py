@@ -12,8 +12,9 @@ from core.types.samples import Prompt
 from rollouts.engines.base import Completion
 from rollouts.envs import openenv
 from rollouts.envs.openenv import CALL, OpenEnv, describe_tool
-from rollouts.episode import EpisodeRules, run_episode
+from rollouts.episode import run_episode
 from rollouts.registry import load_env_class, resolve_env
+from rollouts.turns import EpisodeRules
 from unit_tests.helpers.episodes import Words, calls_of
 from unit_tests.helpers.openenv_server import Server
 

@@ -21,7 +21,8 @@ from driver.records.rollout_metrics import measure_groups, measure_passes
 from driver.records.sample_files import make_sample_record
 from rollouts.engines.base import Completion
 from rollouts.envs.base import Env
-from rollouts.episode import EpisodeRules, run_episode
+from rollouts.episode import run_episode
+from rollouts.turns import EpisodeRules
 from unit_tests.helpers.episodes import Words
 from unit_tests.helpers.examples import sample_of
 

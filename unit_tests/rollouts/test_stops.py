@@ -11,8 +11,9 @@ import pytest
 
 from core.errors import RunStopped
 from rollouts.engines.base import Completion
-from rollouts.episode import EpisodeRules, run_episode
+from rollouts.episode import run_episode
 from rollouts.stops import Stops, StopStrings
+from rollouts.turns import EpisodeRules
 from unit_tests.helpers.engines import engine_config, engine_of
 from unit_tests.helpers.episodes import PROMPT, Scripted, Tool, Words
 from unit_tests.helpers.runs import OWN_ENGINE, file_of

@@ -12,8 +12,9 @@ from core.errors import UserError
 from core.types.samples import Prompt
 from rollouts.engines.base import Completion
 from rollouts.envs.textarena import TextArena
-from rollouts.episode import EpisodeRules, run_episode
+from rollouts.episode import run_episode
 from rollouts.registry import load_env_class, resolve_env
+from rollouts.turns import EpisodeRules
 from unit_tests.helpers.other_packages import install_beside
 
 

@@ -443,7 +443,8 @@ class SlowThreads(Desk):
 
 @pytest.mark.parametrize("env", [Slow, SlowThreads])
 def test_slow_tools_do_not_hold_up_other_episodes(env, monkeypatch):
-    from rollouts.episode import EpisodeRules, run_episode
+    from rollouts.episode import run_episode
+    from rollouts.turns import EpisodeRules
 
     env.tool_timeout_s = 60.0
     rules = EpisodeRules(seed_of_turn=lambda turn: turn, max_new_tokens=20, max_turns=2, timeout_s=60.0, parser=Calls())

@@ -13,10 +13,11 @@ from core.types.samples import Prompt, Sample
 from rewards import resolve_reward
 from rewards.rewarder import Rewarder
 from rollouts.engines.base import Completion
-from rollouts.episode import EpisodeRules, run_episode
+from rollouts.episode import run_episode
 from rollouts.places import EpisodeTimedOut, Places
 from rollouts.seeds import make_seed
 from rollouts.transcript import SharedPrompt
+from rollouts.turns import EpisodeRules
 from rollouts.worker import RolloutWorker
 from tools.benchmarks.simulated_run import run_in_virtual_time
 from unit_tests.helpers.episodes import Scripted, Tool, Words

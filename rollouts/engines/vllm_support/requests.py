@@ -34,8 +34,8 @@ def sampling_params(
     truncation: those of `KeptReports.make_params`. reports_tokens: return an output per token, which costs time,
     instead of the last output only.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    # the module, not the package: the package looks names up by itself, for every sample
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
         temperature=temperature,
@@ -58,8 +58,7 @@ def probe_params(truncation: Mapping[str, Any]) -> SamplingParams:
 
     truncation: those of `KeptReports.make_probe_params`.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
         temperature=1.0,
