@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import sys
@@ -16,9 +17,11 @@ import torch
 
 from core.cluster.addresses import listen_at, use_interface_of
 from core.cluster.capacity import GPU
+from core.cluster.joint_calls import Call
 from core.cluster.machine_check import Asked, MachineFacts, collect_facts
 from core.cluster.scratch import Scratch, find_scratch, name_shared_memory
 from core.cluster.workers import RankInfo
+from core.tasks import start_task
 
 IDLE = "is idle"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -41,6 +44,8 @@ class Actor:
         os.environ["OMP_NUM_THREADS"] = str(self.threads)  # of the processes it starts, vLLM's
         self.busy: dict[object, tuple[str, float]] = {}
         """Calls in progress: method and start time."""
+        self.begun: dict[int, asyncio.Task[Any]] = {}
+        """Calls of `begin_calls` whose answer was not asked for."""
         self.thread = threading.get_ident()
         # On another machine than the driver's, and in a cluster of the user's, nobody has made a folder yet.
         self.scratch = Scratch() if find_scratch() is None else None
@@ -74,6 +79,13 @@ class Actor:
             # attrgetter follows dots: `Workers.attribute` calls methods of the worker's parts.
             result = attrgetter(path)(self.worker)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
+
+    async def begin_calls(self, calls: Sequence[Call]) -> None:
+        """Begin several calls together. `end_call` returns the answer of each, by number."""
+        self.begun |= {number: start_task(self.call(*args, **kwargs)) for number, args, kwargs in calls}
+
+    async def end_call(self, number: int) -> Any:
+        return await self.begun.pop(number)
 
     async def describe_activity(self) -> str:
         """Describe the calls in progress. Runs in a separate thread, so it responds during a call."""

@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from core.cluster.actor import Actor
 from core.cluster.capacity import Resources, Role
 from core.cluster.failures import NO_MEMORY, explain_death, explain_import, is_collective_failure
+from core.cluster.joint_calls import JointCalls
 from core.cluster.machine_check import MachineCheck, copy_code
 from core.cluster.placement import Reservation, WorkerSlots
 from core.cluster.private_ray import borrowing_process, check_is_ray, join_ray, refuse_second_ray, start_private_ray
@@ -50,6 +51,7 @@ class Remote(Workers[W_co]):
         self.slots, self.start_actor, self.check = slots, start_actor, check
         self.name, self.timeout_s, self.timeout_key = slots.role.name, timeout_s, "timeout_s"
         self.actors = [start_actor(rank) for rank in range(slots.role.n)]
+        self.joint = JointCalls()
         self.ranks: Sequence[int] = range(slots.role.n)
         """Ranks called by `call_all`."""
         self.prefix = ""
@@ -129,14 +131,11 @@ class Remote(Workers[W_co]):
         except ProcessDied as error:
             if not (why := explain_import(error.__cause__)):
                 raise
-            raise UserError(f"{self._name(rank)}: {self.check.explain_import(why)}") from error
+            raise UserError(f"{self.slots.name_worker(rank)}: {self.check.explain_import(why)}") from error
         if not self.check.sees_run_folder(facts):
             self.without_run_folder.add(rank)
         if difference := self.check.find_difference(facts, self.slots.role):
-            raise UserError(f"{self._name(rank)}: its machine {difference}")
-
-    def _name(self, rank: int) -> str:
-        return self.slots.name_worker(rank)
+            raise UserError(f"{self.slots.name_worker(rank)}: its machine {difference}")
 
     async def find_free_address(self, rank: int) -> tuple[str, int]:
         return await self._call_actor(rank, "find_free_address")
@@ -180,8 +179,7 @@ class Remote(Workers[W_co]):
 
     def submit(self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Start a call and return Ray's reference to the result, which another call can take without a copy here."""
-        path = self._path_of(method)
-        self.last_called[rank] = path
+        path = self.last_called[rank] = self._path_of(method)
         return self.actors[rank].call.remote(path, *args, **kwargs)
 
     def _path_of(self, method: Callable[..., Any]) -> str:
@@ -195,13 +193,12 @@ class Remote(Workers[W_co]):
         """
         from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-        phase = str(args[0]) if what == "call" else what
-        who = f"{self._name(rank)} ({phase})"
-        self.last_called[rank] = phase
+        phase = self.last_called[rank] = str(args[0]) if what == "call" else what
+        who = f"{self.slots.name_worker(rank)} ({phase})"
         try:
             async with asyncio.timeout(self.timeout_s):
-                answer = await getattr(self.actors[rank], what).remote(*args, **kwargs)
-        # First, because Ray also makes it an instance of the worker's own error class, such as TimeoutError.
+                answer = await self.joint.call(self.actors[rank], what, *args, **kwargs)
+        # first: Ray also makes it an instance of the worker's own error class, such as TimeoutError
         except RayTaskError as error:
             # These classes cross the process border as they are: the class decides the exit code and the retry.
             cause: Exception = error.cause
@@ -234,7 +231,7 @@ class Remote(Workers[W_co]):
         """Return whether the process is alive, and a clause about its activity or end."""
         from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
-        who, phase = self._name(rank), self.last_called.get(rank, "start")
+        who, phase = self.slots.name_worker(rank), self.last_called.get(rank, "start")
         try:
             # Its own concurrency group: a live process responds even while its main thread is in a collective.
             async with asyncio.timeout(min(self.timeout_s, HEALTH_CHECK_TIMEOUT_S)):
@@ -261,8 +258,8 @@ R = TypeVar("R", bound=Remote[Any])
 
 def _environment() -> dict[str, str]:
     """Return the environment variables of every actor; PYTHONPATH includes this repository."""
-    path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    paths = (ROOT, os.environ.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Cluster:
@@ -330,8 +327,9 @@ class Cluster:
         folder = "" if self.is_private else os.getcwd()
 
         def start_actor(rank: int) -> Any:
-            slot = actor.options(**options, scheduling_strategy=slots.strategy_of(rank))
-            return slot.remote(resources.threads, folder)
+            return actor.options(**options, scheduling_strategy=slots.strategy_of(rank)).remote(
+                resources.threads, folder
+            )
 
         workers = kind(slots, start_actor, timeout_s, self.check)
         # Registered before the build, so that `close` also kills actors whose build fails.
