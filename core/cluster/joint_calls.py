@@ -53,14 +53,16 @@ class JointCalls:
         try:
             return await asyncio.shield(turn.sent)  # the others go on where this one is given up
         except asyncio.CancelledError:
-            if len(turn.calls) > 1:
+            if self._turns.get(id(actor)) is turn:  # nothing is sent yet
+                turn.calls = [call for call in turn.calls if call[0] != number]
+            elif len(turn.calls) > 1:
                 actor.end_call.remote(number)  # or the actor would keep the answer
             raise
 
     async def _send(self, turn: _Turn) -> bool:
         await asyncio.sleep(0)  # until every call of this turn is here
         del self._turns[id(turn.actor)]
-        if len(turn.calls) == 1:
+        if len(turn.calls) < 2:
             return False
         await turn.actor.begin_calls.remote(turn.calls)
         return True
