@@ -16,8 +16,10 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     Gemma3ImageProcessorPil,
+    Gemma4AudioConfig,
     Gemma4ImageProcessorPil,
     Idefics3ImageProcessorPil,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
     SmolVLMImageProcessorPil,
@@ -106,6 +108,7 @@ def _make_gemma(family: str, text: dict[str, Any]) -> Any:
         marks |= {"image_token_index": SOFT[family], "mm_tokens_per_image": 4}
         return AutoConfig.for_model(family, text_config=text, vision_config=vision, **marks)
     vision |= {"patch_size": 4, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64}
+    vision |= {"default_output_length": 70}  # in the files of released models, and read by vLLM alone
     own = {"global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
     own |= {"sliding_window": 40, "use_bidirectional_attention": "vision"}
     marks = {"boi_token_id": SPECIALS.index("<|image>"), "eoi_token_id": SPECIALS.index("<image|>")}
@@ -114,14 +117,50 @@ def _make_gemma(family: str, text: dict[str, Any]) -> Any:
     return AutoConfig.for_model(family, text_config=text | own, vision_config=vision, **marks, eoa_token_index=1003)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character and per mark."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *CHARACTERS])}
+def make_small_gemma4() -> PreTrainedModel:
+    """A random Gemma 4 as its small models: causal, with bounds in the tower, shared keys, and a part for sound."""
+    torch.manual_seed(0)
+    config = make_config("gemma4")
+    text: Any = config.get_text_config()
+    kinds = ["sliding_attention", "full_attention"] * 2
+    again = text.to_dict() | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": kinds}
+    again |= {"use_bidirectional_attention": None, "final_logit_softcapping": 30.0, "use_double_wide_mlp": True}
+    del again["per_layer_config"]
+    config.text_config = type(text)(**again, global_head_dim=64)
+    config.vision_config.use_clipped_linears = True
+    sound = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 24}
+    config.audio_config = Gemma4AudioConfig(**sound, subsampling_conv_channels=(8, 4))
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                p.normal_(std=0.5 if "embed" in name and "input_proj" not in name else p[0].numel() ** -0.5)
+            else:
+                p.add_(torch.randn_like(p) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("input_max", "output_max")):
+                buffer.fill_(1.5)
+            elif name.endswith(("input_min", "output_min")):
+                buffer.fill_(-1.0)
+            elif name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
+        model.get_submodule("model.language_model.norm").weight.mul_(0.2)
+    return model.eval()
+
+
+def make_tokenizer(family: str = "") -> PreTrainedTokenizerFast:
+    """One token per character and per mark. That of gemma4 has the names that vLLM's processor reads."""
+    specials = [token.replace("video_pad", "video") for token in SPECIALS] if family == "gemma4" else SPECIALS
+    vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     named = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIALS[3:], **named)
+    if family == "gemma4":
+        named |= {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+        # around sound, which is never given
+        named |= {"boa_token": "<|vision_start|>", "eoa_token": "<|vision_end|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=specials[3:], **named)
 
 
 def make_model(family: str, attention: str = "sdpa") -> nn.Module:
@@ -140,7 +179,7 @@ def make_model(family: str, attention: str = "sdpa") -> nn.Module:
 def save_model(folder: Path, family: str) -> str:
     """Save model, tokenizer and processor."""
     make_model(family).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    make_tokenizer(family).save_pretrained(folder)
     images: Any
     if family == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)

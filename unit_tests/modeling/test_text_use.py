@@ -122,6 +122,17 @@ def test_a_model_that_reads_images_does_not_train_its_part_for_sound():
     assert list_unused(model) == []
 
 
+@pytest.mark.parametrize(
+    ("images", "parts"), [("auto", {"vision_tower", "embed_vision", "language_model"}), ("off", {"language_model"})]
+)
+def test_engines_get_no_tensor_of_a_part_that_nothing_reaches(images, parts):
+    """The towers of small models of Gemma 4 have bounds of activations, which are no parameters."""
+    model = seeing.make_small_gemma4()
+    [sent] = leave_out([[*model.state_dict().items()]], list_unused(model, images))
+    assert {name.split(".")[1] for name, _ in sent if name != "lm_head.weight"} == parts
+    assert any(name.endswith("layer_scalar") for name, _ in sent)
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_a_known_family_may_be_used_for_text(tmp_path, family):
     path = save_model(tmp_path, family)
