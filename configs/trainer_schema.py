@@ -53,8 +53,8 @@ class ModelConfig(StrictModel):
     eager."""
     images: Literal["auto", "off"] = "auto"
     """Images of a vision-language model. auto: rows may have images if the family is known here and the engine reads
-    them as the trainer does (for Gemma 3 and 4 only hf); else the model is used for text. off: text only. Parts that
-    text never reaches are then frozen; engines leave them out, and they are saved."""
+    them as the trainer does (for Gemma 3 and large models of Gemma 4 only hf); else the model is used for text. off:
+    text only. Parts that text never reaches are then frozen; engines leave them out, and they are saved."""
     lora: LoraConfig | None = None
     """Low-rank adapters to train instead of the weights. Unset: train the weights."""
     quantization: Literal["nf4"] | None = None

@@ -369,13 +369,25 @@ def test_a_family_is_refused_in_a_dtype_that_vllm_rounds(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
-def test_images_of_gemma_are_sampled_by_transformers_alone(family):
+def test_images_that_vllm_computes_otherwise_are_sampled_by_transformers(family):
     config = seeing.make_config(family)
-    for both_ways in ("vision", None) if family == "gemma4" else (False,):  # small models of Gemma 4 are causal
-        config.get_text_config().use_bidirectional_attention = both_ways
-        with pytest.raises(UserError, match=rf"is a {family} model with images: .*engine=hf, or model\.images=off"):
-            architectures.check_images(config, path="m")
+    with pytest.raises(UserError, match=rf"is a {family} model with images: .*engine=hf, or model\.images=off"):
+        architectures.check_images(config, path="m")
     architectures.check_images(seeing.make_config("idefics3"), path="m")
+
+
+def test_vllm_counts_the_tokens_of_an_image_as_the_processor_does(tmp_path):
+    """In a causal Gemma 4; vLLM counts by the config, and would end with an error at the first image."""
+    path = seeing.save_model(tmp_path, "gemma4")
+    config = seeing.make_config("gemma4")
+    config.get_text_config().use_bidirectional_attention = None
+    architectures.check_images(config, path=path)
+    config.vision_config.default_output_length = 280
+    with pytest.raises(UserError, match=r"up to 70 tokens by max_soft_tokens .* and 280 by .*engine=hf, or"):
+        architectures.check_images(config, path=path)
+    del config.vision_config.default_output_length
+    with pytest.raises(UserError, match=r"up to 70 tokens .* and None by"):
+        architectures.check_images(config, path=path)
 
 
 @pytest.mark.parametrize(("engine", "images"), [("vllm", "off"), ("hf", "auto")])

@@ -47,6 +47,9 @@ from unit_tests.helpers.torchvision_beside import environment_with_torchvision
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 BOUND = 1e-3
 TEMPERATURE = 0.7
+FOR_TEXT = ["gemma3", "gemma4"]
+WITH_IMAGES = [family for family in seeing.FAMILIES if family != "gemma3"]
+"""Families whose images vLLM computes as transformers does."""
 CONVERSATIONS = [
     [say("user", "what is ", draw(1), "?")],
     [{"role": "user", "content": "how many?"}],
@@ -61,10 +64,8 @@ def save_family(folder: Path, family: str) -> str:
         config = json.loads((folder / "config.json").read_text())
         config["text_config"]["rope_parameters"]["mrope_interleaved"] = True
         (folder / "config.json").write_text(json.dumps(config))
-    if family == "gemma4":  # as in its small models; vLLM's attention on a CPU is causal
-        config = json.loads((folder / "config.json").read_text())
-        config["text_config"]["use_bidirectional_attention"] = None
-        (folder / "config.json").write_text(json.dumps(config))
+    if family == "gemma4":
+        seeing.make_small_gemma4().save_pretrained(folder)
     return path
 
 
@@ -98,7 +99,8 @@ class Seeing:
 
     def buckets(self, model: PreTrainedModel) -> list[Bucket]:
         groups = WeightExport(model).split("files", 100_000)
-        return [bucket for together in groups for bucket in cut_buckets(together, 100_000)]
+        buckets = (bucket for together in groups for bucket in cut_buckets(together, 100_000))
+        return [*leave_out(buckets, list_unused(model))]
 
     def logp(self, model: PreTrainedModel, ids: Sequence[int], places: Sequence[PlacedImage]) -> list[float]:
         return plain_logp(model, self.path, ids, places)[[i - 1 for i in list_written(len(ids), places)]].tolist()
@@ -205,9 +207,11 @@ def test_running_requests_are_computed_again_with_new_vision_weights(tmp_path: P
     asyncio.run(body())
 
 
-def test_a_model_used_for_text_has_no_tower_in_vllm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["", *(pytest.param(f, marks=pytest.mark.verify) for f in FOR_TEXT)])
+def test_a_model_used_for_text_has_no_tower_in_vllm(family: str, tmp_path: Path) -> None:
     """Without the tower's tensors the proof is complete, and text has the trainer's log-probabilities."""
-    lab = Seeing(tmp_path)
+    skip_without_packages(family)
+    lab = Seeing(tmp_path, family)
     engine = VllmEngine(replace(lab.config(), images="off"))
     sent = [*leave_out(lab.buckets(lab.old), list_unused(lab.old, "off"))]
     assert 0 < sum(map(len, sent)) < sum(map(len, lab.buckets(lab.old)))
@@ -233,17 +237,11 @@ def test_a_model_used_for_text_has_no_tower_in_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("family", seeing.FAMILIES)
+@pytest.mark.parametrize("family", WITH_IMAGES)
 def test_every_family_that_vllm_loads_here(family: str, tmp_path: Path) -> None:
-    try:
-        VllmEngine.check_family(family, path=str(tmp_path), dtype="float32")
-    except UserError as lacking:
-        pytest.skip(str(lacking))
+    skip_without_packages(family)
     lab = Seeing(tmp_path, family)
-    try:
-        VllmEngine.check_images(lab.old.config, path=lab.path)
-    except UserError as refused:
-        pytest.skip(str(refused))
+    VllmEngine.check_images(lab.old.config, path=lab.path)
     engine = VllmEngine(lab.config())
 
     async def body() -> None:
@@ -259,12 +257,24 @@ def test_every_family_that_vllm_loads_here(family: str, tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def skip_without_packages(family: str) -> None:
+    try:
+        VllmEngine.check_family(family, path="m", dtype="float32")
+    except UserError as lacking:
+        pytest.skip(str(lacking))
+
+
 @pytest.mark.verify
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", [f for f in seeing.FAMILIES if PACKAGES.get(f) == ("torchvision",)])
-def test_families_that_need_torchvision_beside_a_torch_for_cpus(family: str) -> None:
-    """The test above, in a process that can import torchvision."""
-    case = f"{__file__}::test_every_family_that_vllm_loads_here[{family}]"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", case]
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(f"test_every_family_that_vllm_loads_here[{f}]" for f in WITH_IMAGES if PACKAGES.get(f) == ("torchvision",)),
+        *(f"test_a_model_used_for_text_has_no_tower_in_vllm[{f}]" for f in FOR_TEXT),
+    ],
+)
+def test_families_that_need_torchvision_beside_a_torch_for_cpus(case: str) -> None:
+    """The tests above, in a process that can import torchvision."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", f"{__file__}::{case}"]
     done = subprocess.run(command, env=environment_with_torchvision(), capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]

@@ -55,19 +55,33 @@ def check_family(family: str, *, path: str, dtype: str) -> None:
 
 
 def check_images(config: Any, *, path: str) -> None:
-    """Raise UserError for a model whose images vLLM computes otherwise than transformers, or was not seen to."""
+    """Raise UserError for a model whose images vLLM computes otherwise than transformers, or counts otherwise."""
     if config.model_type == "gemma3":
         reason = "vLLM writes line breaks around an image itself, so its prompt is not the one that is trained on"
     elif find_image_blocks(config) is not None:
         reason = "the tokens of an image attend in both directions, and vLLM's attention on a CPU is causal"
     elif config.model_type == "gemma4":
-        reason = "vLLM's image tokens were not compared with the trainer's"
+        # vLLM counts tokens by the config, transformers by the processor, and a difference ends the engine
+        counted = getattr(config.vision_config, "default_output_length", None)
+        if counted == (cut := _find_soft_tokens(path)):
+            return
+        reason = (
+            f"an image is up to {cut} tokens by max_soft_tokens of its processor, and {counted} by "
+            "vision_config.default_output_length of its config.json, which vLLM reads: make them equal"
+        )
     else:
         return
     raise UserError(
         f"model.path={path} is a {config.model_type} model with images: {reason}: set rollout.engine=hf, or "
         "model.images=off for text"
     )
+
+
+def _find_soft_tokens(path: str) -> int:
+    """Return the most tokens of an image by a Gemma 4's processor. Raises UserError if it cannot be loaded."""
+    from modeling.images.processor import ImageProcessor
+
+    return ImageProcessor(path).images.max_soft_tokens
 
 
 def can_import(name: str) -> bool:

@@ -63,7 +63,8 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False, text_
         "enable_sleep_mode": config.sleep is not None and not on_cpu,  # a CPU engine sleeps in name only
         # vLLM ties by the config alone, and would ignore a head of its own that the files hold
         **({"hf_overrides": {"tie_word_embeddings": False}} if _has_own_head(config) else {}),
-        **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
+        # rows have no others, and a part for sound is not sent
+        **({"limit_mm_per_prompt": {"video": 0, "audio": 0}} if sees else {}),
         **({"language_model_only": True} if text_only else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
         **truncation_args(config.truncation, on_cpu=on_cpu),
