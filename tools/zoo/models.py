@@ -89,7 +89,10 @@ ZOO: dict[str, dict[str, Any]] = {
     "gpt_oss": WIDE | SLIDING | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "deepseek_v3": ROUTED | LATENT | {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "n_shared_experts": 1},
+    "deepseek_v3": ROUTED
+    | LATENT
+    | {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "n_shared_experts": 1}
+    | {"scoring_func": "sigmoid"},  # vLLM's default is another than transformers'
     "qwen3_5_text": WIDE | DELTA,
     "qwen3_5_moe_text": WIDE | DELTA | EXPERTS | {"shared_expert_intermediate_size": 128},
     "qwen3_next": WIDE | DELTA | EXPERTS | {"shared_expert_intermediate_size": 128, "decoder_sparse_step": 1},
@@ -107,9 +110,10 @@ ZOO: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 128}
     | {"layer_types": ["mamba", "attention"]},
     "nemotron_h": WIDE | ROUTED | NEMOTRON,
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 320}
+    "lfm2": TIED
+    | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 320}
     | dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), 192),
-    "lfm2_moe": EXPERTS | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": EXPERTS | TIED | {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "falcon_h1": WIDE | MAMBA | {"mamba_d_ssm": 384},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 128, "decoder_sparse_step": 1},
     "ernie4_5_moe": {
@@ -137,15 +141,7 @@ ZOO: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 1, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
 }
 """Config entries over BASE, by `model_type`."""
-ROTATES_FLAT = (
-    "vLLM's CPU operator of rotary embeddings takes queries of [tokens, heads, size] for a head a token, and leaves "
-    "the other heads unrotated: the first layer with positions differs, from the second token on"
-)
 CAUSES = {
-    "deepseek_v3": ROTATES_FLAT,
-    "glm4_moe_lite": ROTATES_FLAT,
-    "lfm2": ROTATES_FLAT,
-    "lfm2_moe": ROTATES_FLAT,
     "ernie4_5_moe": "vLLM's CPU router ignores the bias of the choice (moe_statics) where scores are a softmax: other "
     "experts are chosen",
     "cohere2": "vLLM's sliding window is a token longer than transformers': tokens beyond the window differ",

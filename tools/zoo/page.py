@@ -92,8 +92,8 @@ NEXT_VLLM = (
     "Mends the sinks of `gpt_oss`: they have a weight loader, so a reload does not lose them, and FeynRL need not load "
     "them twice.",
     "Mends neither `ernie4_5_moe` nor `cohere2`: the router and the window are the same.",
-    "May mend `deepseek_v3`, `glm4_moe_lite`, `lfm2` and `lfm2_moe`: the calls of the rotary operator are the same, "
-    "and its code for CPUs is not in the wheel.",
+    "May not need the patch of rotary embeddings on a CPU (`deepseek_v3`, `glm4_moe_lite`, `lfm2`, `lfm2_moe`): the "
+    "calls of the operator are the same, and its code for CPUs is not in the wheel.",
     "Fails as before with `minimax_m2` and `nemotron_h`, and with `apertus` in float32: the failing code is the same. "
     "`kimi_linear` has other code, and was not followed.",
     "May run fp8 on a CPU with AMX in bfloat16, which FeynRL refuses: a kernel with a scale per channel is new.",

@@ -27,7 +27,7 @@ from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.drafts import read_drafts
 from rollouts.engines.vllm_support.options import KEYS, OURS, list_arguments
-from rollouts.engines.vllm_support.patches import expand, hide_invented_dict, name_loaders
+from rollouts.engines.vllm_support.patches import expand, hide_invented_dict, make_flat, name_loaders
 from rollouts.engines.vllm_support.plugin import require_plugin
 from rollouts.engines.vllm_support.settings import engine_args, prepare_gpu
 from rollouts.transcript import Conversation
@@ -78,6 +78,42 @@ def test_each_draft_is_checked_at_the_temperature_of_its_request():
     output = torch.full((5,), torch.nan)
     expand(output, torch.tensor([0.5, 0.7, 0.0, 2.0]), torch.tensor([2, 2, 4, 5]), 0.0, 1.0, 128)
     assert output.tolist() == [0.5, 0.5, 1.0, 1.0, 2.0]
+
+
+def test_queries_reach_the_rotation_with_two_dimensions():
+    """Those of DeepSeek are a part of a longer head, and have the key of all heads."""
+
+    def rotate(layer, positions, query, key=None):
+        assert query.shape == (3, 8) and (key is None or key.shape == (3, 4))
+        return query + 1, None if key is None else key + 1
+
+    query, key = torch.arange(36.0).view(3, 2, 6)[..., 2:], torch.zeros(3, 1, 4)
+    rotated, rotated_key = make_flat(rotate)(None, torch.arange(3), query, key)
+    assert torch.equal(rotated, query + 1) and torch.equal(rotated_key, key + 1)
+    assert make_flat(rotate)(None, torch.arange(3), query)[1] is None
+
+
+ROTATE = """
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from rollouts.engines.vllm_support.plugin import register
+register()
+with set_current_vllm_config(VllmConfig()):
+    layer = RotaryEmbedding(32, 32, 64, 10000.0, True, torch.float32)
+positions, query, key = torch.arange(5), torch.randn(5, 3, 32), torch.randn(5, 1, 32)
+want = layer.forward_native(positions, query.clone(), key.clone())
+for a, b in zip(layer.forward_cpu(positions, query, key), want, strict=True):
+    torch.testing.assert_close(a, b)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_vllm_rotates_every_head_by_the_position_of_its_token():
+    """vLLM's own operator for CPUs takes heads for tokens."""
+    done = subprocess.run([sys.executable, "-c", ROTATE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("equal\n"), done.stderr[-2000:]
 
 
 def test_llvmlites_lookup_is_replaced_once(monkeypatch):

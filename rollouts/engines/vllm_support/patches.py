@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -58,6 +58,12 @@ PATCHES = (
         tested=VLLM,
     ),
     Patch(
+        target="vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.forward_cpu",
+        reason="on a CPU queries of [tokens, heads, size] are rotated by positions of other tokens: its operator takes "
+        "heads for tokens",
+        tested=VLLM,
+    ),
+    Patch(
         target="llvmlite.binding.ffi._lib_wrapper.__getattr__",
         reason="after n-gram drafts, which import numba, no other engine starts in the process: vLLM reads the "
         "attributes of all modules, and this one has an invented __dict__",
@@ -86,6 +92,8 @@ PATCHES = (
         tested=TORCH,
     ),
 )
+Rotate = Callable[..., tuple[Tensor, Tensor | None]]
+"""Rotary embedding of a layer, by the layer, positions, query and key."""
 TO_COPY: Any = torch.ops.aten._to_copy.default
 
 
@@ -132,6 +140,33 @@ def expand(output: Tensor, values: Tensor, ends: Tensor, old: float, new: float,
     """Write each of `values` [B] to its span of `output` [T], `new` in place of `old`. ends: of the spans, [B]."""
     counts = ends.diff(prepend=ends.new_zeros(1))
     output.copy_(values.masked_fill(values == old, new).repeat_interleave(counts))
+
+
+def replace_rotation() -> None:
+    """Replace vLLM's rotary embedding on a CPU by one that takes queries of any shape."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+        RotaryEmbedding.forward_cpu = make_flat(RotaryEmbedding.forward_cpu)
+
+
+def make_flat(rotate: Rotate) -> Rotate:
+    """Return vLLM's rotation, given queries and keys of [T, heads * size].
+
+    Those of DeepSeek and LFM2 are [T, heads, size], and vLLM's operator for CPUs takes such heads for tokens.
+    """
+
+    def rotate_flat(
+        self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens = positions.numel()
+        flat_key = None if key is None else key.reshape(tokens, -1)
+        rotated, rotated_key = rotate(self, positions, query.reshape(tokens, -1), flat_key)
+        return rotated.view(query.shape), None if key is None or rotated_key is None else rotated_key.view(key.shape)
+
+    return rotate_flat
 
 
 def hide_invented_dict() -> None:

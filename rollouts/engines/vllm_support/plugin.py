@@ -34,9 +34,10 @@ def register() -> None:
     _end_with_parent()
     name_shared_memory()
     import rollouts.engines.vllm_support.int8_config  # noqa: F401  registers the method
-    from rollouts.engines.vllm_support.patches import replace_expand
+    from rollouts.engines.vllm_support.patches import replace_expand, replace_rotation
 
     replace_expand()
+    replace_rotation()
 
     transports = {"feynrl_gloo": "GlooTransfer", "feynrl_nccl": "NcclTransfer", "feynrl_ipc": "IpcTransfer"}
     for name, cls in transports.items():
