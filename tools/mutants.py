@@ -66,6 +66,13 @@ class Mutant:
     """Why nobody could tell the difference; then it is not planted."""
     slow: bool = False
     """True if only tests with an engine or several processes notice."""
+    timeout_s: float = 0.0
+    """Seconds that its tests may take; 0 for TIMEOUT_S."""
+
+    @property
+    def options(self) -> list[str]:
+        """Options of pytest: stop at the first failure, and which marks run."""
+        return ["-x", *(["-m", "not gpu"] if self.slow else [])]
 
     def plant(self, text: str) -> str:
         """Return the file's text with the bug. Raises ListIsWrong unless the old text occurs once."""
@@ -96,6 +103,10 @@ class Run:
     planted: bool = True
     """False where the same tests run without the bug."""
 
+    @property
+    def deadline(self) -> float:
+        return self.since + (self.mutant.timeout_s or TIMEOUT_S)
+
 
 def read_list(path: Path) -> tuple[list[Mutant], list[str]]:
     """Return the mutants of a list, and the modules to import before the first."""
@@ -106,7 +117,7 @@ def read_list(path: Path) -> tuple[list[Mutant], list[str]]:
 
 def make_mutant(file: str, entry: dict[str, Any]) -> Mutant:
     tests = entry.get("tests", [])
-    settings = entry | {"tests": tuple([tests] if isinstance(tests, str) else tests)}
+    settings: dict[str, Any] = entry | {"tests": tuple([tests] if isinstance(tests, str) else tests)}
     mutant = Mutant(file=file, **settings)
     # exactly one of them: a mutant is planted, or it is explained
     if bool(mutant.tests) == bool(mutant.equivalent):
@@ -136,8 +147,11 @@ def copy_repository(root: Path, home: Path) -> None:
     compileall.compile_dir(home, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
-def start_tests(home: Path, tests: list[str], *, slow: bool, log: Path) -> int:
-    """Run tests of the copy in `home`, in a process of its own; return its number. Its exit code is pytest's."""
+def start_tests(home: Path, tests: list[str], options: list[str], *, log: Path, path: tuple[Path, ...] = ()) -> int:
+    """Run tests of the copy in `home`, in a process of its own; return its number. Its exit code is pytest's.
+
+    path: folders that come before the copy in sys.path, also in the processes that the tests start.
+    """
     if (pid := os.fork()) > 0:
         return pid
     code = 70
@@ -149,17 +163,18 @@ def start_tests(home: Path, tests: list[str], *, slow: bool, log: Path) -> int:
                 os.dup2(file.fileno(), stream)
         os.chdir(home)
         # also where a test starts a process in another folder
-        os.environ["PYTHONPATH"] = str(home)
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, [*path, home]))
+        # the tests' compiled files are kept for the next bug; those of the code go by hash
+        sys.dont_write_bytecode = False
         sys.path[:] = [
-            str(home),
+            *map(str, [*path, home]),
             # the original must not be importable, or the tests would run without the bug
             *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "tools")),
         ]
         import pytest
 
         named = [f"unit_tests/{test}" for test in tests]
-        marks = ["-m", "not gpu"] if slow else []
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={log}.tmp", *marks, *named]))
+        code = int(pytest.main(["-q", "-p", "no:cacheprovider", f"--basetemp={log}.tmp", *options, *named]))
     except BaseException:  # a border: whatever the tests do, this process ends here
         traceback.print_exc()
     finally:
@@ -177,16 +192,16 @@ def kill_all_of(pid: int) -> None:
         return
 
 
-def wait_for_one(running: dict[int, float], timeout_s: float) -> tuple[int, int]:
-    """Wait until a process ends, or kill one that runs for too long. Return its number and its exit code."""
+def wait_for_one(deadlines: dict[int, float]) -> tuple[int, int]:
+    """Wait until a process ends, or kill one at its deadline. Return its number and its exit code."""
     while True:
         # polled, because a blocking wait could not kill a process that runs for too long
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             kill_all_of(pid)  # what a test left running
             return pid, os.waitstatus_to_exitcode(status)
-        for pid, since in running.items():
-            if time.monotonic() - since > timeout_s:
+        for pid, deadline in deadlines.items():
+            if time.monotonic() > deadline:
                 kill_all_of(pid)
                 os.waitpid(pid, 0)
                 return pid, OUT_OF_TIME
@@ -197,11 +212,12 @@ def check_without_bugs(mutants: list[Mutant], home: Path) -> None:
     """Raise ListIsWrong where the tests of the list fail although nothing is planted, or do not exist."""
     # apart, because fast tests run with pytest's usual marks and slow ones with all but gpu
     for slow in (False, True):
-        tests = list(dict.fromkeys(test for m in mutants if m.slow == slow for test in m.tests))
+        alike = [m for m in mutants if m.slow == slow]
+        tests = list(dict.fromkeys(test for m in alike for test in m.tests))
         if tests:
             log = home.parent / "none.log"
-            pid = start_tests(home, without_parts(tests), slow=slow, log=log)
-            _, code = wait_for_one({pid: time.monotonic()}, 40 * TIMEOUT_S)
+            pid = start_tests(home, without_parts(tests), alike[0].options, log=log)
+            _, code = wait_for_one({pid: time.monotonic() + 40 * TIMEOUT_S})
             if code != ALL_PASSED:
                 raise ListIsWrong(f"without any bug the tests give exit code {code}:\n{log.read_text()[-3000:]}")
 
@@ -237,7 +253,7 @@ def run_all(
                 (home / mutant.file).write_text(mutant.plant((root / mutant.file).read_text()))
                 run = Run(mutant=mutant, home=home, since=time.monotonic())
                 running[start_tests_of(run)] = run
-            pid, code = wait_for_one({pid: run.since for pid, run in running.items()}, TIMEOUT_S)
+            pid, code = wait_for_one({pid: run.deadline for pid, run in running.items()})
             run = running.pop(pid)
             (run.home / run.mutant.file).write_text((root / run.mutant.file).read_text())
             if run.planted and not has_verdict(code, log_of(run.home)):
@@ -256,7 +272,7 @@ def log_of(home: Path) -> Path:
 
 
 def start_tests_of(run: Run) -> int:
-    return start_tests(run.home, list(run.mutant.tests), slow=run.mutant.slow, log=log_of(run.home))
+    return start_tests(run.home, list(run.mutant.tests), run.mutant.options, log=log_of(run.home))
 
 
 def has_verdict(code: int, log: Path) -> bool:

@@ -5,11 +5,12 @@
     python -m tools.drawn_mutants --only trainers --size 100  of one folder
     python -m tools.drawn_mutants --tier slow --size 20       lines that only slow tests run
 
-A line is drawn first, by the seed, then one bug of its rules (rules.py). Only tests that run the line are asked, for at
-most a minute. A line that no fast test runs is left to the slow tier, where one that no test runs counts as a bug that
-survived. equivalent.yaml explains bugs that nobody could notice; they leave the count. It prints the share noticed by
-folder with its 95 % interval (Wilson). Exit code 1 where the lower end is below 0.90, or where more than 5 % of the
-sample are explained away.
+A line is drawn first, by the seed, then one bug of its rules (rules.py). Only tests that run the line are asked, the
+short ones first: those of the folder's own test files for two seconds, then for twenty, then those of the test files
+that import the module. A line that no fast test runs is left to the slow tier, where one that no test runs counts as a
+bug that survived. equivalent.yaml explains bugs that nobody could notice; they leave the count. It prints the share
+noticed by folder with its 95 % interval (Wilson). Exit code 1 where the lower end is below 0.90, or where more than 5 %
+of the sample are explained away.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import importlib
 import math
 import os
 import random
+import resource
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +34,7 @@ import yaml
 
 from tools.drawn_mutants.lines import Record, Tier, record
 from tools.drawn_mutants.rules import Edit, find_edits
-from tools.mutants import CORES, LIST, ROOT, Mutant, Outcome, read_list, run_all
+from tools.mutants import CORES, LIST, ROOT, Mutant, read_list, run_all
 
 FOLDERS = (
     *("algs", "analysis", "configs", "core", "data_feeds", "data_prep"),
@@ -40,8 +43,11 @@ FOLDERS = (
 EXPLAINED = Path(__file__).parent / "equivalent.yaml"
 WANTED = 0.90
 MOST_EXPLAINED = 0.05
-BUDGET_S = 60.0
-"""Seconds of tests per bug."""
+BUDGETS_S = (2.0, 20.0)
+"""Seconds of tests per bug: of all, and then of those that have survived so far."""
+SLOW_BUDGET_S = 60.0
+START_S = 20.0
+"""Seconds for a bug's process to import everything, on a busy machine."""
 
 
 def draw(sources: dict[str, str], seed: int, size: int) -> Iterator[tuple[str, Edit]]:
@@ -111,63 +117,114 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(4, CORES), help="bugs at the same time (default %(default)s)")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for module in read_list(LIST)[1]:
+        importlib.import_module(module)
     tier: Tier = args.tier
-    kept = ROOT / "build" / "drawn_mutants"
-    fast = record(ROOT, kept, "fast")
-    lines = fast if tier == "fast" else record(ROOT, kept, tier)
     sources = {
         path.relative_to(ROOT).as_posix(): path.read_text()
         for part in args.only
         for path in sorted((ROOT / part).rglob("*.py") if (ROOT / part).is_dir() else [ROOT / part])
     }
-    drawn = [one for seed in args.seeds for one in draw(sources, seed, args.size)]
-    # each bug is in one tier: what the fast tests run is theirs to notice
-    everywhere = len(drawn)
-    drawn = [(file, edit) for file, edit in drawn if (tier == "fast") == bool(fast.find_tests(file, edit.line, 0.0))]
-    explained = [find_explained(file, edit, sources[file]) for file, edit in drawn]
+    drawn = [Bug(file, edit, sources[file]) for seed in args.seeds for file, edit in draw(sources, seed, args.size)]
+    planted = [bug for bug in drawn if not find_explained(bug.file, bug.edit, bug.source)]
+    explained = len(drawn) - len(planted)
+    judge = Judge(tier, args.jobs)
     noticed: dict[str, list[bool]] = defaultdict(list)
-    asked: list[Mutant] = []
-    for (file, edit), why in zip(drawn, explained, strict=True):
-        if why:
-            continue
-        mutant = make_mutant(file, edit, sources[file], lines)
-        if mutant.tests:
-            asked.append(mutant)
-        else:
-            noticed[file.split("/")[0]].append(False)
-            print(f"SURVIVED, no test runs it: {mutant.breaks}", flush=True)
-    for outcome in plant(asked, args.jobs):
-        noticed[outcome.mutant.file.split("/")[0]].append(outcome.killed)
-        told = f"noticed  {outcome.by}: " if outcome.killed else "SURVIVED "
-        print(f"{told}{outcome.mutant.breaks}, {outcome.seconds:.1f} s", flush=True)
+    for bug in judge.find_noticed(planted):
+        noticed[bug.file.split("/")[0]].append(bool(bug.by))
+        print(f"noticed  {bug.by}: {bug}" if bug.by else f"SURVIVED {bug}", flush=True)
     print(*make_table(noticed), sep="\n")
-    print(f"{sum(map(bool, explained))} more cannot be noticed (equivalent.yaml)")
-    print(f"{everywhere - len(drawn)} more of {everywhere} belong to the {'slow' if tier == 'fast' else 'fast'} tier")
     every = [one for found in noticed.values() for one in found]
+    print(f"{explained} more cannot be noticed (equivalent.yaml)")
+    print(f"{len(planted) - len(every)} more belong to the {'slow' if tier == 'fast' else 'fast'} tier")
+    print(f"{judge.used_s / len(every):.1f} CPU seconds per bug, and {used_cpu_s() - judge.used_s:.0f} to record lines")
     enough = wilson(sum(every), len(every))[0] >= WANTED
-    return 0 if enough and sum(map(bool, explained)) <= MOST_EXPLAINED * len(drawn) else 1
+    return 0 if enough and explained <= MOST_EXPLAINED * len(drawn) else 1
 
 
-def make_mutant(file: str, edit: Edit, source: str, lines: Record) -> Mutant:
-    tests = [test.removeprefix("unit_tests/") for test in lines.find_tests(file, edit.line, BUDGET_S)]
-    return Mutant(
-        file=file,
-        # the whole text, because a mutant's old text occurs once
-        old=source,
-        new=edit.apply(source),
-        breaks=f"{file}:{edit.line}: {describe(edit, source)}",
-        tests=tuple(tests),
-        slow="slow" in lines.folder.name,
-    )
+def used_cpu_s() -> float:
+    """Return the CPU seconds of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
-def plant(mutants: list[Mutant], jobs: int) -> Iterator[Outcome]:
-    """Plant each bug alone, and yield what became of it."""
-    sys.dont_write_bytecode = True
-    for module in read_list(LIST)[1]:
-        importlib.import_module(module)
-    with tempfile.TemporaryDirectory(prefix="drawn_", ignore_cleanup_errors=True) as folder:
-        yield from run_all(mutants, ROOT, Path(folder), jobs=jobs, known_to_pass=True)
+@dataclass(frozen=True)
+class Bug:
+    """Drawn bug."""
+
+    file: str
+    edit: Edit
+    source: str
+    by: str = ""
+    """Test that noticed it."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.edit.line}: {describe(self.edit, self.source)}"
+
+    def is_run(self, lines: Record) -> bool:
+        return bool(lines.find_tests(self.file, self.edit.line, 0.0))
+
+    def choose_tests(self, lines: Record, budget_s: float, done_s: float) -> Mutant:
+        """Return the bug with the tests that fit a budget and that a smaller one, done_s, left out."""
+        done = lines.find_tests(self.file, self.edit.line, done_s) if done_s else []
+        tests = [test for test in lines.find_tests(self.file, self.edit.line, budget_s) if test not in done]
+        return Mutant(
+            file=self.file,
+            # the whole text, because a mutant's old text occurs once
+            old=self.source,
+            new=self.edit.apply(self.source),
+            breaks=str(self),
+            tests=tuple(test.removeprefix("unit_tests/") for test in tests),
+            slow=lines.tier == "slow",
+            timeout_s=START_S + 5 * sum(lines.seconds.get(test, 0.0) for test in tests),
+        )
+
+
+@dataclass
+class Judge:
+    """Planting of drawn bugs."""
+
+    tier: Tier
+    jobs: int
+    used_s: float = 0.0
+    """CPU seconds of the tests of planted bugs."""
+    left: list[Bug] = field(default_factory=list[Bug])
+    """Bugs that no test has noticed so far."""
+
+    def find_noticed(self, bugs: list[Bug]) -> Iterator[Bug]:
+        """Yield the bugs of the tier, each with the test that noticed it, if any."""
+        self.left = bugs
+        near = self.record("fast", folders={bug.file.rpartition("/")[0] for bug in bugs})
+        if self.tier == "fast":
+            yield from self.ask(near, BUDGETS_S[0])
+            yield from self.ask(near, BUDGETS_S[1], done_s=BUDGETS_S[0])
+        else:
+            self.left = [bug for bug in bugs if not bug.is_run(near)]
+        far = self.record("fast", modules={bug.file for bug in self.left})
+        if self.tier == "fast":
+            yield from self.ask(far, BUDGETS_S[1])
+            yield from (bug for bug in self.left if bug.is_run(near) or bug.is_run(far))
+            return
+        self.left = [bug for bug in self.left if not bug.is_run(far)]
+        slow = self.record("slow", modules={bug.file for bug in self.left}, folders={""})
+        yield from self.ask(slow, SLOW_BUDGET_S)
+        yield from self.left
+
+    def record(self, tier: Tier, *, folders: Iterable[str] = (), modules: Iterable[str] = ()) -> Record:
+        return record(ROOT, ROOT / "build" / "drawn_mutants", tier, folders=folders, modules=modules)
+
+    def ask(self, lines: Record, budget_s: float, *, done_s: float = 0.0) -> Iterator[Bug]:
+        """Plant each bug that is left, and yield those that tests notice."""
+        asked = {mutant.breaks: mutant for bug in self.left for mutant in [bug.choose_tests(lines, budget_s, done_s)]}
+        by_name = {str(bug): bug for bug in self.left}
+        before = used_cpu_s()
+        with tempfile.TemporaryDirectory(prefix="drawn_", ignore_cleanup_errors=True) as copies:
+            mutants = [mutant for mutant in asked.values() if mutant.tests]
+            for outcome in run_all(mutants, ROOT, Path(copies), jobs=self.jobs, known_to_pass=True):
+                if outcome.killed:
+                    yield replace(by_name.pop(outcome.mutant.breaks), by=outcome.by)
+        self.left = list(by_name.values())
+        self.used_s += used_cpu_s() - before
 
 
 if __name__ == "__main__":

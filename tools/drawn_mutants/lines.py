@@ -1,15 +1,17 @@
-"""Which tests run a line: recorded once per state of the repository by coverage.py, child processes included."""
+"""Which tests run a line: recorded by coverage.py, child processes included, once per test file and code."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import os
+import shutil
 import subprocess
-import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Literal
 
 import coverage
 
-from tools.mutants import copy_repository
+from tools.mutants import copy_repository, start_tests, wait_for_one
 
 Tier = Literal["fast", "slow"]
 HERE = Path("tools/drawn_mutants")
@@ -33,32 +35,47 @@ UNSEEN: dict[str, tuple[str, ...]] = {
     ),
 }
 """Test files of code that runs where coverage cannot write: in a sandbox."""
+FILE_S = 0.3
+"""Seconds to import a test file."""
+FILE_TIMEOUT_S = 1200.0
+"""Seconds that a test file may take under coverage."""
 
 
 @dataclass(frozen=True)
 class Record:
     """Lines that the tests of a tier run, and how long each test takes."""
 
-    folder: Path
+    tier: Tier
+    folders: tuple[Path, ...]
+    """One of each test file."""
     root: Path
     """Repository whose lines these are."""
 
     @cached_property
+    def _cases(self) -> list[ElementTree.Element]:
+        return [
+            case
+            for folder in self.folders
+            if (folder / "tests.xml").read_text()
+            for case in ElementTree.parse(folder / "tests.xml").iter("testcase")
+            if case.attrib["classname"]  # a file that cannot be imported has none
+        ]
+
+    @cached_property
     def failed(self) -> set[str]:
         """Test functions that failed while they were recorded: nothing follows from their failures."""
-        cases = ElementTree.parse(self.folder / "tests.xml").iter("testcase")
-        return {name_of(case) for case in cases if {"failure", "error"} & {part.tag for part in case}}
+        return {name_of(case) for case in self._cases if {"failure", "error"} & {part.tag for part in case}}
 
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Seconds of each test function, over all its parameters, by its name as pytest takes it."""
         found: defaultdict[str, float] = defaultdict(float)
-        for case in ElementTree.parse(self.folder / "tests.xml").iter("testcase"):
+        for case in self._cases:
             found[name_of(case)] += float(case.attrib["time"])
         return found
 
     def find_tests(self, file: str, line: int, budget_s: float) -> list[str]:
-        """Return the test functions that run a line, those of the same folder first, the short ones first.
+        """Return the test functions that run a line, those of the same folder first, by file, the short ones first.
 
         A line that runs at import only is seen by every test that runs another line of the file. budget_s: seconds
         that the tests may take together; one test is returned in any case.
@@ -72,27 +89,40 @@ class Record:
         if self._runs_at_import(file, line):
             tests = tests | {test for seen in by_line.values() for test in seen}
         home = f"unit_tests/{file.split('/')[0]}/"
+        tests -= self.failed
+        by_file: defaultdict[str, float] = defaultdict(float)
+        for test in tests:
+            by_file[test.partition("::")[0]] += self.seconds.get(test, 0.0)
+
+        def order(test: str) -> tuple[bool, float, str, float]:
+            test_file = test.partition("::")[0]
+            return not test.startswith(home), by_file[test_file], test_file, self.seconds.get(test, 0.0)
+
         chosen: list[str] = []
-        spent = 0.0
-        for test in sorted(
-            tests - self.failed, key=lambda test: (not test.startswith(home), self.seconds.get(test, 0.0))
-        ):
-            spent += self.seconds.get(test, 0.0)
+        spent, opened = 0.0, set[str]()
+        for test in sorted(tests, key=order):
+            spent += self.seconds.get(test, 0.0) + (0.0 if test.partition("::")[0] in opened else FILE_S)
             if chosen and spent > budget_s:
                 break
             chosen.append(test)
+            opened.add(test.partition("::")[0])
         return chosen
 
     @cached_property
-    def _data(self) -> coverage.CoverageData:
-        data = coverage.CoverageData(str(self.folder / "lines"))
-        data.read()
-        return data
+    def _data(self) -> list[coverage.CoverageData]:
+        found = [coverage.CoverageData(str(folder / "lines")) for folder in self.folders]
+        for data in found:
+            data.read()
+        return found
 
+    @cache  # noqa: B019 (one record per process)
     def _of_file(self, file: str) -> dict[int, set[str]]:
-        seen = self._data.contexts_by_lineno(file)
-        # a context is test|phase, or nothing at import
-        return {line: {c.partition("[")[0].partition("|")[0] for c in contexts if c} for line, contexts in seen.items()}
+        found: defaultdict[int, set[str]] = defaultdict(set)
+        for data in self._data:
+            for line, contexts in data.contexts_by_lineno(file).items():
+                # a context is test|phase, or nothing at import
+                found[line] |= {c.partition("[")[0].partition("|")[0] for c in contexts if c}
+        return found
 
     def _tree_of(self, file: str) -> ast.Module:
         return parse(self.root / file)
@@ -134,50 +164,84 @@ def name_of(case: ElementTree.Element) -> str:
     return f"{file}::{case.attrib['name'].partition('[')[0]}"
 
 
-def record(root: Path, kept: Path, tier: Tier) -> Record:
-    """Run the tests of a tier under coverage, unless this was done for these files. kept: folder of the records.
+def record(root: Path, kept: Path, tier: Tier, *, folders: Iterable[str] = (), modules: Iterable[str] = ()) -> Record:
+    """Run test files under coverage, each unless it was done for its text and this state of the code.
 
     They run in a copy of the repository, as bugs are planted in copies: what fails there is known from then on.
+    kept: folder of the records. folders: of code, whose own test files run. modules: files whose importers run.
     """
-    folder = (kept / hash_files(root) / tier).absolute()
-    if not (folder / "tests.xml").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+    code = hash_files(root)
+    tests = list_test_files(root, set(folders), set(modules))
+    found = {path: kept / f"{code}-{tier}" / hash_text(f"{path}\0{(root / path).read_text()}") for path in tests}
+    left = [path for path, folder in found.items() if not (folder / "tests.xml").is_file()]
+    if left:
         with tempfile.TemporaryDirectory(prefix="lines_", ignore_cleanup_errors=True) as made:
             home = Path(made) / "copy"
             copy_repository(root, home)
-            run_tests(home, folder, tier)
-    return Record(folder, root)
+            for path in left:
+                run_tests(home, path, found[path].absolute(), tier)
+    return Record(tier, tuple(found.values()), root)
 
 
-def run_tests(home: Path, folder: Path, tier: Tier) -> None:
-    """Run the tests of a tier under coverage, and write the lines and the times into a folder."""
+def list_test_files(root: Path, folders: set[str], modules: set[str]) -> list[str]:
+    """Return the test files of folders of the code, as unit_tests/ has them, and those that import some modules."""
+    homes = {root / "unit_tests" / folder.split("/")[0] for folder in folders}
+    names = {module.removesuffix(".py").replace("/", ".") for module in modules}
+    return [
+        path.relative_to(root).as_posix()
+        for path in sorted((root / "unit_tests").rglob("test_*.py"))
+        if homes & {*path.parents} or names & list_imports(parse(path))
+    ]
+
+
+def list_imports(tree: ast.Module) -> set[str]:
+    """Return the names of the modules that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            # a name that is imported may be a module
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def run_tests(home: Path, path: str, folder: Path, tier: Tier) -> None:
+    """Run the tests of a file under coverage, and write the lines and the times into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     config = home / HERE / "coverage.ini"
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "COVERAGE_FILE": str(folder / "lines"),
-        "PYTHONPATH": os.pathsep.join([str(home / HERE / "child"), str(home)]),
-        "LINES_CONFIG": str(config),
-    }
-    workers = "auto" if tier == "fast" else "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS[tier], "-n", workers, "--dist", "worksteal"]
-    command += ["-p", "keep_tracing", "--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
-    command += [f"--junitxml={folder / 'running.xml'}", "--timeout", "300", f"--deselect={ENDLESS}"]
-    subprocess.run(command, cwd=home, env=environment, check=False)
+    os.environ |= {"COVERAGE_FILE": str(folder / "lines"), "LINES_CONFIG": str(config)}
+    options = ["-m", MARKS[tier], "-p", "keep_tracing", "--timeout=300", f"--deselect={ENDLESS}"]
+    options += ["--cov", f"--cov-config={config}", "--cov-context=test", "--cov-report="]
+    options += [f"--junitxml={folder / 'running.xml'}"]
+    pid = start_tests(
+        home, [path.removeprefix("unit_tests/")], options, log=folder / "log", path=(home / HERE / "child",)
+    )
+    wait_for_one({pid: time.monotonic() + FILE_TIMEOUT_S})
+    del os.environ["COVERAGE_FILE"], os.environ["LINES_CONFIG"]
+    shutil.rmtree(folder / "log.tmp", ignore_errors=True)
     children = sorted(map(str, folder.glob("lines.*")))
     whole = coverage.Coverage(data_file=str(folder / "lines"), config_file=str(config))
     if children:
         whole.load()
         whole.combine(children)
         whole.save()
+    (folder / "running.xml").touch()
     (folder / "running.xml").rename(folder / "tests.xml")
 
 
+def hash_text(text: str) -> str:
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
+
+
 def hash_files(root: Path) -> str:
-    """Return a short hash of all Python files that git knows or would add."""
+    """Return a short hash of all Python files that git knows or would add, without those of tests alone."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "*.py"]
     names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
-    digest = hashlib.sha1(usedforsecurity=False)
-    for name in sorted(filter(None, names)):
-        if (root / name).is_file():
-            digest.update(f"{name}\0".encode() + (root / name).read_bytes())
-    return digest.hexdigest()[:12]
+    return hash_text(
+        "\0".join(
+            f"{name}\0{(root / name).read_text()}"
+            for name in sorted(filter(None, names))
+            if (root / name).is_file() and not Path(name).name.startswith("test_")
+        )
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tools.drawn_mutants.lines import HERE, record
+from tools.drawn_mutants.lines import HERE
 from tools.mutants import ROOT
 
 pytestmark = pytest.mark.slow
@@ -44,6 +46,20 @@ def test_short_child():
     subprocess.run([sys.executable, "-c", "import core.product; core.product.short_child()"], check=True)
 """
 
+ASK = """import json, sys
+from pathlib import Path
+from tools.drawn_mutants.lines import record
+
+root, kept = map(Path, sys.argv[1:])
+found = record(root, kept, "fast", modules={"core/product.py"})
+made = {folder: (folder / "tests.xml").stat().st_mtime_ns for folder in found.folders}
+again = record(root, kept, "fast", folders={"core"})
+lines = [found.find_tests("core/product.py", line, 60.0) for line in (4, 7, 10)]
+at_import = [found.find_tests("core/product.py", 1, budget_s) for budget_s in (60.0, 0.0)]
+anew = sum((folder / "tests.xml").stat().st_mtime_ns != at for folder, at in made.items())
+print(json.dumps([lines, *at_import, [len(found.folders), len(again.folders), anew]]))
+"""
+
 
 def test_the_tests_of_a_line_are_recorded_once(tmp_path: Path):
     root = tmp_path / "root"
@@ -56,13 +72,14 @@ def test_the_tests_of_a_line_are_recorded_once(tmp_path: Path):
     (root / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    verify\n    gpu\n")
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
 
-    found = record(root, tmp_path / "kept", "fast")
+    (root / "unit_tests/core/test_other.py").write_text("def test_other():\n    pass\n")
+    # in a process that has not imported anything of the repository, as the tool
+    told = subprocess.run(
+        [sys.executable, "-c", ASK, root, tmp_path / "kept"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines, at_import, short_of_time, files = json.loads(told.stdout.splitlines()[-1])
     mine = "unit_tests/core/test_product.py::test_"
-    assert found.find_tests("core/product.py", 4, 60.0) == [f"{mine}far"]
-    assert found.find_tests("core/product.py", 7, 60.0) == [f"{mine}child"]
-    assert found.find_tests("core/product.py", 10, 60.0) == [f"{mine}short_child"]
-    assert {*found.find_tests("core/product.py", 1, 60.0)} >= {f"{mine}far", f"{mine}child"}
-    assert len(found.find_tests("core/product.py", 1, 0.0)) == 1
-    made = (found.folder / "tests.xml").stat().st_mtime_ns
-    assert record(root, tmp_path / "kept", "fast").folder == found.folder
-    assert (found.folder / "tests.xml").stat().st_mtime_ns == made
+    assert lines == [[f"{mine}far"], [f"{mine}child"], [f"{mine}short_child"]]
+    assert {*at_import} >= {f"{mine}far", f"{mine}child"}
+    assert len(short_of_time) == 1
+    assert files == [1, 2, 0]

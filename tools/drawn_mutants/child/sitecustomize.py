@@ -12,7 +12,7 @@ def _save_for_ever(measured: coverage.Coverage) -> None:
         measured.save()
 
 
-if os.environ.get("PYTEST_CURRENT_TEST") and "PYTEST_XDIST_WORKER" in os.environ:
+if os.environ.get("PYTEST_CURRENT_TEST") and "LINES_CONFIG" in os.environ:
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
     measured = coverage.Coverage(config_file=os.environ["LINES_CONFIG"], data_suffix=True)
     measured.start()
