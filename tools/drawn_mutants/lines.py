@@ -235,13 +235,13 @@ def hash_text(text: str) -> str:
 
 
 def hash_files(root: Path) -> str:
-    """Return a short hash of all Python files that git knows or would add, without those of tests alone."""
+    """Return a short hash of the Python files that git knows or would add, without tools and those of tests alone."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "*.py"]
     names = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
     return hash_text(
         "\0".join(
             f"{name}\0{(root / name).read_text()}"
             for name in sorted(filter(None, names))
-            if (root / name).is_file() and not Path(name).name.startswith("test_")
+            if (root / name).is_file() and not Path(name).name.startswith("test_") and not name.startswith("tools/")
         )
     )

@@ -365,12 +365,14 @@ FINISHED = {"status": "Finished", "return_code": 0}
         ({"answer": {"status": "Success", "run_result": None}}, "failed: "),
         ({"answer": {"status": "Success", "run_result": {"status": "Finished"}}}, "returned no exit code"),
         ({"answer": ["what"]}, "does not answer as SandboxFusion does"),
+        ({"answer": ["x" * (1 << 20)], "limits": Limits(output_bytes=1)}, r"answered more than \d+ bytes"),
         ({"answer": {"status": "Success", "run_result": FINISHED}, "status": 503}, "answered 503"),
     ],
 )
 def test_a_server_that_fails_has_judged_nothing(broken, says):
     with serve(**broken) as url, pytest.raises(SandboxUnavailable, match=says):
-        asyncio.run(HttpSandbox(url).run(["python3", "x.py"], files={"x.py": b""}))
+        limits = broken.get("limits", Limits())
+        asyncio.run(HttpSandbox(url).run(["python3", "x.py"], files={"x.py": b""}, limits=limits))
 
 
 def test_a_server_is_told_code_files_and_limits():

@@ -48,6 +48,7 @@ def test_the_judge_s_own_verdict_is_the_score():
     assert (seven.parts, half.parts) == ({"score": 10.0}, {"score": 5.5})
     assert half.notes[0]["by"] == "j" and half.notes[0]["reading"] == 5.5 and "I count them" in half.notes[0]["text"]
     assert half.counts["judge/calls"] == 1 and half.counts["judge/tokens_in"] == 100
+    assert not {"judge/votes", "judge/agreed"} & {*half.counts}, "one vote agrees with itself"
     assert "Write sevens." in server.bodies[0]["messages"][0]["content"]
 
 
@@ -191,9 +192,17 @@ def test_a_server_whose_clock_is_ahead_is_waited_for_by_its_own_clock():
     assert scored.parts["score"] == 10.0 and scored.counts["judge/retries"] == 1
 
 
+def test_the_server_is_sent_what_the_settings_say():
+    given: dict[str, Any] = {"model": "m", "temperature": 0.25, "max_tokens": 77}
+    ask(server := JudgeServer(), "77", **given, extra={"top_k": 5})
+    assert server.bodies[0].items() >= {**given, "top_k": 5}.items()
+
+
+@pytest.mark.parametrize("reward", [judge, rubric])
 @pytest.mark.parametrize(("status", "word"), [(401, "api_key_env"), (403, "api_key_env"), (404, "base_url or model")])
-def test_a_wrong_key_address_or_model_stops_the_run(status, word):
-    [stopped] = ask(JudgeServer(statuses=deque([status])), "77")
+def test_a_wrong_key_address_or_model_stops_the_run(status, word, reward):
+    prompt = Prompt(id="p", messages=PROMPT.messages, answer="77", extra={"rubric": RUBRIC})
+    [stopped] = ask(JudgeServer(statuses=deque([status])), "77", reward=reward, prompt=prompt)
     assert isinstance(stopped, UserError) and word in str(stopped) and str(status) in str(stopped)
 
 

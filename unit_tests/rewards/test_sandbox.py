@@ -344,6 +344,36 @@ def test_a_session_remembers_and_a_piece_that_hangs_costs_its_names():
 
 
 @needs_sandbox
+@pytest.mark.parametrize(
+    ("limits", "piece", "says"),
+    [
+        (Limits(seconds=0.5), "while True: pass", "longer than 0.5 s"),
+        (
+            Limits(memory_mib=96),
+            "import os, time\nfor _ in range(4):\n  if not os.fork(): x = bytearray(b'1') * (40 << 20); time.sleep(9)\n"
+            "time.sleep(9)",
+            "more than 96 MiB of memory",
+        ),
+        (
+            Limits(files=9),
+            "for n in range(99): open(f'/tmp/{n}', 'w')\nwhile True: pass",
+            "more than 9 files",
+        ),
+        (Limits(), "import os; os._exit(0)", "its process ended"),
+    ],
+)
+def test_a_session_says_which_limit_has_ended_it(limits, piece, says):
+    async def talk() -> str:
+        session = PythonSession(limits)
+        try:
+            return await session.run(piece)
+        finally:
+            await session.close()
+
+    assert says in asyncio.run(talk())
+
+
+@needs_sandbox
 def test_a_session_returns_what_a_piece_prints():
     """All of it up to 20,000 bytes, also where JSON takes six for each; of more, the first and the last 10,000."""
     many = "".join(f"{n:06}" for n in range(10_000))
