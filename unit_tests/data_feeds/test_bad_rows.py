@@ -44,6 +44,7 @@ EACH: list[tuple[str, dict[str, Any], str, str]] = [
     ("prompts", {"messages": seen(type="image", image="a.png", text="1")}, "bad_messages", "must be text or an image"),
     ("prompts", {"messages": seen(type="image", url="a", path="b")}, "bad_image", "has several images: path, url"),
     ("prompts", {"messages": [{"role": "user", "content": " "}]}, "empty", "all its messages are empty"),
+    ("prompts", {"messages": [ASKED, SAID | {"tool_calls": "f()"}, ASKED]}, "bad_messages", "must be a list of calls"),
     ("prompts", {"messages": [ASKED, SAID]}, "ends_in_reply", "or set data.continue_final_message"),
     ("prompts", {"messages": "1" * 90}, "too_long", "tokens, more than data.max_prompt_tokens=40"),
     ("prompts", {"messages": '[{"role": "user"'}, "bad_messages", "begins as turns and is no JSON"),

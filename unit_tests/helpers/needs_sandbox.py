@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+import subprocess
 
 import pytest
 
-from rewards.sandbox import Bubblewrap, SandboxUnavailable
+PLAIN = ("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true")
 
 
 def find_lack() -> str:
-    """Why code cannot be run here, "" if it can."""
+    """Why code cannot be run here, "" if it can.
+
+    Bubblewrap itself is asked, and not our use of it: tests are not skipped because ours is broken.
+    """
     try:
-        asyncio.run(Bubblewrap().check())
-    except SandboxUnavailable as error:
-        return str(error)
-    return ""
+        done = subprocess.run(PLAIN, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "bubblewrap is not installed"
+    return f"bubblewrap cannot run: {done.stderr.strip()}" if done.returncode else ""
 
 
 LACK = "" if os.environ.get("FEYNRL_NEEDS_SANDBOX") else find_lack()

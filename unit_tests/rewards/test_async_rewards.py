@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -89,6 +90,13 @@ def test_async_samples_are_in_flight_together_up_to_the_limit(tmp_path):
         results = ask(found, *map(str, range(12)))
     assert len({r.reward_parts["pid"] for r in results}) == 1
     assert max(r.reward_parts["most"] for r in results) == 4
+
+
+def test_closing_ends_the_process_of_an_async_reward(tmp_path):
+    with rewarder(tmp_path, WAITING) as found:
+        [outcome] = ask(found, "fine")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(outcome.reward_parts["pid"]), 0)
 
 
 def test_each_way_to_fail_costs_one_async_sample_and_says_why(tmp_path):
