@@ -308,7 +308,7 @@ def summarize(outcomes: list[Outcome], equivalent: int) -> tuple[list[str], bool
 
 def main() -> None:
     """Plant the chosen bugs and print which were noticed. Exits with 1 if too few were, or the list is wrong."""
-    parser = argparse.ArgumentParser(prog="python tools/mutants.py", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python tools/mutants.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--fast", action="store_true", help="leave out those that need an engine")
     parser.add_argument("--only", default="", help="text that the path of the file or what it breaks must hold")
     parser.add_argument("--jobs", type=int, default=min(4, CORES), help="bugs at the same time (default %(default)s)")

@@ -21,5 +21,6 @@ def test_no_number_of_an_algorithm_may_be_negative_or_nan(name: str):
         if not any(kind in str(field.annotation) for kind in ("int", "float")):
             continue
         for number in (float("nan"), *(() if key in ANY_SIGN else (-1, -0.5))):
+            given: dict[str, Any] = {**needed, key: number}
             with pytest.raises(ValueError, match=key):
-                cls(**(needed | {key: number}))
+                cls(**given)
