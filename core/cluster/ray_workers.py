@@ -198,7 +198,7 @@ class Remote(Workers[W_co]):
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await self.joint.call(self.actors[rank], what, *args, **kwargs)
-        # first: Ray also makes it an instance of the worker's own error class, such as TimeoutError
+        # First, because Ray also makes it an instance of the worker's own error class, such as TimeoutError.
         except RayTaskError as error:
             # These classes cross the process border as they are: the class decides the exit code and the retry.
             cause: Exception = error.cause
@@ -258,8 +258,8 @@ R = TypeVar("R", bound=Remote[Any])
 
 def _environment() -> dict[str, str]:
     """Return the environment variables of every actor; PYTHONPATH includes this repository."""
-    paths = (ROOT, os.environ.get("PYTHONPATH"))
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Cluster:
@@ -327,9 +327,8 @@ class Cluster:
         folder = "" if self.is_private else os.getcwd()
 
         def start_actor(rank: int) -> Any:
-            return actor.options(**options, scheduling_strategy=slots.strategy_of(rank)).remote(
-                resources.threads, folder
-            )
+            slot = actor.options(**options, scheduling_strategy=slots.strategy_of(rank))
+            return slot.remote(resources.threads, folder)
 
         workers = kind(slots, start_actor, timeout_s, self.check)
         # Registered before the build, so that `close` also kills actors whose build fails.

@@ -1,4 +1,4 @@
-"""Which tests run a line: recorded by coverage.py, child processes included, once per test file and code."""
+"""Record of the lines that each test runs, by coverage.py, child processes included: once per test file and code."""
 
 from __future__ import annotations
 
