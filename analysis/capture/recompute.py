@@ -18,6 +18,7 @@ from analysis.capture.snapshot import RunFacts, StepSnapshot, read_snapshot
 from analysis.capture.token_maps import TokenMaps, describe_tokens, read_update
 from analysis.capture.weights import load_trainer
 from core.errors import UserError
+from core.text.json_text import replace_non_finite
 from core.types.samples import Group
 from data_feeds.packing.batches import Plan, plan_update, token_weights
 from trainers.local import LocalTrainer
@@ -64,18 +65,6 @@ class Replay:
         """Return the result as JSON, without maps; numbers that are not finite become null."""
         facts = asdict(replace(self, maps=None)) | {"reproduced": self.is_reproduced}
         return replace_non_finite({name: value for name, value in facts.items() if name != "maps"})
-
-
-def replace_non_finite(value: Any) -> Any:
-    """
-    >>> replace_non_finite({"a": [1.0, float("inf")]})
-    {'a': [1.0, None]}
-    """
-    if isinstance(value, dict):
-        return {name: replace_non_finite(v) for name, v in value.items()}
-    if isinstance(value, list):
-        return [replace_non_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def replay(

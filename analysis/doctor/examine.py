@@ -41,6 +41,7 @@ from analysis.doctor.target import Target
 from analysis.doctor.trials import Trial
 from analysis.doctor.verdict import Facts, Verdict, decide
 from core.cluster.scratch import Scratch
+from core.text.json_text import replace_non_finite
 from core.types.samples import Sample
 from driver.rl.setup import Prepared
 from modeling.model_files import explain_gap
@@ -64,7 +65,8 @@ class Examined:
     """Engine, dtype and temperature."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        """Return the examination as JSON; numbers that are not finite become null."""
+        facts: dict[str, Any] = {
             **self.about,
             **asdict(self.facts),
             "trials": [trial.to_json(self.facts.bound) for trial in self.trials],
@@ -72,6 +74,7 @@ class Examined:
             "cause": None if self.verdict.cause is None else str(self.verdict.cause),
             "sentence": self.verdict.sentence,
         }
+        return replace_non_finite(facts)
 
 
 def examine(target: Target, prepared: Prepared, sampling: Sampling, say: Say) -> Examined:

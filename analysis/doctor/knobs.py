@@ -28,6 +28,7 @@ from configs.schema import RLConfig
 from configs.strict_yaml import parse_yaml
 from core.cluster.scratch import Scratch
 from core.errors import UserError
+from core.text.json_text import replace_non_finite
 from core.types.samples import Sample
 from driver.checks.engine import check_rounded
 from driver.rl.setup import Prepared
@@ -61,7 +62,8 @@ class Price:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the price as JSON; numbers that are not finite become null."""
+        return replace_non_finite(asdict(self))
 
 
 HEADER = f"{'knob':<40} {'mean':>9} {'largest':>9} {'KL':>9} {'changed':>8} {'tokens/s':>10} {'GiB':>9}"

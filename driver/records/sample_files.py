@@ -14,6 +14,7 @@ import numpy as np
 from configs.schema import RLConfig
 from core.errors import writing
 from core.text.atomic_write import append_lines
+from core.text.json_text import dump_json
 from core.types.messages import describe_message, describe_messages
 from core.types.samples import Group, Sample
 from driver.records.rollout_metrics import count_versions
@@ -106,7 +107,7 @@ def make_sample_record(sample: Sample, group: int, sampling: dict[str, Any] | No
         logp = zip(sample.action_mask.tolist(), sample.rollout_logp.tolist(), strict=True)
         more |= {"token_ids": sample.token_ids.tolist(), "logp": [x if chosen else None for chosen, x in logp]}
         # a reward may read the row's other columns, and they may be anything
-        more["extra"] = json.loads(json.dumps(sample.prompt.extra, default=str))
+        more["extra"] = json.loads(dump_json(sample.prompt.extra, default=str))
         record |= sampling
     return record | {name: value for name, value in more.items() if value not in ([], {}, "")}
 

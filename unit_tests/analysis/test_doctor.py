@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from analysis.doctor.__main__ import main
 from analysis.doctor.bench import Bench, Sampling, in_one_process
 from analysis.doctor.examine import Examined, examine
 from analysis.doctor.gap import Gap
+from analysis.doctor.knobs import Price
 from analysis.doctor.recipe_checks import check_recipe
 from analysis.doctor.rescoring import try_temperatures
 from analysis.doctor.setup_checks import (
@@ -247,6 +249,16 @@ def test_the_first_toggle_that_closes_the_gap_is_the_cause():
         "cause: so it is: gap 0.3 nats -> 1e-05 nats (weights off); it also closes with prefix cache, which says less"
     )
     assert found.sentence == said
+
+
+def test_the_json_of_an_examination_is_json_where_a_gap_is_no_number():
+    facts, trials = some_facts(second=a_gap(math.nan)), [a_trial(Toggle.DTYPE, math.inf)]
+    verdict = decide(facts, trials, temperature=1.0, fitted=None)
+    found = Examined(verdict=verdict, facts=facts, trials=trials, about={}).to_json()
+    read = json.loads(json.dumps(found), parse_constant=lambda name: pytest.fail(f"JSON has no {name}"))
+    assert read["second"]["mean"] is read["trials"][0]["after"]["mean"] is None and read["verdict"] != "none"
+    price = Price(knob="none", gap=a_gap(math.inf), changed=0.0, tokens_per_s=1.0, memory_gib=1.0).to_json()
+    assert price["gap"]["mean"] is None and price["tokens_per_s"] == 1.0
 
 
 def test_the_json_of_an_examination_holds_its_facts_and_every_trial():

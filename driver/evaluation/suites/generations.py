@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from core.errors import UserError, first_line, writing
 from core.text.atomic_write import replacing, write_whole
+from core.text.json_text import dump_json
 from core.text.text_files import parse_json, read_text
 from core.types.episodes import list_episodes
 from core.types.messages import describe_messages
@@ -86,7 +87,7 @@ def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> 
             prompt=json.dumps(describe_messages(sample.prompt.messages)),
             row=digest,
             answer=sample.prompt.answer,
-            extra=json.dumps(sample.prompt.extra, default=str),
+            extra=dump_json(sample.prompt.extra, default=str),
             completion=sample.completion or "",
             final_answer=find_final_answer(sample.completion or ""),
             reward=sample.reward,

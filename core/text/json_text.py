@@ -1,0 +1,29 @@
+"""JSON of values that may hold NaN or infinity, which Python writes and most other readers refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def dump_json(value: Any, *, default: Callable[[Any], Any] | None = None) -> str:
+    """Return JSON text, with null for numbers that are not finite.
+
+    >>> dump_json({"a": (1.0, float("inf"))})
+    '{"a": [1.0, null]}'
+    """
+    return json.dumps(replace_non_finite(value), default=default)
+
+
+def replace_non_finite(value: Any) -> Any:
+    """
+    >>> replace_non_finite({"a": [1.0, float("inf")]})
+    {'a': [1.0, None]}
+    """
+    if isinstance(value, dict):
+        return {name: replace_non_finite(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_non_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
