@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -37,7 +38,6 @@ def describe_run(run: RunRecord, key: str) -> dict[str, Any]:
         "name": run.name,
         "exit_reason": summary.get("exit_reason", NOT_ENDED),
         "facts": [[label, text] for label, text in list_facts(run, flat).items() if text],
-        "steps_done": len(lines),
         "last_step": lines[-1][names.STEP_NUMBER],
         "warnings": list_warnings(run),
         "held_out": {when: summary[when] for when in ("before", "after") if isinstance(summary.get(when), dict)},
@@ -57,13 +57,12 @@ def list_facts(run: RunRecord, flat: dict[str, str]) -> dict[str, str]:
     """Return the facts at the head of the page, text by label. An unknown fact has an empty text."""
     summary = run.summary
     seconds = summary.get("seconds", {}).get("all")
-    planned = flat.get("steps", "")
     return {
         "recipe": flat.get("name", ""),
         "algorithm": flat.get("alg.name") or flat.get("alg.file", ""),
         "model": flat.get("model.path", ""),
         "data": flat.get("data.train", ""),
-        "steps": f"{len(run.metrics)} of {planned}" if planned else str(len(run.metrics)),
+        "steps": _count_steps(run.metrics, flat.get("steps", "")),
         "samples a step": _times(flat.get("groups_per_step", ""), flat.get("group_size", "")),
         "engine": flat.get("rollout.engine", ""),
         "backend": flat.get("backend", ""),
@@ -73,6 +72,17 @@ def list_facts(run: RunRecord, flat: dict[str, str]) -> dict[str, str]:
         "resumed": str((summary.get("resumed") or {}).get("checkpoint", "")),
         "bottleneck": str(summary.get("bottleneck", "")),
     }
+
+
+def _count_steps(lines: Sequence[Mapping[str, float]], planned: str) -> str:
+    """Describe the steps of a run; a resumed run continues the count of the run before it.
+
+    >>> _count_steps([{"step": 50.0}, {"step": 51.0}], "100")
+    '52 of 100, the first 50 by the resumed run'
+    """
+    first, last = (int(lines[i][names.STEP_NUMBER]) for i in (0, -1))
+    done = f"{last + 1} of {planned}" if planned else str(last + 1)
+    return f"{done}, the first {first} by the resumed run" if first else done
 
 
 def _times(groups: str, size: str) -> str:

@@ -210,6 +210,16 @@ def test_a_real_runs_code_and_warnings_are_in_its_summary_and_on_the_page(recipe
     assert head["warnings"] == [{"step": 2, "text": warned["text"]}]
 
 
+def test_a_resumed_run_counts_the_steps_of_the_one_before(recipe, tmp_path):
+    changes = {"checkpoint.every": 2, "run_dir": str(tmp_path / "first"), "steps": 2}
+    main_sl.run(path := recipe(changes, kind="sl"))
+    [first] = (tmp_path / "first").iterdir()
+    second = main_sl.run(path, [f"resume={first}", "steps=3"]).folder
+    shown = json.loads(page_of([first, second], tmp_path).scripts["head"])["runs"]
+    said = [dict(head["facts"])["steps"] for head in shown]
+    assert said == ["2 of 2", "3 of 3, the first 2 by the resumed run"]
+
+
 def test_code_that_is_no_clone_says_so(run, tmp_path):
     state = read_git_state(tmp_path)
     assert isinstance(state, str) and state.startswith("unknown: fatal: not a git repository")
