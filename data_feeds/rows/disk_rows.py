@@ -66,6 +66,8 @@ class JsonlRows:
             raise UserError(f"{key} has no rows")
         self.key = key
         self.starts = index_lines(path)
+        if not len(self.starts):
+            raise UserError(f"{key} has no rows")
         with path.open("rb") as file:
             self.text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.digest = hash_file_ends(path, self.starts)

@@ -19,12 +19,13 @@ from core.errors import MIB, first_line
 from core.text.text_files import read_ends
 from core.timing.progress import say
 
+BLANKS = np.frombuffer(b" \t\r\v\f", dtype=np.uint8)
 KEPT_BYTES = 256 * MIB
 """Size of a file from which the index is kept; a smaller one is read in a fraction of a second."""
 
 
 def index_lines(path: Path) -> NDArray[np.uint64]:
-    """Return the offsets of the lines of a file that are not empty, from the cache if they are there."""
+    """Return the offsets of the lines of a file that are not blank, from the cache if they are there."""
     if path.stat().st_size < KEPT_BYTES:
         return find_lines(path)
     file = find_cache_folder("indices") / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
@@ -40,7 +41,7 @@ def index_lines(path: Path) -> NDArray[np.uint64]:
 
 
 def find_lines(path: Path) -> NDArray[np.uint64]:
-    """Return the offsets of the lines of a file that are not empty."""
+    """Return the offsets of the lines of a file that are not blank: those of CRLF files hold a carriage return."""
     ends: list[NDArray[np.uint64]] = []
     at = 0
     with path.open("rb") as file:
@@ -50,8 +51,13 @@ def find_lines(path: Path) -> NDArray[np.uint64]:
             at += len(chunk)
     stops = np.append(np.concatenate(ends), np.uint64(at))
     starts = np.insert(stops[:-1] + np.uint64(1), 0, np.uint64(0))
-    # rows reach to the start of the next one: the white space of empty lines is no part of JSON
-    return starts[stops > starts]
+    # rows reach to the start of the next one: the white space of blank lines is no part of JSON
+    is_row = stops > starts
+    if is_row.any():
+        text = np.memmap(path, dtype=np.uint8, mode="r")
+        for line in np.flatnonzero(is_row)[np.isin(text[starts[is_row]], BLANKS)]:
+            is_row[line] = bool(text[starts[line] : stops[line]].tobytes().strip())
+    return starts[is_row]
 
 
 def _describe(path: Path) -> dict[str, int | str]:
@@ -59,6 +65,7 @@ def _describe(path: Path) -> dict[str, int | str]:
     told = path.stat()
     ends = hashlib.blake2b(read_ends(path, MIB), digest_size=32).hexdigest()
     return {
+        "rows": "lines that are not blank",  # an index kept by an earlier version has other lines
         "path": str(path.resolve()),
         "size": told.st_size,
         "mtime_ns": told.st_mtime_ns,

@@ -110,6 +110,21 @@ def test_an_invalid_row_is_replaced_by_the_next_and_counted(tmp_path, tokenizer)
     assert cases["too_long"].example == "5" and "it is no JSON" in cases["bad_text"].why
 
 
+@pytest.mark.parametrize("blank", ["\r\n\r\n", "\r\n \t\r\n", "\n\r\n\n  \n"])
+def test_blank_lines_are_no_rows_whatever_ends_them(tmp_path, tokenizer, blank):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(f"{blank}{blank.join(map(json.dumps, rows_of(20)))}{blank}".encode())
+    lazy, eager = (load(str(path), tokenizer, lazy=lazy) for lazy in (True, False))
+    assert [lazy.draw(t) for t in range(45)] == [eager.draw(t) for t in range(45)]
+    assert not lazy.sources[0].invalid.rows
+
+
+def test_a_file_of_blank_lines_has_no_rows(tmp_path, tokenizer):
+    (tmp_path / "rows.jsonl").write_bytes(b"\n\r\n \n")
+    with pytest.raises(UserError, match="has no rows"):
+        load(str(tmp_path / "rows.jsonl"), tokenizer)
+
+
 def test_too_many_invalid_rows_stop_the_start_or_the_run(tmp_path, tokenizer):
     bad = [{"id": "bad", "messages": [], "answer": ""}] * 20
     path = write(tmp_path / "rows.jsonl", [*rows_of(20), *bad])
