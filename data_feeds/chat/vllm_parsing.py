@@ -51,7 +51,8 @@ class VllmParser:
             parser = self.make_parser(hf, request.tools)
             # the parser decides whether special tokens are decoded: some formats mark calls by them
             request = parser.adjust_request(request)
-            special = not (request.skip_special_tokens and self.tokenizer.skip_special_tokens)
+            # None is vLLM's default from 0.33 on, and as True
+            special = request.skip_special_tokens is False or not self.tokenizer.skip_special_tokens
             said = decode_exactly(hf, self.tokenizer.without_stop(ids), special=special)
             reasoning = ""
             if self.make_reasoning is not None:

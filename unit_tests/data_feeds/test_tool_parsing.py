@@ -289,6 +289,21 @@ def test_arguments_that_json_does_not_have_are_a_problem(families):
 
 
 @pytest.mark.slow
+def test_special_tokens_are_skipped_where_a_request_of_vllm_leaves_it_open(families):
+    """As one of vLLM 0.33 does, by None; with tools, most parsers then set it to False."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    class Request(ChatCompletionRequest):
+        skip_special_tokens: bool | None = None
+
+    chat = families["hermes"]
+    read = make_parser("vllm:hermes", chat)
+    read.make_request = Request
+    ids = [*chat.encode("No"), chat.hf.bos_token_id or chat.hf.eos_token_id, *chat.encode("!")]
+    assert read.parse(ids, chat.decode(ids), []).message["content"] == "No!"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "parser"), [("qwen3", "vllm:hermes+qwen3"), ("llama3", "vllm:llama3_json")])
 def test_vllm_reads_the_same(families, family, parser):
     """By its parsers; reasoning as its server does, before the calls."""
