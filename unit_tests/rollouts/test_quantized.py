@@ -113,7 +113,7 @@ def test_rounding_without_its_correction_is_refused(recipe):
 def test_a_mixture_of_experts_is_refused_before_the_start(recipe, tmp_path):
     make_mixture(tmp_path)
     cfg = load_recipe(RLConfig, recipe({"model.path": str(tmp_path), "rollout.quantization": "int8"}), []).cfg
-    for engine, why in (("vllm", "rounds no experts of a mixture: set it to fp8"), ("hf", "hf rounds no experts")):
+    for engine, why in (("vllm", "of a mixture: leave it out, or on a GPU"), ("hf", "hf rounds no experts")):
         with pytest.raises(UserError, match=why):
             check_rounded(cfg.model, cfg.rollout.model_copy(update={"engine": engine}))
     fp8 = cfg.rollout.model_copy(update={"engine": "vllm", "quantization": "fp8"})
@@ -142,3 +142,22 @@ def test_int8_is_refused_where_the_cpus_products_overflow(monkeypatch):
     quantized.check_quantization(rollout, dtype="bfloat16", on_gpu=True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_vnni": True})
     quantized.check_quantization(rollout, dtype="bfloat16", on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("found", "dtype", "advice"),
+    [
+        ({"avx512_vnni": True}, "float32", "set it to int8, or rollout.engine to hf"),
+        ({"avx2": True}, "bfloat16", "leave it out, or set rollout.engine to hf"),
+        ({"avx512_vnni": True, "amx_tile": True}, "float32", "leave it out, or set rollout.engine to hf"),
+        ({"avx512_vnni": True, "amx_tile": True}, "bfloat16", "set it to int8, or rollout.engine to hf"),
+    ],
+)
+def test_fp8_is_refused_on_a_cpu_with_advice_that_works_on_it(monkeypatch, found, dtype, advice):
+    given = load_recipe(RLConfig, "configs/tiny.yaml", ["rollout.quantization=fp8"]).cfg.rollout
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", **found})
+    with pytest.raises(UserError, match=f"does not have on a CPU: {advice}$"):
+        quantized.check_quantization(given, dtype=dtype, on_gpu=False)
+    if "int8" in advice:
+        int8 = given.model_copy(update={"quantization": "int8"})
+        quantized.check_quantization(int8, dtype=dtype, on_gpu=False)

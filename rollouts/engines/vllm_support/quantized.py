@@ -25,8 +25,10 @@ FP8 = "fp8_per_channel"
 def check_quantization(rollout: RolloutConfig, *, dtype: str, on_gpu: bool) -> None:
     """Raise UserError for a format that this build of vLLM does not have, or not with a model of this dtype."""
     if rollout.quantization == "fp8" and not on_gpu:
+        has_int8 = has_int8_products() and not (dtype == "float32" and has_tiles())
+        advice = "set it to int8, or" if has_int8 else "leave it out, or set"
         raise UserError(
-            "rollout.quantization is fp8, which vLLM does not have on a CPU: set it to int8, or rollout.engine to hf"
+            f"rollout.quantization is fp8, which vLLM does not have on a CPU: {advice} rollout.engine to hf"
         )
     if rollout.quantization == "int8" and not on_gpu and not has_int8_products():
         raise UserError(
@@ -60,7 +62,9 @@ def has_int8_products() -> bool:
 def check_rounded(rollout: RolloutConfig, model: nn.Module) -> None:
     """Raise UserError for a mixture in int8. model: may be on the meta device."""
     if rollout.quantization == "int8" and list_blocks(model):
-        raise UserError("rollout.quantization=int8 rounds no experts of a mixture: set it to fp8, or leave it out")
+        raise UserError(
+            "rollout.quantization=int8 rounds no experts of a mixture: leave it out, or on a GPU set it to fp8"
+        )
 
 
 def quantization_args(config: EngineConfig) -> dict[str, Any]:
