@@ -1,8 +1,9 @@
 """Interface of trackers. Each tracker is a file, and imports its package only in `start`.
 
 A thread per tracker (driver/records/trackers/feeder.py) calls the methods in this order: `start` once, `metrics` and
-`samples` per step, `finish` once. An error is reported once, and the run continues without the tracker. After an error,
-or if a method hangs, `abandon` is called instead of `finish`.
+`samples` per step, `finish` once. An error is reported once. After one in `metrics` or `samples`, the call is made
+again before the next. After one in `start` or at the end, or if a method hangs, `abandon` is called instead of
+`finish`, and the run continues without the tracker.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,10 @@ from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 
 MAX_WAITING = 1000
 """Maximum number of queued calls. A call is a step's line of about 3 kB, or a table of samples."""
+
+
+Call = tuple[Callable[..., None], tuple[Any, ...]]
+"""Method of a tracker, and its arguments."""
 
 
 class Feeder:
@@ -33,12 +38,15 @@ class Feeder:
         """on_start: called by the thread after the tracker has started a run."""
         self.name, self.tracker, self.run, self.on_start = name, tracker, run, on_start
         self.failure = ""
-        """Reason why the tracker was dropped or is slow, as a sentence."""
+        """Reason why the tracker was dropped, fails or is slow, as a sentence."""
         self.dropped = False
         self.offered = self.delivered = 0
         """Lines of metrics."""
-        self._told = False
-        self._calls: queue.Queue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.Queue(max_waiting)
+        self._told = self._has_failed = False
+        self._max_waiting = max_waiting
+        self._undelivered: deque[Call] = deque()
+        """Calls in order, of which the first failed; the thread tries them again with the next."""
+        self._calls: queue.Queue[Call | None] = queue.Queue(max_waiting)
         # a daemon: a tracker that hangs must not keep the process
         self._thread = threading.Thread(target=self._deliver_all, name=f"tracker {name}", daemon=True)
 
@@ -97,6 +105,8 @@ class Feeder:
             return
         try:
             # The run never waits for a tracker: what does not fit is lost, and reported.
+            if len(self._undelivered) >= self._max_waiting:
+                raise queue.Full
             self._calls.put_nowait((call, given))
         except queue.Full:
             if not self.failure:
@@ -109,18 +119,33 @@ class Feeder:
             if identity is not None:
                 self.on_start(self.name, identity)
             while (item := self._calls.get()) is not None:
-                call, given = item
-                call(*given)
-                self.delivered += call == self.tracker.metrics
+                self._undelivered.append(item)
+                self._deliver()
         except BaseException as error:  # a border: a package of others, with its server, may raise anything
             self.dropped = True
-            self.failure = (
-                f"{self.name} failed and gets nothing more, the run goes on without it: "
-                f"{hide_secrets(name_error(error))}"
-            )
-            # An earlier sentence, that the tracker is slow, may have been told; this one replaces it.
-            self._told = False
+            self._tell_failure("failed and gets nothing more, the run goes on without it", error)
             self._abandon()
+
+    def _deliver(self) -> None:
+        """Make the calls that wait, in order, up to one that fails. Raises an error of the last, `finish`."""
+        while self._undelivered:
+            call, given = self._undelivered[0]
+            try:
+                call(*given)
+            except Exception as error:  # a border, as in _deliver_all
+                if self._undelivered[-1][0] == self.tracker.finish:
+                    raise
+                self._tell_failure("failed, and gets its lines again with those of the next step", error)
+                return
+            self._undelivered.popleft()
+            self.delivered += call == self.tracker.metrics
+
+    def _tell_failure(self, outcome: str, error: BaseException) -> None:
+        """Report a failure, unless one has been. An earlier sentence, that the tracker is slow, is replaced."""
+        if not self._has_failed:
+            self._has_failed = True
+            self.failure = f"{self.name} {outcome}: {hide_secrets(name_error(error))}"
+            self._told = False
 
     def _abandon(self) -> None:
         with suppress(BaseException):  # a border again; that it failed has been said
