@@ -46,6 +46,8 @@ class Loaded(Generic[C]):
     """File that defines the algorithm."""
     inherited: Mapping[str, Path] = field(default_factory=dict[str, Path])
     """Keys that the recipe has from its base recipes, each with the file."""
+    why_text: str = ""
+    """Reason why a model that sees is used for text, where model.images is auto."""
 
 
 def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> Loaded[C]:
@@ -84,12 +86,12 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
         if other := describe_other_value("alg.name", cfg.alg.get("name")):
             raise UserError(f"alg.name: {other}") from error
         raise
-    alg = validate(alg_class, cfg.alg, prefix="alg.")
+    alg, why_text = validate(alg_class, cfg.alg, prefix="alg."), ""
     if isinstance(cfg, RLConfig):
         # Only here are both known: the algorithm's section does not see `rollout`.
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         model = cfg.model
-        images = settle_images(
+        images, why_text = settle_images(
             model.images, model.path, engine=cfg.rollout.engine, trust_remote_code=model.trust_remote_code
         )
         cfg = cfg.model_copy(update={"model": model.model_copy(update={"images": images})})
@@ -106,7 +108,7 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
         check_keys(cfg, alg, given)
     # With the algorithm's defaults, so that config.yaml and a checkpoint contain every hyper-parameter.
     cfg = cfg.model_copy(update={"alg": alg.model_dump()})
-    return Loaded(cfg=cfg, alg=alg, alg_spec=spec)
+    return Loaded(cfg=cfg, alg=alg, alg_spec=spec, why_text=why_text)
 
 
 def with_forms(loaded: Loaded[C], train: Feed[Any], held_out: Feed[Any] | None) -> Loaded[C]:

@@ -123,7 +123,7 @@ def check_images(cfg: RLConfig | EvalConfig) -> None:
     """Raise UserError if the engine cannot run this family of models, or its images."""
     path, trusts = cfg.model.path, cfg.model.trust_remote_code
     # a recipe's value is settled when it is read
-    images = cfg.model.images if isinstance(cfg, RLConfig) else settle_eval_images(cfg)
+    images = cfg.model.images if isinstance(cfg, RLConfig) else settle_eval_images(cfg)[0]
     config = read_config(path, trust_remote_code=trusts)
     engine = load_engine_class(resolve_engine(cfg.rollout.engine))
     engine.check_family(config.model_type, path=path, dtype=cfg.model.dtype)

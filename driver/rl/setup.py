@@ -278,6 +278,8 @@ async def start_workers(
     The engines of a judge start before those of the policy.
     """
     cfg, earlier = prepared.loaded.cfg, prepared.checkpoint
+    if prepared.loaded.why_text:
+        context.console.say(prepared.loaded.why_text)
     # a checkpoint is <run folder>/checkpoints/<step>
     resumed = None if earlier is None else earlier.folder.parents[1]
     rollouts = prepared.rollouts.in_folder(context.folder.path, resumed)

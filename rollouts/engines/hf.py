@@ -35,6 +35,7 @@ from modeling.fixed_order import fixed_order
 from modeling.hf_config import needs_images
 from modeling.image_blocks import find_image_blocks
 from modeling.softmax import normalize
+from modeling.text_use import list_unused
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
 from rollouts.engines.hf_support.invariance import check_batch_invariance
 from rollouts.engines.hf_support.quantized import RoundedLinears, refuse_experts
@@ -108,7 +109,7 @@ class HfEngine(Engine):
         self.timeout_s, self.request_mode = config.timeout_s, config.pause_mode
         self.sleeper, self.aside, self.sleep_mode = Sleeper(), OffloadedStorages(), config.sleep
         self.version = -1  # until the first weight sync
-        self.n_updates = 0
+        self.n_updates, self.unused = 0, {*list_unused(self.model, config.images)}  # the trainer does not send these
         self.loaded: dict[str, int] = {}
         self.waiting: list[EngineRequest] = []
         self.running: asyncio.Task[None] | None = None
@@ -266,7 +267,8 @@ class HfEngine(Engine):
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Copy every tensor into the model. Raises RunStopped for a missing name or a wrong shape."""
         self.sleeper.check_loading()
-        own: dict[str, Tensor] = dict([*self.model.named_parameters(), *saved_buffers(self.model)])
+        held = [*self.model.named_parameters(), *saved_buffers(self.model)]
+        own: dict[str, Tensor] = {name: tensor for name, tensor in held if name not in self.unused}
         self.loaded = {}
         # a running batch sees the change, and rebuilds its cache
         self.n_updates += 1

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, PreTrainedModel
 
+import main_eval
 from algs.sft import SFT
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
@@ -48,6 +50,7 @@ from trainers.weight_sync.fingerprint import verify_sync
 from trainers.weight_sync.publisher import LocalWeightSync
 from unit_tests.helpers import seeing
 from unit_tests.helpers.engines import engine_config
+from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.image_models import say
 from unit_tests.helpers.plain_vision import (
     PARTS,
@@ -59,6 +62,7 @@ from unit_tests.helpers.plain_vision import (
     plain_logp,
     write_ids,
 )
+from unit_tests.helpers.runs import file_of, metrics_of
 from unit_tests.helpers.scripted_policy import Policy, check_exact, make_session
 
 pytestmark = pytest.mark.one_core
@@ -404,9 +408,40 @@ def test_gemma_is_used_for_text_where_the_engine_cannot_read_its_images(engine, 
             "reward": {"function": "arithmetic"},
         }
     )
-    assert settle_eval_images(evaluated) == images
+    assert settle_eval_images(evaluated)[0] == images
     text = evaluated.model_copy(update={"model": evaluated.model.model_copy(update={"images": "off"})})
-    assert settle_eval_images(text) == "off"
+    assert settle_eval_images(text) == ("off", ""), "who asks for it is told nothing"
+
+
+REFUSES = """
+from core.errors import UserError
+from rollouts.engines.hf import HfEngine
+
+class Mine(HfEngine):
+    @classmethod
+    def check_images(cls, config, *, path):
+        raise UserError("this engine draws images upside down: set model.images=off for text")
+"""
+
+
+@pytest.mark.parametrize("program", ["training", "evaluation"])
+def test_a_run_says_why_a_model_that_sees_gets_text_only(program, tmp_path, trained, recipe, sums, capfd):
+    seeing_model = {"path": seeing.save_model(tmp_path, "gemma3"), "dtype": "float32"}
+    rollout = {"engine": file_of(tmp_path / "mine.py", REFUSES), "max_new_tokens": 4}
+    if program == "training":
+        folder = trained({"model": seeing_model, "rollout": rollout, "data.template": "plain", "steps": 1})
+        assert metrics_of(folder)[0]["train/mismatch/abs_logp"] < BOUND
+    else:
+        data = {"sets": [{"path": str(sums / "eval.parquet"), "rows": 2}], "max_prompt_tokens": 32, "template": "plain"}
+        whole = {"name": "e", "backend": "local", "run_dir": str(tmp_path / "runs"), "model": seeing_model}
+        whole |= {"data": data, "rollout": rollout, "reward": {"function": "arithmetic", "workers": 1}}
+        (tmp_path / "eval.yaml").write_text(yaml.safe_dump(whole))
+        assert run_here(main_eval, "--config", str(tmp_path / "eval.yaml")) == (0, "")
+    lines = capfd.readouterr().out.splitlines()
+    assert (
+        "the model is used for text only, as with model.images=off: this engine draws images upside down: set "
+        "model.images=off for text"
+    ) in lines, lines
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     check_room(cfg)
     check_images(cfg)
     check_rounded(cfg.model, cfg.rollout)
-    images = settle_eval_images(cfg)
+    images, _ = settle_eval_images(cfg)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts, images=images)
     plan = plan_engines(cfg, model)
     check_reward_and_env(cfg, plan)
@@ -187,7 +187,7 @@ def explain_eval(cfg: EvalConfig) -> str:
         path=cfg.model.path,
         dtype=cfg.model.dtype,
         trust_remote_code=cfg.model.trust_remote_code,
-        images=settle_eval_images(cfg),
+        images=settle_eval_images(cfg)[0],
     )
     # the hub is not asked: a recipe is explained at once
     is_here = os.path.isdir(cfg.model.path)
@@ -203,6 +203,8 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
     write_whole(folder / SETTINGS, json.dumps(prepared.settings, indent=1) + "\n")
     if prepared.resumed is not None:
         copy_parts(prepared.resumed.folder, folder)
+    if why_text := settle_eval_images(cfg)[1]:
+        context.console.say(why_text)
     writer = PartWriter(folder, prompts_per_part=cfg.prompts_per_part)
     for one in prepared.sets:
         for note in one.notes:
