@@ -48,7 +48,7 @@ HEAD = ("algorithm", "seed", "reward at first", "best", f"steps to {GOAL:g}", "s
 STEPS = 32
 """At most: a run ends at the step that reaches the goal."""
 TEACHER = "GRPO"
-"""Trains on to its last step, and then teaches distillation."""
+"""Trains on to its last step where a row of the same call distils it."""
 
 
 def of_recipe(name: str) -> dict[str, Any]:
@@ -197,14 +197,15 @@ def teach(folder: Path, rows: str, saved: str, *more: str) -> None:
     quietly(work)
 
 
-def learn(name: str, seed: int, folder: Path) -> Row:
-    """Train the warmed-up model by a row of MATRIX; the model is saved under the row's name."""
+def learn(name: str, seed: int, folder: Path, teaches: bool = False) -> Row:
+    """Train the warmed-up model by a row of MATRIX, to the goal; one that teaches to its last step, and save it."""
     alg = dict(MATRIX[name])
+    teacher = folder / f"{TEACHER}-{seed}"
     if alg.get("teacher") == TEACHER:
-        alg["teacher"] = str(folder / f"{TEACHER}-{seed}")
+        alg["teacher"] = str(teacher)
         # the teacher is the model that GRPO trained with the same seed
-        if not Path(alg["teacher"]).exists():
-            learn(TEACHER, seed, folder)
+        if not teacher.exists():
+            learn(TEACHER, seed, folder, teaches=True)
     sources = [
         {"name": source, "path": str(folder / "data" / f"{source}.parquet")} for source in SOURCES.get(name, ["train"])
     ]
@@ -214,7 +215,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
         "rollout.engine": "hf",
         "weight_sync.lora": "merged",
         "run_dir": run_dir,
-        "save_to": folder / f"{name}-{seed}",
+        "save_to": teacher if teaches else "null",
         "model.path": folder / ("hinted" if name in HINTED else "warm"),
         "data.train": json.dumps(sources),
         "data.eval": "null",
@@ -238,7 +239,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
             async def log_until_there(step: int, groups: list[Group], metrics: dict[str, float]) -> None:
                 await log(step, groups, metrics)
                 # of all drawn groups: dynamic sampling leaves the solved ones out of reward/mean
-                if metrics["reward/mean_drawn"] >= GOAL and name != TEACHER:
+                if metrics["reward/mean_drawn"] >= GOAL and not teaches:
                     raise Reached
 
             run.log = log_until_there
@@ -265,10 +266,12 @@ def learn_all(names: list[str], seeds: list[int], folder: Path) -> Iterator[Row]
     if HINTED & {*names} and not (folder / "hinted").exists():
         warm_up_with_hints(folder)
     tasks = list(product(seeds, names))
+    is_taught = any(MATRIX[name].get("teacher") for name in names)
+    teaches = [is_taught and name == TEACHER for _, name in tasks]
     # not fork: torch's threads do not survive it
     spawn = get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from pool.map(learn, [n for _, n in tasks], [s for s, _ in tasks], repeat(folder))
+        yield from pool.map(learn, [n for _, n in tasks], [s for s, _ in tasks], repeat(folder), teaches)
 
 
 def list_cells(row: Row) -> list[str]:

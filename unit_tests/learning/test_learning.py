@@ -9,7 +9,7 @@ from algs import list_algorithms
 from tools.benchmarks import supervised_matrix
 from tools.benchmarks.learning_matrix import GOAL, MATRIX, Row, learn_all, warm_up
 
-pytestmark = pytest.mark.timeout(3600)  # all of them learn in the first test's set-up
+pytestmark = [pytest.mark.one_core, pytest.mark.timeout(3600)]  # all of them learn in the first test's set-up
 
 FIRST = {alg.get("name", "by_source"): row for row, alg in reversed(MATRIX.items())}
 """Row of every file of algs/."""
