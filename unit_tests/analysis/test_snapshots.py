@@ -60,6 +60,7 @@ def test_one_process_reproduces_two_deepspeed_ranks_and_the_shadow_agrees(traine
     assert len(snapshot.manifest.updates[0].bins) == 2
 
 
+@pytest.mark.one_core
 def test_a_snapshot_that_a_killed_run_did_not_complete_is_ignored(recipe, tmp_path):
     """The run is held at the second file of a snapshot by a pipe that nobody reads, and is killed there."""
     command = [sys.executable, "main_rl.py", "--config", recipe({"capture.every": 30, "steps": 1000})]

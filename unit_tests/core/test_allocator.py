@@ -49,12 +49,14 @@ def measure_peak(how: str, what: str) -> int:
     return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_chunks_of_the_head_take_the_memory_of_a_few():
     kept, mapped = measure_peak("kept", "logits"), measure_peak("mapped", "logits")
     assert mapped < 150 < kept, (mapped, kept)
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_the_gradient_of_the_heads_weight_is_added_up_in_place():
     apart, in_place = measure_peak("apart", "weight"), measure_peak("mapped", "weight")

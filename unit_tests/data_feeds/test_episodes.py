@@ -187,6 +187,7 @@ def test_a_null_of_a_recorded_run_was_written(qwen, tmp_path):
     assert prompt.tools == [tool] and prompt.recorded[0].messages[0]["tool_calls"] == [call]
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_recorded_run_is_replayed_as_data(tmp_path, recipe):
     # a reward that reads another column of the row

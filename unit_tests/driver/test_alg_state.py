@@ -87,6 +87,8 @@ def test_a_state_moves_once_per_step_and_is_logged_as_the_step_used_it(moving, t
     assert not any("recent" in name for name in rows[0]), "arrays are in the checkpoint"
 
 
+@pytest.mark.one_core
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_killed_run_with_a_state_goes_on_as_if_nothing_had_been(moving, tmp_path):
     path = moving()

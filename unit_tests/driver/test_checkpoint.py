@@ -182,6 +182,8 @@ asyncio.run(write_checkpoint(Path(sys.argv[1]), Local(Deadly()), stand))
 """
 
 
+@pytest.mark.one_core
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
     home = tmp_path / "checkpoints"
@@ -467,6 +469,8 @@ class Mortal(SFT):
 """
 
 
+@pytest.mark.one_core
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_been(recipe, tmp_path):
     (tmp_path / "mortal.py").write_text(MORTAL)

@@ -20,6 +20,8 @@ time.time_ns = lambda: int(time.time() * 1e9)
 """An hour on, then two hours back, with every look at the clock."""
 
 
+@pytest.mark.one_core
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_clock_that_jumps_by_an_hour_changes_nothing(recipe, tmp_path: Path, sums: Path):
     (tmp_path / "site").mkdir()

@@ -251,6 +251,8 @@ def test_too_many_failures_stop_it_with_all_samples_kept(eval_recipe, tmp_path, 
     assert code == 2 and "is complete" in err
 
 
+@pytest.mark.one_core
+@pytest.mark.one_core
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_evaluation_killed_in_the_middle_and_resumed_has_the_same_table(eval_recipe, tmp_path):

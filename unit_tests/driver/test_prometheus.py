@@ -66,6 +66,8 @@ def test_a_port_that_is_taken_is_one_sentence_before_the_start():
         check_trackers(["prometheus"], TrackingConfig(prometheus_port=port, prometheus_host="192.0.2.1"))
 
 
+@pytest.mark.one_core
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_run_shows_its_numbers_while_it_lasts(recipe):
     port, seen = find_free_port(), list[dict[str, float]]()

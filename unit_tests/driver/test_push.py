@@ -113,6 +113,8 @@ def test_a_run_without_a_network_is_refused(refused, monkeypatch):
     refused({"push_to": "a/b/c"}, "push_to", kind="sl")
 
 
+@pytest.mark.one_core
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_the_model_is_pushed_after_it_is_saved(recipe, tmp_path):
     with serving(Hub()) as hub:

@@ -41,6 +41,7 @@ from unit_tests.helpers.runs import (
 pytestmark = pytest.mark.timeout(600)  # in a new environment vLLM first compiles for a minute and more
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 @pytest.mark.usual
 def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums):
@@ -83,6 +84,7 @@ def score(prompt, messages):
 """
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_reward_that_fails_costs_its_samples_not_the_run(trained, tmp_path):
     changes = {
@@ -103,6 +105,7 @@ def test_a_reward_that_fails_costs_its_samples_not_the_run(trained, tmp_path):
     assert metrics["rollout/failed"] == len(failed) and metrics["reward/mean"] == 1.0, "not counted as zero"
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_one_sentence(recipe):
     done = program(recipe({"backend": "ray", "ray_address": "127.0.0.1:1"}))
@@ -111,6 +114,7 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(recipe):
     assert "ray_address=127.0.0.1:1" in line and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_path):
     code, err = run_here(
@@ -124,6 +128,7 @@ def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_pa
     assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"].startswith("stopped")
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 @pytest.mark.parametrize(("answer", "code"), [("continue", 0), pytest.param("q", 130, marks=pytest.mark.verify)])
 def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path, answer, code):
@@ -172,6 +177,7 @@ class Hiccup(GRPO):
 """
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_an_update_that_is_not_finite_is_skipped_and_said_so(trained, tmp_path):
     metrics = metrics_of(trained({"alg": {"file": file_of(tmp_path / "hiccup.py", HICCUP)}, "steps": 3}))
@@ -179,6 +185,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_said_so(trained, tmp_path):
     assert ["train/loss" in m for m in metrics] == [True, False, True], "no number of an update that was not made"
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_groups_without_signal_are_drawn_again_and_never_for_ever(trained, recipe, tmp_path):
     changes = {"alg.dynamic_sampling": True, "steps": 1, "trainer.lr": 1e-3}
@@ -216,6 +223,7 @@ class Engine(HfEngine):
 '''
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_environments_and_engines_of_ones_own_are_found_by_path(trained, tmp_path):
     changes = {
@@ -259,6 +267,7 @@ class DRO(GroupRelative):
 '''
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_paper_that_the_library_lacks_is_one_file_and_its_recipe(trained, tmp_path):
     """Its gradient is the oracle's, and its recipe trains; nothing else is edited."""
@@ -464,6 +473,7 @@ def test_a_signal_before_the_first_step_ends_the_run_too(recipe, tmp_path, when)
         time.sleep(0.1)
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_reader_that_closes_the_output_is_told_so(recipe, tmp_path):
     run = start(recipe({"steps": 100_000}))
@@ -492,6 +502,7 @@ def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, numb
     assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"] == "interrupted"
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 @pytest.mark.usual
 def test_supervised_loss_falls_and_is_a_token_mean(trained, sums):
@@ -503,6 +514,7 @@ def test_supervised_loss_falls_and_is_a_token_mean(trained, sums):
     assert [*evaluations_of(folder)] == [0, 6, 12]
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rl", "sl"])
 def test_a_mixture_tells_what_it_drew_from_whom(recipe, tmp_path, sums, kind, capsys):

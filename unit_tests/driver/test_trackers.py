@@ -494,6 +494,7 @@ def check_tensorboard(folder: Path, lines: list[dict[str, float]]) -> None:
     assert {"config/text_summary", "samples/text_summary", "outcome/text_summary"} <= set(events.Tags()["tensors"])
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(
@@ -539,6 +540,7 @@ def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(
     check_tensorboard(folders[0], lines)
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_what_a_resumed_run_changes_moves_on_with_every_resume(server, tmp_path):
     """MLflow keeps a parameter as it was first; the tags beside it say what the newest run has."""
@@ -558,6 +560,7 @@ def test_what_a_resumed_run_changes_moves_on_with_every_resume(server, tmp_path)
         assert int(tags.get("resumed.steps", "2")) == steps and "resumed.seed" not in tags
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_long_values_and_odd_names_are_as_mlflow_takes_them(server, tmp_path, monkeypatch):
     """Also where MLflow has been told to refuse them."""
@@ -594,6 +597,7 @@ def score(prompt, messages):
 """
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_server_that_dies_costs_one_warning(recipe, tmp_path, server, monkeypatch, capfd):

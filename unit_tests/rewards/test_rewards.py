@@ -555,6 +555,7 @@ def read_golds() -> list[tuple[str, str, float]]:
     return found
 
 
+@pytest.mark.one_core
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_math_verify_pays_equal_answers_and_no_others(every: int) -> None:
     pairs = read_golds()

@@ -176,6 +176,7 @@ def test_a_run_with_an_agent_takes_more_samples_than_episodes(trained, tmp_path)
     check_run(trained(changes))
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_an_evaluation_with_an_agent_has_one_row_per_episode(tmp_path, tiny_path, sums):
     pytest.importorskip("openai")

@@ -18,7 +18,11 @@ KINDS = {
     "python": r"test: (fast|slow|verify)|file: \S+|test: skip: .+",
     "yaml": r"test: (supervised )?recipe|file: \S+",
 }
-MARKS = {"fast": (), "slow": (pytest.mark.slow,), "verify": (pytest.mark.verify, pytest.mark.timeout(1800))}
+MARKS = {
+    "fast": (),
+    "slow": (pytest.mark.slow, pytest.mark.one_core),
+    "verify": (pytest.mark.verify, pytest.mark.timeout(1800)),
+}
 
 
 def stories() -> list:

@@ -218,6 +218,7 @@ def test_the_rows_run_where_only_the_packages_that_they_ask_for_are(tmp_path):
     assert said.endswith(f"{len(ROWS) - 1 - len(absent) - 1} ok, 0 failed, {len(absent) + 1} not run\n"), said
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["zero 3", *(pytest.param(way, marks=pytest.mark.verify) for way in ranks.WAYS if way != "zero 3")]

@@ -87,6 +87,7 @@ def plant(repository: Path, *entries: dict[str, str]) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_survivors_are_told_and_the_repository_stays_as_it_is(repository):
     done = plant(repository, NOTICED, SURVIVES, CANNOT_TELL)
@@ -131,6 +132,7 @@ def test_half():
 """
 
 
+@pytest.mark.one_core
 @pytest.mark.slow
 def test_a_bug_by_which_nothing_can_be_imported_is_noticed(repository):
     broken = Mutant(
