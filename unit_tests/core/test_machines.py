@@ -186,7 +186,7 @@ def test_a_cluster_packs_trainers_keeps_engines_whole_and_refuses_a_lack(tmp_pat
             asyncio.run(cluster.reserve(more, timeout_s=1.0))
         machines.remove_node(large)
         with pytest.raises(CallFailed, match="its machine is gone, and the cluster has no other place for it"):
-            asyncio.run(engines.with_deadline(5.0, key="timeout_s").restart(0))
+            asyncio.run(engines.with_deadline(2.0, key="timeout_s").restart(0))
     finally:
         cluster.close()
         ray.shutdown()

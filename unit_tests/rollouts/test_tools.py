@@ -493,7 +493,7 @@ class SlowDesk(ToolEnv):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_the_episodes_of_a_step_on_ray_wait_for_slow_tools_together(trained, tmp_path):
     """A call returns a second after the last of all 64 has begun: if any two had to wait for each other, none would."""
     tiny_model.make(tmp_path / "tools", tools=True)

@@ -152,12 +152,10 @@ def test_an_adapter_is_exchanged_under_tokens_keep(tmp_path: Path, tensor_parall
     lab.close()
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("transport", "zero", "ranks", "tp"),
-    [
-        ("direct", 1, 1, 1),
-        *(pytest.param(t, 3, 2, 2, marks=pytest.mark.verify) for t in ("gloo", "direct", "disk")),
-    ],
+    [("direct", 1, 1, 1), *((transport, 3, 2, 2) for transport in ("gloo", "direct", "disk"))],
 )
 def test_a_run_sends_the_adapter_alone(recipe, tmp_path, tiny_path, transport, zero, ranks, tp):
     changes = {

@@ -23,6 +23,8 @@ from core.types.allowed_tokens import AllowedTokens
 from core.types.samples import Prompt
 from driver.load_recipe import load_recipe
 from driver.records.episode_metrics import measure_counts
+from driver.start.rollouts import plan_rollouts
+from driver.start.weight_sync import choose_scope
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.drafts import read_drafts
@@ -176,6 +178,17 @@ def test_an_adapter_in_float32_is_refused_on_a_gpu_before_the_start():
         load_recipe(RLConfig, TINY, [*adapter, "backend=ray", "device=cuda"])
     load_recipe(RLConfig, TINY, [*adapter, "backend=ray", "device=cuda", "model.dtype=bfloat16"])
     load_recipe(RLConfig, TINY, [*adapter, "backend=ray"])
+
+
+@pytest.mark.parametrize("sent", ["adapter", "merged"])
+def test_engines_are_told_whether_the_adapter_comes_alone(recipe, sent):
+    """`make verify` runs it: test_vllm_adapter.py."""
+    changes = {"backend": "ray", "rollout.engine": "vllm", "model.lora": {"r": 3}, "weight_sync.lora": sent}
+    cfg = load_recipe(RLConfig, recipe(changes), []).cfg
+    plan = plan_rollouts(cfg)
+    assert plan.engine.starts_empty == (sent == "merged"), "whether vLLM reads the weights of the files itself"
+    assert (plan.engine.lora and plan.engine.lora.r) == (3 if sent == "adapter" else None)
+    assert choose_scope(cfg, plan) == ("adapter" if sent == "adapter" else "files")
 
 
 def test_drafts_of_all_replies_are_metrics_of_the_step():
