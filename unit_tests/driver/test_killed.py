@@ -143,7 +143,7 @@ CASES = {
     "hf": (
         {"module": "rollouts.engines.hf", "engine": "HfEngine"},
         {},
-        ["engine/generation", "engine/sync", "trainer/sync"],  # the last needs a checkpoint
+        ["engine/generation", "engine/sync", "engine/checkpoint", "trainer/sync"],  # the last needs a checkpoint
     ),
     "vllm": (
         {"module": "rollouts.engines.vllm", "engine": "VllmEngine"},
@@ -165,7 +165,7 @@ def test_killing_processes_at_every_moment_changes_no_number_of_a_run(recipe, tm
         file = tmp_path / f"{key.replace('.', '_')}.py"
         file.write_text(STRIKES.format(**parts, mine=mine.format(**parts)))
         own[key] = {"file": str(file)} if key == "alg" else str(file)
-    path = recipe(EXACT | own | changes | {"steps": 5 if engine == "hf" else 20, "rollout.restarts": len(orders)})
+    path = recipe(EXACT | own | changes | {"steps": 6 if engine == "hf" else 20, "rollout.restarts": len(orders)})
     (tmp_path / "orders").write_text(" ".join(orders))
     run = start(path, tmp_path / "struck", "on_failure=resume", f"max_resumes={len(orders)}")
     out, err = (said.decode() for said in run.communicate())
