@@ -37,6 +37,8 @@ UNSEEN: dict[str, tuple[str, ...]] = {
 """Test files of code that runs where coverage cannot write: in a sandbox."""
 FILE_S = 0.3
 """Seconds to import a test file."""
+LONG_S = 2.0
+"""Seconds from which the cases of a parametrized test are chosen one by one."""
 FILE_TIMEOUT_S = 1200.0
 """Seconds that a test file may take under coverage."""
 
@@ -68,28 +70,37 @@ class Record:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each test function, over all its parameters, by its name as pytest takes it."""
+        """Seconds of each test function over all its cases, and of each case, by the name as pytest takes it."""
         found: defaultdict[str, float] = defaultdict(float)
         for case in self._cases:
-            found[name_of(case)] += float(case.attrib["time"])
+            for name in {name_of(case), full_name_of(case)}:
+                found[name] += float(case.attrib["time"])
         return found
 
-    def find_tests(self, file: str, line: int, budget_s: float) -> list[str]:
-        """Return the test functions that run a line, those of the same folder first, by file, the short ones first.
+    def _as_asked(self, case: str) -> str:
+        """Return the name by which a case is asked: its own if all of its function take long, else the function's."""
+        function = function_of(case)
+        is_long = self.seconds.get(function, 0.0) > LONG_S and case in self.seconds
+        return case if is_long else function
 
-        A line that runs at import only is seen by every test that runs another line of the file. budget_s: seconds
-        that the tests may take together; one test is returned in any case.
+    def find_tests(self, file: str, line: int, budget_s: float) -> list[str]:
+        """Return the tests that run a line, those of the same folder first, by file, the short ones first.
+
+        They are functions, or cases of those that take long. A line that runs at import only is seen by every test
+        that runs another line of the file. budget_s: seconds that the tests may take together; one test is returned in
+        any case.
         """
         by_line = self._of_file(file)
         span = find_span(self._tree_of(file), line)
         tests = {test for at in span for test in by_line.get(at, set())}
         for part, homes in UNSEEN.items():
             if file.startswith(part):
-                tests = {test for test in self.seconds if test.startswith(homes)}
+                names = {full_name_of(case) for case in self._cases}
+                tests = {self._as_asked(name) for name in names if name.startswith(homes)}
         if self._runs_at_import(file, line):
             tests = tests | {test for seen in by_line.values() for test in seen}
         home = f"unit_tests/{file.split('/')[0]}/"
-        tests -= self.failed
+        tests = {test for test in tests if function_of(test) not in self.failed}
         by_file: defaultdict[str, float] = defaultdict(float)
         for test in tests:
             by_file[test.partition("::")[0]] += self.seconds.get(test, 0.0)
@@ -101,9 +112,10 @@ class Record:
         chosen: list[str] = []
         spent, opened = 0.0, set[str]()
         for test in sorted(tests, key=order):
-            spent += self.seconds.get(test, 0.0) + (0.0 if test.partition("::")[0] in opened else FILE_S)
-            if chosen and spent > budget_s:
-                break
+            cost = self.seconds.get(test, 0.0) + (0.0 if test.partition("::")[0] in opened else FILE_S)
+            if chosen and spent + cost > budget_s:
+                continue
+            spent += cost
             chosen.append(test)
             opened.add(test.partition("::")[0])
         return chosen
@@ -121,7 +133,7 @@ class Record:
         for data in self._data:
             for line, contexts in data.contexts_by_lineno(file).items():
                 # a context is test|phase, or nothing at import
-                found[line] |= {c.partition("[")[0].partition("|")[0] for c in contexts if c}
+                found[line] |= {self._as_asked(c.rpartition("|")[0]) for c in contexts if c}
         return found
 
     def _tree_of(self, file: str) -> ast.Module:
@@ -155,6 +167,11 @@ def find_span(tree: ast.Module, line: int) -> range:
     return min(spans, key=len, default=range(line, line + 1))
 
 
+def function_of(test: str) -> str:
+    """Return the name of the function of a case, as pytest takes it."""
+    return test.partition("[")[0]
+
+
 def name_of(case: ElementTree.Element) -> str:
     """Return the name of a test function, as pytest takes it, of a case of tests.xml."""
     *packages, name = case.attrib["classname"].split(".")
@@ -162,6 +179,11 @@ def name_of(case: ElementTree.Element) -> str:
     inside = f"::{name}" if name[0].isupper() else f"/{name}"
     file = "/".join(packages) + (f".py{inside}" if name[0].isupper() else f"{inside}.py")
     return f"{file}::{case.attrib['name'].partition('[')[0]}"
+
+
+def full_name_of(case: ElementTree.Element) -> str:
+    """Return the name of a case of tests.xml, with its parameters."""
+    return name_of(case) + "".join(case.attrib["name"].partition("[")[1:])
 
 
 def record(root: Path, kept: Path, tier: Tier, *, folders: Iterable[str] = (), modules: Iterable[str] = ()) -> Record:
