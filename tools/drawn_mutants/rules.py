@@ -57,6 +57,8 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
 }
 SYMMETRIC = {"min", "max", "minimum", "maximum", "equal", "isclose", "allclose"}
 """Functions that do not tell their arguments apart."""
+LARGE = 32
+"""From here on a whole number is a size, a limit or a code: nobody is off by one, and nobody would notice."""
 AXES = ("dim", "axis")
 
 
@@ -113,8 +115,10 @@ def list_code(tree: ast.AST) -> Iterator[ast.AST]:
                 continue
             case ast.keyword(arg=str(name)) if name in _NEEDED:
                 continue
-            case ast.Subscript(value=ast.Name(id="Callable")):
+            case ast.Subscript(value=ast.Name(id="Callable" | "Literal")):
                 continue
+            case ast.Assign(targets=[ast.Name(id="__all__")]):
+                continue  # read by a star import only
             case ast.Raise():
                 yield node  # the statement, not its sentence
                 continue
@@ -180,6 +184,8 @@ def change_constant(node: ast.AST, at: Places) -> Iterator[Edit]:
     match node:
         case ast.Constant(value=bool(value)):
             yield at.replace("constant", node, str(not value))
+        case ast.Constant(value=int(value)) if value >= LARGE:
+            yield at.replace("constant", node, str(value * 2 + 1))
         case ast.Constant(value=int(value)):
             yield at.replace("off by one", node, str(value + 1))
             if value > 0:
