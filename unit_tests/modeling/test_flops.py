@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from algs.base import Algorithm
+from algs.ppo import PPO
+from algs.sft import SFT
 from configs.schema import RLConfig
-from configs.trainer_schema import LoraConfig
+from configs.trainer_schema import LoraConfig, TrainerConfig
+from data_feeds.packing.batches import pack
 from driver.load_recipe import load_recipe
 from driver.records.speed import measure_speed
 from modeling.flops import TrainingFlops, count_training_flops
 from modeling.lora import with_adapter
-from trainers.utilization import measure_peak
+from trainers.utilization import Utilization, measure_peak
+from unit_tests.helpers.examples import sample_of
 from unit_tests.helpers.models import random_model
 from unit_tests.helpers.runs import metrics_of
 
@@ -89,3 +98,39 @@ def test_a_run_says_how_much_of_the_peak_it_reached(trained):
     assert line["mfu"] == pytest.approx(line["tflops"] / (line["time/train_s"] * 0.01))
     assert line["tokens_per_s_per_device"] == line["tokens_per_s"] and 0 < line["tflops"] < 0.01
     assert 1e-4 < measure_peak("cpu", torch.float32) < 100
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """What is trained, and for which algorithm."""
+
+    policy: Any
+    critic: Any
+    alg: Algorithm
+    device: str = "cpu"
+    cfg: TrainerConfig = TrainerConfig(peak_tflops=7.0)
+    ranks: int = 2
+
+    def sum_over_rows(self, values: torch.Tensor) -> torch.Tensor:
+        return self.ranks * values
+
+
+@pytest.mark.parametrize(
+    ("alg", "valued", "share"), [(SFT(), False, 1), (PPO(), True, 2), (PPO(critic_warmup=1), True, 1 + 1 / 3)]
+)
+def test_a_step_counts_the_operations_of_its_batches_on_all_ranks(alg, valued, share):
+    """Torch counts all 36 pairs; ours are a token and those before it: 1 + .. + 6, and with a window of 4 three less."""
+    model = random_model("gemma2", sliding_window=4)
+    learner = SimpleNamespace(model=model)
+    seen = Utilization(OneRank(policy=learner, critic=learner if valued else None, alg=alg))
+    trained = [n > LENGTH - LABELS for n in range(LENGTH + 1)]  # the last token is predicted, and predicts none
+    batch = SimpleNamespace(batch=pack([sample_of([5] * (LENGTH + 1), trained)], [1.0]))
+    per = count_training_flops(model)
+    once = count(model) - per.per_pair * (LENGTH**2 - 21) - per.per_near_pair * (LENGTH**2 - 18)
+    for n_batches in (1, 3):  # a step begins at zero
+        seen.begin_step()
+        for _ in range(n_batches):
+            seen.on_batch(batch)
+        assert seen.finish() == {}
+        assert seen.read_tflops() * 1e12 == pytest.approx(n_batches * OneRank.ranks * once * share)
+    assert seen.find_peak("float32") == 7.0, "as the recipe names it"
