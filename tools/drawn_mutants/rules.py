@@ -122,6 +122,9 @@ def list_code(tree: ast.AST) -> Iterator[ast.AST]:
             case ast.Raise():
                 yield node  # the statement, not its sentence
                 continue
+            case ast.BinOp() if is_number(node):
+                yield node  # one number, such as 2**20, and not two
+                continue
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield from (deep for part in node.body for deep in list_under(part))
             case ast.AnnAssign(value=value):
@@ -131,6 +134,13 @@ def list_code(tree: ast.AST) -> Iterator[ast.AST]:
             case _:
                 yield node
                 yield from list_code(node)
+
+
+def is_number(node: ast.AST) -> bool:
+    """Return whether an expression computes one number of others."""
+    if isinstance(node, ast.BinOp):
+        return is_number(node.left) and is_number(node.right)
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
 
 def list_under(node: ast.AST) -> Iterator[ast.AST]:
@@ -192,6 +202,8 @@ def change_constant(node: ast.AST, at: Places) -> Iterator[Edit]:
                 yield at.replace("off by one", node, str(value - 1))
         case ast.Constant(value=float(value)):
             yield at.replace("constant", node, repr(value * 2 + 1))
+        case ast.BinOp() if is_number(node):
+            yield at.replace("constant", node, f"({at.text(node)}) * 2 + 1")
         case _:
             pass
 

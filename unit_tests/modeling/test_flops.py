@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -108,8 +108,8 @@ class OneRank:
     critic: Any
     alg: Algorithm
     device: str = "cpu"
-    cfg: TrainerConfig = TrainerConfig(peak_tflops=7.0)
-    ranks: int = 2
+    cfg: ClassVar[TrainerConfig] = TrainerConfig(peak_tflops=7.0)
+    ranks: ClassVar[int] = 2
 
     def sum_over_rows(self, values: torch.Tensor) -> torch.Tensor:
         return self.ranks * values
@@ -119,7 +119,7 @@ class OneRank:
     ("alg", "valued", "share"), [(SFT(), False, 1), (PPO(), True, 2), (PPO(critic_warmup=1), True, 1 + 1 / 3)]
 )
 def test_a_step_counts_the_operations_of_its_batches_on_all_ranks(alg, valued, share):
-    """Torch counts all 36 pairs; ours are a token and those before it: 1 + .. + 6, and with a window of 4 three less."""
+    """Torch counts all 36 pairs; ours are a token and those before it, 1 + .. + 6, or at most 4 in a window."""
     model = random_model("gemma2", sliding_window=4)
     learner = SimpleNamespace(model=model)
     seen = Utilization(OneRank(policy=learner, critic=learner if valued else None, alg=alg))

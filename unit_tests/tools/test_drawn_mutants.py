@@ -15,7 +15,7 @@ CASES = {
     "dropped not": ("y = not a", ["y = bool(a)"]),
     "and, or": ("y = a and b", ["y = a or b"]),
     "off by one": ("y = f(3)", ["y = f(2)", "y = f(4)"]),
-    "constant": ("y = 0.5, 64", ["y = 0.5, 129", "y = 2.0, 64"]),
+    "constant": ("y = 0.5, 64, 2**9", ["y = 0.5, 129, 2**9", "y = 0.5, 64, (2**9) * 2 + 1", "y = 2.0, 64, 2**9"]),
     "operator": ("y = a * b", ["y = a / b"]),
     "swapped operands": ("y = a - b", ["y = (b) - (a)"]),
     "dropped statement": ("total += x", ["pass"]),
