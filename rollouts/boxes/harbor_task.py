@@ -45,19 +45,19 @@ class HarborTask:
 
     folder: Path
     instruction: str
-    image: str = ""
+    image: str
     """Image of the environment. "": none is named."""
-    cpus: int = 1
-    memory_mib: int = 2048
-    disk_mib: int = 10240
-    work_folder: str = ""
-    network: bool = False
+    cpus: int
+    memory_mib: int
+    disk_mib: int
+    work_folder: str
+    network: bool
     """allow_internet of [environment]."""
     environment: Mapping[str, str]
     """Variables of the box."""
-    agent_s: float | None = None
+    agent_s: float | None
     """Seconds for the policy. None: no limit."""
-    verifier_s: float = 600.0
+    verifier_s: float
     verifier_environment: Mapping[str, str]
 
     def list_tests(self) -> dict[str, bytes]:

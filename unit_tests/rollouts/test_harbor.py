@@ -14,7 +14,7 @@ from configs.agent_schema import TIMEOUTS
 from core.errors import UserError
 from core.types.samples import Prompt
 from data_prep import boxed_tasks, harbor
-from rollouts.boxes.harbor_task import NoReward, read_rewards, read_task
+from rollouts.boxes.harbor_task import HarborTask, NoReward, read_rewards, read_task
 from rollouts.envs.harbor import Harbor, find_fault
 from unit_tests.helpers.agents import play as play_policy
 from unit_tests.helpers.episodes import calls_of
@@ -210,13 +210,85 @@ def test_what_a_verifier_may_write():
         read_rewards(b"1", b"0")
 
 
+def test_a_difference_of_the_two_files_is_borne_up_to_a_hundredth():
+    assert read_rewards(b"0.5", b"0.5099") == {"reward": 0.5}
+    for text in (b"0.5101", b"0.4899"):
+        with pytest.raises(NoReward, match="differ"):
+            read_rewards(b"0.5", text)
+    assert read_rewards(None, b" 0.5\n") == read_rewards(b'{"reward": 0.5}', None) == {"reward": 0.5}
+
+
+ALL_SETTINGS = """[environment]
+docker_image = "debian@sha256:1"
+cpus = 1.5
+memory = "1.5G"
+storage_mb = 64.0
+workdir = "/src"
+allow_internet = true
+env = {A = "${FEYNRL_GIVEN}/a", B = "${FEYNRL_LACKING:-b}", C = 3}
+[agent]
+timeout_sec = 12
+[verifier]
+timeout_sec = 0.5
+env = {D = "${FEYNRL_GIVEN:-d}"}
+"""
+DEFAULTS = {
+    **{"image": "", "cpus": 1, "memory_mib": 2048, "disk_mib": 10240, "work_folder": "", "network": False},
+    **{"environment": {}, "agent_s": None, "verifier_s": 600.0, "verifier_environment": {}},
+}
+READ = {
+    **{"image": "debian@sha256:1", "cpus": 2, "memory_mib": 1536, "disk_mib": 64, "work_folder": "/src"},
+    **{"network": True, "environment": {"A": "here/a", "B": "b", "C": "3"}, "agent_s": 12, "verifier_s": 0.5},
+    **{"verifier_environment": {"D": "here"}},
+}
+
+
+@pytest.mark.parametrize(("toml", "settings"), [("", DEFAULTS), (ALL_SETTINGS, READ)], ids=["none", "all"])
+def test_the_settings_of_a_task_are_read(tmp_path, monkeypatch, toml, settings):
+    monkeypatch.setenv("FEYNRL_GIVEN", "here")
+    (tmp_path / "tests" / "data").mkdir(parents=True)
+    for name, text in {
+        "instruction.md": "Do it.",
+        "task.toml": toml,
+        "tests/test.sh": "t",
+        "tests/data/x": "y",
+    }.items():
+        (tmp_path / name).write_text(text)
+    task = read_task(tmp_path)
+    assert task == HarborTask(folder=tmp_path, instruction="Do it.", **settings)
+    assert task.list_tests() == {"data/x": b"y", "test.sh": b"t"}
+
+
+@pytest.mark.parametrize(
+    ("size", "mib"),
+    [("2048K", 2), ("512 MB", 512), ("1.5GiB", 1536), ("1g", 1024), ("1k", 1), ("5", None), ("5T", None)],
+)
+def test_sizes_of_older_tasks_are_read(tmp_path, size, mib):
+    (tmp_path / "tests").mkdir()
+    for name, text in {
+        "instruction.md": "",
+        "tests/test.sh": "",
+        "task.toml": f"environment.memory = {size!r}",
+    }.items():
+        (tmp_path / name).write_text(text)
+    if mib is None:
+        with pytest.raises(UserError, match=f"environment.memory is '{size}': write environment.memory_mb alone"):
+            read_task(tmp_path)
+    else:
+        assert read_task(tmp_path).memory_mib == mib
+
+
 WRONG_TASKS = [
     ("[environment]\ngpus = 1", "asks for environment.gpus, which boxes do not give"),
     ("[verifier]\nenvironment_mode = 'separate'", "asks for verifier.environment_mode"),
     ("[[steps]]\nname = 'a'", "asks for steps"),
     ("[agent]\ntimeout_sec = -1", "agent.timeout_sec is -1, where a number above 0"),
     ("[environment.env]\nA = '${NO_SUCH_VARIABLE}'", "needs the environment variable NO_SUCH_VARIABLE"),
-    ("[environment]\nmemory = 'much'", "environment.memory is 'much': write environment.memory_mb alone"),
+    ("[environment]\nmemory = '1G'\nmemory_mb = 1", "environment.memory is '1G': write environment.memory_mb alone"),
+    ("[environment]\nworkdir = 3", "environment.workdir is 3, where a text without NUL is expected"),
+    ("[environment]\nenv = 3", "environment.env must be a table, found 3"),
+    ("[environment]\ncpus = true", "environment.cpus is True, where a number above 0"),
+    ("[environment]\ncpus = inf", "environment.cpus is inf, where a number above 0"),
     ("[environment]\ndocker_image = 'debian:13'", "docker_image debian:13 has no digest"),
     ("[environment]\nallow_internet = true", "has allow_internet = true: leave it out"),
     ("environment = 3", "environment must be a table"),
@@ -244,9 +316,7 @@ def test_rows_without_a_task_or_an_image_are_refused(rows, tmp_path):
             asyncio.run(play(extra))
     task = read_task(Path(rows["count-lines"]["task"]))
     assert (task.memory_mib, task.disk_mib, task.agent_s, task.verifier_s) == (512, 64, 120.0, 60.0)
-    extra = change(rows["count-lines"], tmp_path, toml="[environment]\nmemory = '1.5G'\nstorage = '512 MB'")
-    task = read_task(Path(extra["task"]))
-    assert (task.memory_mib, task.disk_mib) == (1536, 512)
+    task = read_task(Path(change(rows["count-lines"], tmp_path)["task"]))
     (task.folder / "tests" / "l").symlink_to("/etc/passwd")
     with pytest.raises(UserError, match="has the link tests/l, which leaves the task"):
         read_task(task.folder)
