@@ -243,6 +243,11 @@ READ = {
 }
 
 
+def write_task(folder: Path, instruction: str, toml: str) -> None:
+    for name, text in {"instruction.md": instruction, "task.toml": toml, "tests/test.sh": "t"}.items():
+        (folder / name).write_text(text)
+
+
 @pytest.mark.parametrize(("toml", "settings"), [("", DEFAULTS), (ALL_SETTINGS, READ)], ids=["none", "all"])
 def test_the_settings_of_a_task_are_read(tmp_path, monkeypatch, toml, settings):
     monkeypatch.setenv("FEYNRL_GIVEN", "here")

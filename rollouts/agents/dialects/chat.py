@@ -45,8 +45,6 @@ PARAMETERS = Parameters(
         "modalities": (["text"],),
     },
 )
-EMPTY_IN_MESSAGES = ("refusal", "annotations", "audio", "function_call")
-"""Empty fields of a reply that clients send back."""
 REASONING = ("reasoning", "reasoning_content")
 """Names for the reasoning of an assistant turn."""
 
@@ -94,7 +92,7 @@ def read_message(given: Any, where: str, until: float) -> Message:
             message["name"] = value
         elif name in REASONING and isinstance(value, str) and given["role"] == "assistant":
             message["reasoning"] = value
-        elif name not in EMPTY_IN_MESSAGES:
+        else:
             raise BadRequest(f"{where} has {quote(name)}, which no chat template is shown: leave it out", param=where)
     return message
 
