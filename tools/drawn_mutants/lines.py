@@ -207,12 +207,13 @@ def record(root: Path, kept: Path, tier: Tier, *, folders: Iterable[str] = (), m
 
 def list_test_files(root: Path, folders: set[str], modules: set[str]) -> list[str]:
     """Return the test files of folders of the code, as unit_tests/ has them, and those that import some modules."""
-    homes = {root / "unit_tests" / folder.split("/")[0] for folder in folders}
+    # a test file may be given as a folder is: it reads the code of all
+    homes = {root / "unit_tests" / (folder if folder.endswith(".py") else folder.split("/")[0]) for folder in folders}
     names = {module.removesuffix(".py").replace("/", ".") for module in modules}
     return [
         path.relative_to(root).as_posix()
         for path in sorted((root / "unit_tests").rglob("test_*.py"))
-        if homes & {*path.parents} or names & list_imports(parse(path))
+        if homes & {path, *path.parents} or names & list_imports(parse(path))
     ]
 
 
