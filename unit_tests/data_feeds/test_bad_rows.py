@@ -33,18 +33,9 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
 ASKED, SAID = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 
 
-def seen(**part: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [part]}]
-
-
 EACH: list[tuple[str, dict[str, Any], str, str]] = [
     # kind of rows, row, reason, part of the sentence
-    ("prompts", {"messages": seen(type="text")}, "bad_messages", "must be {type: text, text}, found"),
-    ("prompts", {"messages": seen(type="text", text="1", image="a.png")}, "bad_messages", "must be {type: text, text}"),
-    ("prompts", {"messages": seen(type="image", image="a.png", text="1")}, "bad_messages", "must be text or an image"),
-    ("prompts", {"messages": seen(type="image", url="a", path="b")}, "bad_image", "has several images: path, url"),
     ("prompts", {"messages": [{"role": "user", "content": " "}]}, "empty", "all its messages are empty"),
-    ("prompts", {"messages": [ASKED, SAID | {"tool_calls": "f()"}, ASKED]}, "bad_messages", "must be a list of calls"),
     ("prompts", {"messages": [ASKED, SAID]}, "ends_in_reply", "or set data.continue_final_message"),
     ("prompts", {"messages": "1" * 90}, "too_long", "tokens, more than data.max_prompt_tokens=40"),
     ("prompts", {"messages": '[{"role": "user"'}, "bad_messages", "begins as turns and is no JSON"),

@@ -20,7 +20,7 @@ EXAMPLES: dict[Any, dict[str, Any]] = {
     "prompts": PROMPTS,
 }
 KEPT = Path(__file__).parents[1] / "data" / "form_pairs.json"
-"""Form of each example with the columns of another added; `python -m unit_tests.data_feeds.test_form_pairs` writes it."""
+"""Form of each example with the columns of another; `python -m unit_tests.data_feeds.test_form_pairs` writes it."""
 
 
 def recognise(kind: Any, row: dict[str, Any]) -> str:
