@@ -280,11 +280,3 @@ def of_parity(x: torch.Tensor, *_) -> dict[str, Reduction]:
 def test_totals_that_cannot_agree_are_refused(stages, says):
     with pytest.raises(UserError, match=says):
         reduce(Asks(*stages), [torch.zeros(2), torch.zeros(3)])
-
-
-@pytest.mark.parametrize("wrong", [{}, {"k": 1, "fraction": 0.5}, {"k": 0}, {"fraction": 1.5}])
-def test_a_place_that_does_not_exist_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"kth\(\) needs"):
-        kth(torch.zeros(1), **wrong)
-    with pytest.raises(ValueError, match="q in"):
-        quantile(torch.zeros(1), 2.0)

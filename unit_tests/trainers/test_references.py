@@ -81,30 +81,6 @@ def test_a_condition_on_the_state_resets():
     assert [teacher.rate_after(1, {"kl": kl}) for kl in (0.2, 0.4)] == [0.1, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"model": "live"}, "KL is always 0"),
-        ({"model": "some/path", "ema": 0.1}, "set its model to start"),
-        ({"model": "start", "ema": 1.0}, "above 0 and below 1"),
-        ({"model": "start", "reset_every": 0}, "1 or more"),
-        ({"model": "start", "with_optimizer": True}, "set reset_every or when"),
-        ({"model": ""}, "no model"),
-    ],
-)
-def test_a_teacher_that_makes_no_sense_is_refused(changes, said):
-    with pytest.raises(UserError, match=said):
-        Teacher(**changes)
-
-
-@pytest.mark.parametrize(
-    "keys", [{"reset_every": 2}, {"coef": 0.1, "reset_optimizer": True}, {"coef": 1, "ema_every": 2}]
-)
-def test_a_key_of_the_reference_without_an_effect_is_refused(keys):
-    with pytest.raises(ValueError, match="leave"):
-        KL(**keys)
-
-
 def a_batch(trainer: Trainer):
     """Return a micro-batch with the reference's column."""
     [batch] = micro_batches(some_groups(2, 2), "token", 10_000)[0]
