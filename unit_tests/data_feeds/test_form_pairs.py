@@ -1,4 +1,4 @@
-"""Rows with the columns of two forms: which form is recognised, or that none is, for every two examples."""
+"""Rows with the columns of two forms, and of another kind of row: which form is recognised, or what is told."""
 
 from __future__ import annotations
 
@@ -30,6 +30,24 @@ def recognise(kind: Any, row: dict[str, Any]) -> str:
         return "refused" if "\n" not in str(error) else "no sentence"
 
 
+def tell(kind: Any, row: dict[str, Any], given: str = "auto") -> str:
+    """Return the form and what is read of it, or the sentence of the error."""
+    try:
+        fit = find_form(kind, [row], key="data.train=x", path="x", given=given)
+        return f"{fit.name}: {fit}"
+    except UserError as error:
+        return str(error)
+
+
+def list_misfits(kind: Any) -> list[str]:
+    """Return what is told of rows of the other kinds, of a row without known columns, and of other forms by name."""
+    others = [one for other in EXAMPLES if other != kind for one in [*EXAMPLES[other].values()]]
+    told = {tell(kind, row): None for row, *_ in others if isinstance(row, dict)}
+    own = next(iter(EXAMPLES[kind].values()))[0]
+    named = [tell(kind, own, given) for given in ("alpaca", "verl", "kto_tag", "turn_pairs", "shargpt", "xyz")]
+    return [*told, tell(kind, {"a": 1}), *named]
+
+
 def list_unions(kind: Any) -> dict[str, dict[str, list[str]]]:
     """Return the examples whose columns were added, by the form that is recognised then, for each example."""
     rows: dict[str, dict[str, Any]] = {}
@@ -56,6 +74,14 @@ def test_a_row_with_the_columns_of_two_forms_is_one_of_them_or_refused(kind):
     assert found == json.loads(KEPT.read_text())[kind]
 
 
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_rows_of_another_kind_are_told_in_one_sentence(kind):
+    told = list_misfits(kind)
+    assert told == json.loads(KEPT.read_text())[f"misfits of {kind}"]
+    assert not any("\n" in sentence for sentence in told)
+
+
 if __name__ == "__main__":
-    lines = [f"{json.dumps(kind)}: {json.dumps(list_unions(kind))}" for kind in EXAMPLES]
+    kept = {kind: list_unions(kind) for kind in EXAMPLES} | {f"misfits of {k}": list_misfits(k) for k in EXAMPLES}
+    lines = [f"{json.dumps(name)}: {json.dumps(found)}" for name, found in kept.items()]
     KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -318,7 +318,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
             (
                 {"messages": [{"role": "user", "content": [block]}]},
                 "messages[0].content[0]",
-                "messages[0].content[0] must be a block of type text, or an image as base64: the policy sees nothing else",
+                "messages[0].content[0] must be a block of type text, or an image as base64: the policy sees nothing "
+                "else",
             )
             for block in (3, {"type": "x"}, {"type": "image"}, {"type": "image", "source": {"type": "url"}})
         ),
