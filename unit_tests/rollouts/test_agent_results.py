@@ -1,0 +1,103 @@
+"""What an agent's process writes, and how it ends: each as the numbers or the sentence that a sample gets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollouts.agents.results import (
+    AgentResult,
+    Message,
+    describe_exit,
+    hide_keys,
+    read_fields,
+    read_message,
+    read_result,
+    read_so_far,
+)
+
+EXPECTED = ' to file descriptor 3, where one line such as {"solved": 1.0} is expected'
+NO_NUMBERS = "the agent must return a dict of named numbers, it returned "
+
+
+def written(*lines: Any) -> bytes:
+    return "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines).encode()
+
+
+@pytest.mark.parametrize(
+    ("found", "result"),
+    [
+        ({"parts": {"solved": 1}}, AgentResult(parts={"solved": 1.0})),
+        ({"failure": "no"}, AgentResult(failure="no")),
+        ({"failure": 3, "parts": {"solved": 1.0}}, AgentResult(failure="3")),
+        ({"failure": "", "parts": {"solved": 0.5}}, AgentResult(parts={"solved": 0.5})),
+        ({"failure": None}, AgentResult(failure=f"{NO_NUMBERS}None")),
+        ({"parts": [1]}, AgentResult(failure=f"{NO_NUMBERS}[1]")),
+    ],
+)
+def test_fields_of_a_message_are_numbers_or_a_failure(found, result):
+    assert read_fields(found) == result
+    assert read_message(json.dumps({"id": 7, **found}).encode()) == Message(id=7, result=result)
+
+
+def test_a_message_names_the_episode_and_what_it_tells():
+    assert read_message(b'{"id": 0, "so_far": {"a": 1}}') == Message(id=0, so_far={"a": 1.0})
+    wrong = read_message(b'{"id": 1, "so_far": {"a": "x"}, "parts": {"a": 1}}')
+    assert wrong.so_far is None and wrong.result.failure.startswith("the agent must return numbers up to 1e+09")
+    for line in (
+        "x",
+        "[]",
+        "{}",
+        '{"id": 1}',
+        '{"parts": {}}',
+        '{"id": true, "parts": {}}',
+        '{"id": "1", "parts": {}}',
+    ):
+        with pytest.raises(ValueError) as refused:
+            read_message(line.encode())
+        assert str(refused.value) == (
+            f"the agent wrote {line!r} to file descriptor 3, where one line such as "
+            '{"id": 7, "parts": {"solved": 1.0}} or {"id": 7, "failure": "why"} is expected'
+        )
+
+
+def test_the_last_numbers_of_a_killed_process_are_kept():
+    lines = [{"a": 1.0}, {"a": 2.0}]
+    assert read_so_far(written(*lines), is_file=False) == {"a": 2.0}
+    assert read_so_far(written(*lines) + b'{"a": 3.0}', is_file=False) == {"a": 2.0}, "a line may have been cut"
+    assert read_so_far(written(*lines, "oh no"), is_file=False) == {"a": 2.0}
+    assert read_so_far(b"", is_file=False) == read_so_far(b'{"a": 3.0}', is_file=False) == {}
+    of_file = [{"so_far": {"a": 1.0}}, {"so_far": {"a": 2.0}}, {"other": 3}]
+    assert read_so_far(written(*of_file), is_file=True) == {"a": 2.0}
+    assert read_so_far(written({"other": 3}), is_file=True) == {}
+
+
+def test_the_last_line_of_a_process_that_ended_well_is_the_result():
+    assert read_result(written({"a": 1.0}, {"a": 2}), is_file=False) == AgentResult(parts={"a": 2.0})
+    assert read_result(b"", is_file=False) == AgentResult(failure=f"the agent wrote nothing{EXPECTED}")
+    assert read_result(b"oh no\n", is_file=False) == AgentResult(failure=f"the agent wrote 'oh no'{EXPECTED}")
+    assert read_result(b"3\n", is_file=False) == AgentResult(failure=f"{NO_NUMBERS}3")
+    ended = AgentResult(failure="the agent ended its process before run() had returned")
+    assert read_result(b"", is_file=True) == read_result(written({"so_far": {"a": 1.0}}), is_file=True) == ended
+    lines = [{"so_far": {}}, {"parts": {"a": 1.0}, "failure": ""}]
+    assert read_result(written(*lines), is_file=True) == AgentResult(parts={"a": 1.0})
+    assert read_result(written({"parts": {}, "failure": "why"}), is_file=True) == AgentResult(failure="why")
+
+
+def test_the_end_of_a_process_is_described_with_its_last_line():
+    for status, log, said in (
+        (0, b"one\ntwo \n", "the agent's process exited with code 0: two"),
+        (3, b" \n", "the agent's process exited with code 3"),
+        (-9, b"\xff", "the agent's process was killed by SIGKILL: \ufffd"),
+        (-15, b"", "the agent's process was killed by SIGTERM"),
+        (None, b"x", "the agent, or a process that it has started, killed the process that watches over the episode"),
+    ):
+        assert describe_exit(status, bytearray(log)) == said
+
+
+def test_keys_of_episodes_are_hidden_in_a_text():
+    key = f"feynrl-{'aB_-' * 10}xyz"
+    assert hide_keys(f"<{key}> and {key}!") == "<***> and ***!"
+    assert hide_keys(key[:-1]) == key[:-1]
