@@ -86,11 +86,16 @@ def make_spec(function: Callable[..., Any]) -> ToolSpec:
     }
 
 
-def _allow_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Replace OpenAPI's `nullable` by its JSON Schema equivalent."""
-    if not schema.get("nullable"):
+def _allow_null(schema: Any) -> Any:
+    """Replace OpenAPI's `nullable` by its JSON Schema equivalent, also in the items of a list or an object."""
+    if isinstance(schema, list):
+        return [_allow_null(one) for one in schema]
+    if not isinstance(schema, dict):
         return schema
-    rest = {key: value for key, value in schema.items() if key != "nullable"}
+    rest = {key: _allow_null(value) for key, value in schema.items() if key != "nullable"}
+    # any value at all may be null already
+    if not schema.get("nullable") or not rest.keys() & {"anyOf", "type"}:
+        return rest
     if "anyOf" in rest:
         return rest | {"anyOf": [*rest["anyOf"], {"type": "null"}]}
     if "enum" in rest:

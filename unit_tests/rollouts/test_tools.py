@@ -22,7 +22,7 @@ from rollouts.envs.base import Env
 from rollouts.registry import list_env_tools, load_env_class, resolve_env
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv
-from rollouts.tools.functions import make_spec, tool
+from rollouts.tools.functions import make_spec, make_tool, tool
 from unit_tests.helpers.episodes import PROMPT, Tool, Words, calls_of, play, said
 
 AT_ONCE = 64
@@ -112,6 +112,66 @@ def test_a_tool_is_described_by_its_signature_and_its_docstring():
     note, look = (spec["function"]["parameters"]["properties"] for spec in Desk.tools[:2])
     assert [*note] == ["text"], "no self"
     assert look["where"]["enum"] == ["here", "there"]
+
+
+def many(
+    a: int | None,
+    b: Literal["x", "y"] | None,
+    c: list[str | None],
+    d: dict[str, list[int | None]],
+    e: int | str | None = 3,
+    f: tuple[int, str] = (1, "a"),
+    g: Any | None = None,
+    h: list[int] | str | None = None,
+) -> float:
+    """Do many things.
+
+    Args:
+        a: A
+        b: B
+        c: C
+        d: D
+        e: E
+        f: F
+        g: G
+        h: H
+
+    Returns:
+        what is done
+    """
+    return 1.0
+
+
+def test_every_type_of_json_has_its_schema():
+    whole, null = {"type": "integer"}, {"type": "null"}
+    assert make_spec(many)["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": ["integer", "null"], "description": "A"},
+            "b": {"type": ["string", "null"], "enum": ["x", "y", None], "description": "B"},
+            "c": {"type": "array", "items": {"type": ["string", "null"]}, "description": "C"},
+            "d": {
+                "type": "object",
+                "additionalProperties": {"type": "array", "items": {"type": ["integer", "null"]}},
+                "description": "D",
+            },
+            "e": {"type": ["integer", "string", "null"], "description": "E"},
+            "f": {"type": "array", "prefixItems": [whole, {"type": "string"}], "description": "F"},
+            "g": {"description": "G"},
+            "h": {"anyOf": [{"type": "array", "items": whole}, {"type": "string"}, null], "description": "H"},
+        },
+        "required": ["a", "b", "c", "d"],
+    }
+    known, given = make_tool(many), {"a": None, "b": None, "c": ["x", None], "d": {"x": [1, None]}}
+
+    def find_misfit(**more: Any) -> str:
+        return known.find_misfit({"name": "many", "arguments": given | more})
+
+    assert known.name == "many" and find_misfit() == find_misfit(e=None, g=None, h=None) == find_misfit(g=[None]) == ""
+    assert find_misfit(b="z").startswith("The arguments of many do not fit its schema: b: 'z' is not one of")
+    assert find_misfit(z=1) == "many has no argument z; it has a, b, c, d, e, f, g, h."
+    alone = known.find_misfit({"name": "many", "arguments": {"a": 1}})
+    assert alone == "The arguments of many do not fit its schema: 'b' is a required property."
 
 
 class Text:
