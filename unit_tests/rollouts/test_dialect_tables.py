@@ -192,7 +192,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
     CHAT: [
         ({"messages": "x"}, "messages", "messages and tools must be lists"),
         ({"tools": "x"}, "messages", "messages and tools must be lists"),
-        ({"tool_choice": "x"}, None, "tool_choice must be auto, none, required or a function, found 'x'"),
+        *(
+            ({"tool_choice": choice}, None, f"tool_choice must be auto, none, required or a function, found {choice!r}")
+            for choice in ("x", {"type": "allowed_tools"}, {})
+        ),
         ({"messages": [3]}, "messages[0]", "messages[0] must be an object whose role is one of {roles}"),
         (
             {"messages": [USER, {"role": "x"}]},

@@ -59,7 +59,7 @@ def read_ask(
     if not isinstance(messages, list) or not isinstance(tools, list):
         raise BadRequest("messages and tools must be lists", param="messages")
     choice = body.get("tool_choice")
-    demands = choice == "required" or isinstance(choice, dict)
+    demands = choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function")
     if choice not in (None, "auto", "none") and not demands:
         raise BadRequest(f"tool_choice must be auto, none, required or a function, found {choice!r:.80}")
     options = body.get("stream_options") or {}
