@@ -22,6 +22,8 @@ class JudgeSpend:
         """Continue from the metrics of a checkpoint."""
         self.calls = metrics.get(names.JUDGE_SPENT_CALLS, 0.0)
         self.tokens = metrics.get(names.JUDGE_SPENT_TOKENS, 0.0)
+        # a sum that was not measured before cannot be measured now
+        self._without_usage = 0.0 if names.JUDGE_SPENT_TOKENS in metrics else self.calls
 
     def count(self, group: Group) -> None:
         """Add the calls and tokens of a finished group."""
