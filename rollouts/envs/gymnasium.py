@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from core.errors import UserError, name_error
+from core.errors import UserError, name_error, shorten
 from core.types.action_tokens import NotActions, find_centres, list_action_tokens, read_action_tokens
 from core.types.images import encode_image
 from core.types.messages import Message, Part
@@ -147,10 +147,14 @@ def describe_actions(space: Any, bins: int = 0) -> str:
     match type(space).__name__:
         case "Discrete":
             return f"a whole number from {space.start} to {space.start + space.n - 1}"
+        case "MultiDiscrete" if np.any(space.start):
+            last = space.start + space.nvec - 1
+            return f"{_count_numbers(space)} whole numbers from {write_value(space.start)} to {write_value(last)}"
         case "MultiDiscrete" | "MultiBinary":
             return f"{_count_numbers(space)} whole numbers, each below {_bounds_of(space)}"
         case "Box":
-            return f"{_count_numbers(space)} numbers from {write_value(space.low)} to {write_value(space.high)}"
+            kind = "numbers" if space.dtype.kind == "f" else "whole numbers"
+            return f"{_count_numbers(space)} {kind} from {write_value(space.low)} to {write_value(space.high)}"
         case "Text":
             return f"a text of at most {space.max_length} characters"
         case other:
@@ -170,16 +174,14 @@ def read_action(reply: str, space: Any, bins: int = 0) -> Any:
         numbers = NUMBER.findall(reply)[-wanted:]
         if len(numbers) < wanted:
             raise BadAction(f"the action is {describe_actions(space)}, found {len(numbers)} numbers")
-        if kind == "Box":
-            action = np.array([float(n) for n in numbers], dtype=space.dtype).reshape(space.shape)
-        else:
-            try:
-                whole = [int(n) for n in numbers]
-            except ValueError as error:
-                raise BadAction(f"the action is {describe_actions(space)}, found {', '.join(numbers)}") from error
-            action = np.int64(whole[0]) if kind == "Discrete" else np.array(whole, dtype=space.dtype)
-            if kind != "Discrete":
-                action = action.reshape(space.shape)
+        try:
+            # no float is rounded to a whole number, nor a number bent to the bounds of its dtype
+            read = float if space.dtype.kind == "f" else int
+            action = np.array([read(n) for n in numbers], dtype=space.dtype).reshape(space.shape)
+        except (ValueError, OverflowError) as error:
+            said = shorten(", ".join(numbers))
+            raise BadAction(f"the action is {describe_actions(space)}, found {said}") from error
+        action = np.int64(action) if kind == "Discrete" else action
     if not space.contains(action):
         raise BadAction(f"the action is {describe_actions(space)}, found {write_value(action)}")
     return action

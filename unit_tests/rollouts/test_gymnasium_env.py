@@ -61,15 +61,7 @@ def test_all_episodes_of_a_row_begin_alike():
     assert begin().startswith("observation: 0.")
 
 
-def test_actions_are_read_from_the_end_of_a_reply():
-    box = spaces.Box(-1.0, 1.0, (2,), np.float32)
-    assert read_action("x = 3, so 0.5 and -1e-1", box).tolist() == pytest.approx([0.5, -0.1])
-    assert read_action("2 1", spaces.MultiDiscrete([3, 2])).tolist() == [2, 1]
-    assert read_action(" look ", spaces.Text(8)) == "look"
-    assert read_action("5", spaces.Discrete(2, start=4)) == 5
-    for reply, space in (("0.5", box), ("3 4", box), ("1.5", spaces.Discrete(2)), ("longer than that", spaces.Text(8))):
-        with pytest.raises(BadAction, match="the action is"):
-            read_action(reply, space)
+def test_an_action_is_text_or_numbers():
     with pytest.raises(UserError, match="actions of the kind Sequence are neither text nor numbers"):
         describe_actions(spaces.Sequence(spaces.Discrete(2)))
 
@@ -155,6 +147,51 @@ def test_a_policy_that_sees_may_act_by_text():
     [first] = asyncio.run(Gymnasium(prompt_of(**{**SEEN, "gym_bins": None})).open())
     assert first["content"] == "actions: 2 numbers from -0.5 -0.5 to 0.5 0.5"
     assert [part["type"] for part in first["parts"]] == ["image", "text"]
+
+
+BOUNDS = [
+    # space, how an action is described, replies with the actions they are, and replies that are none
+    (spaces.Discrete(3, start=1), "a whole number from 1 to 3", {"3": 3, "no 0, 1": 1}, ["0", "4", "1.0", "9" * 20]),
+    (
+        spaces.MultiDiscrete([3, 2]),
+        "2 whole numbers, each below 3 2",
+        {"9 2 1": [2, 1]},
+        ["3 0", "0 2", "1", "1 -1", "1 1e0", f"1 {'9' * 20}"],
+    ),
+    (
+        spaces.MultiDiscrete([3, 2], start=[1, 5]),
+        "2 whole numbers from 1 5 to 3 6",
+        {"1 5": [1, 5], "3 6": [3, 6]},
+        ["0 5", "4 5", "1 7"],
+    ),
+    (spaces.MultiBinary(2), "2 whole numbers, each below 2", {"1 0": [1, 0]}, ["1 2", "1 300", "1 -300"]),
+    (
+        spaces.Box(0, 255, (1, 2), dtype=np.uint8),
+        "2 whole numbers from 0 0 to 255 255",
+        {"0 255": [[0, 255]]},
+        ["256 0", "0 -1", "1.7 2", "1 1e1", "1"],
+    ),
+    (
+        spaces.Box(-1, 1, (2,)),
+        "2 numbers from -1 -1 to 1 1",
+        {"-1 .5": [-1.0, 0.5], "x = 3, so 1e-1 and 1.": [0.1, 1.0]},
+        ["1.1 0", "1e999 0", "0"],
+    ),
+    (spaces.Text(3), "a text of at most 3 characters", {" abc ": "abc"}, ["abcd", ""]),
+]
+
+
+@pytest.mark.parametrize(("space", "described", "valid", "wrong"), BOUNDS, ids=[str(space) for space, *_ in BOUNDS])
+def test_an_action_outside_of_its_space_is_answered_and_none_is_bent(space, described, valid, wrong):
+    assert describe_actions(space) == described
+    for reply, action in valid.items():
+        found = read_action(reply, space)
+        assert space.contains(found) and np.array_equal(found, np.asarray(action, dtype=space.dtype)), reply
+    for reply in wrong:
+        with pytest.raises(BadAction) as refused:
+            read_action(reply, space)
+        assert str(refused.value).startswith(f"the action is {described}, found "), reply
+    assert len(str(refused.value)) < 200
 
 
 def test_tokens_name_bins_and_choices():
