@@ -34,7 +34,7 @@ class Calculator(Env):
         if not question.endswith("= ?"):
             return None
         self.calls += 1
-        expression = question.removesuffix("= ?").splitlines()[-1]
+        expression = question.removesuffix("= ?").rpartition("\n")[2]
         return [{"role": "user", "content": self.compute(expression)}]
 
     def compute(self, expression: str) -> str:
@@ -45,7 +45,7 @@ class Calculator(Env):
             match node:
                 case ast.BinOp(left, op, right) if type(op) in self.OPERATORS:
                     return self.OPERATORS[type(op)](value_of(left), value_of(right))
-                case ast.Constant(int(n)):
+                case ast.Constant(int(n)) if not isinstance(n, bool):
                     return n
                 case _:
                     raise SyntaxError("only whole numbers, + - and *")
@@ -54,6 +54,8 @@ class Calculator(Env):
             return str(value_of(ast.parse(expression.strip(), mode="eval").body))
         except SyntaxError as error:
             return f"error: {error.msg}"
+        except (ValueError, RecursionError, MemoryError):  # a NUL, many digits, many operations
+            return "error: the expression is too long, or no text"
 
     def scores(self) -> dict[str, float]:
         return {"calculator_calls": float(self.calls)}
