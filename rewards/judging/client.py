@@ -109,8 +109,8 @@ class JudgeClient:
 
         if self._http is None:
             headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-            self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
+            # httpx's own default has limits; max_concurrency is ours
+            self._http = httpx.AsyncClient(headers=headers, limits=httpx.Limits(), timeout=None)
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 response = await self._http.post(url, json=body)
