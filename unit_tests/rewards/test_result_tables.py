@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from rewards.code_tests import Suite, read_suite
-from rewards.judging.judge import join_votes
+from rewards.judging.judge import join_votes, make_body
 from rewards.judging.readings import Unreadable, read_verdict
 from rewards.judging.settings import JudgeSettings
 from rewards.rubric_rows import Item, add_up, read_rubric
+from rewards.sandbox.base import Limits
 from rewards.scored import Failed, RewardResult, Scored, Steps, merge_results, read_result
 
 NOTE: dict[str, Any] = {"by": "j", "text": "t"}
@@ -278,3 +280,34 @@ def test_votes_join_to_their_mean_or_the_most_frequent_label():
     assert join_votes([1.0, 2.0, 6.0], number) == 3.0
     assert join_votes([1.0, 0.25, 0.25], letter) == 0.25
     assert join_votes([1.0, 0.25, 0.25, 1.0, 0.0], letter) == 0.625
+
+
+def test_the_defaults_of_a_judge_and_a_sandbox_are_the_documented_ones():
+    of_server = dict.fromkeys(("base_url", "model", "api_key_env", "prompt_file", "anchors"))
+    assert JudgeSettings().model_dump() == {
+        **of_server,
+        **{"verdict": "number", "scale": (1.0, 10.0), "labels": {"A": 1.0, "B": 0.0}, "words": ("yes", "no")},
+        **{"view": "last", "show_reasoning": False, "temperature": 0.0, "max_tokens": 1024, "extra": {}},
+        **{"votes": 1, "seed": 0, "parse_retries": 2, "max_concurrency": 32, "timeout_s": 60.0, "outage_s": 120.0},
+        **{"anchors_every": 512, "cache": True},
+    }
+    sizes = {"memory_mib": 512, "disk_mib": 64, "file_mib": 32, "files": 10_000, "processes": 32, "open_files": 256}
+    assert asdict(Limits()) == {"seconds": 10.0, "output_bytes": 2**20, **sizes}
+    bodies = [
+        make_body(JudgeSettings(base_url="http://h/v1", model="m", **more), "text", vote=vote, attempt=attempt)
+        for more, vote, attempt in (
+            ({"temperature": 0.1}, 0, 0),
+            ({"temperature": 0.1}, 0, 1),
+            ({"temperature": 0.9, "max_tokens": None, "extra": {"top_k": 5}}, 1, 1),
+            ({"temperature": None, "verdict": "probability"}, 0, 0),
+        )
+    ]
+    seeds = [body.pop("seed") for body in bodies]
+    assert len({*seeds}) == 3 and seeds[0] == seeds[3] and all(0 <= seed < 2**31 for seed in seeds)
+    asked = {"model": "m", "messages": [{"role": "user", "content": "text"}]}
+    assert bodies == [
+        {**asked, "temperature": 0.1, "max_tokens": 1024},
+        {**asked, "temperature": 0.7, "max_tokens": 1024},
+        {**asked, "temperature": 0.9, "top_k": 5},
+        {**asked, "max_tokens": 1, "logprobs": True, "top_logprobs": 20},
+    ]
