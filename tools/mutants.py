@@ -39,10 +39,8 @@ LIST = ROOT / "tools" / "mutants.yaml"
 WANTED = 0.97
 TIMEOUT_S = 300.0
 """Seconds that the tests of a bug may take."""
-ALL_PASSED, SOME_FAILED = 0, 1
-"""Exit codes of pytest."""
-OUT_OF_TIME = -1000
-"""In place of an exit code."""
+ALL_PASSED, SOME_FAILED, OUT_OF_TIME = 0, 1, -1000
+"""Exit codes of pytest, and what stands in place of one."""
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -102,6 +100,8 @@ class Run:
     since: float
     planted: bool = True
     """False where the same tests run without the bug."""
+    is_last: bool = False
+    """True where they run with the bug for the second time."""
 
     @property
     def deadline(self) -> float:
@@ -236,8 +236,8 @@ def run_all(
 ) -> Iterator[Outcome]:
     """Plant each bug alone in one of `jobs` copies below `folder`; yield what became of it.
 
-    Where tests run out of time or end without a verdict, they run again without the bug: they must pass then, or it is
-    the machine that was noticed. known_to_pass: all tests have passed without a bug.
+    Tests that run out of time or end without a verdict run again without the bug, and once more with it: they must pass
+    without it, and never with it, or the machine was noticed. known_to_pass: all tests have passed without a bug.
     """
     homes = [folder / f"copy{n}" for n in range(min(jobs, len(mutants)))]
     for home in homes:
@@ -250,15 +250,13 @@ def run_all(
         while left or running:
             while left and homes:
                 mutant, home = left.pop(), homes.pop()
-                (home / mutant.file).write_text(mutant.plant((root / mutant.file).read_text()))
                 run = Run(mutant=mutant, home=home, since=time.monotonic())
-                running[start_tests_of(run)] = run
+                running[start_tests_of(run, root)] = run
             pid, code = wait_for_one({pid: run.deadline for pid, run in running.items()})
             run = running.pop(pid)
             (run.home / run.mutant.file).write_text((root / run.mutant.file).read_text())
-            if run.planted and not has_verdict(code, log_of(run.home)):
-                again = replace(run, since=time.monotonic(), planted=False)
-                running[start_tests_of(again)] = again
+            if (again := choose_next(run, code)) is not None:
+                running[start_tests_of(again, root)] = again
                 continue
             homes.append(run.home)
             yield judge(run, code, root, time.monotonic() - run.since)
@@ -267,11 +265,21 @@ def run_all(
             kill_all_of(pid)
 
 
+def choose_next(run: Run, code: int) -> Run | None:
+    """Return the run of the same tests that decides what an exit code means; None after the last."""
+    if not run.planted:
+        return replace(run, since=time.monotonic(), planted=True, is_last=True) if code == ALL_PASSED else None
+    is_clear = run.is_last or has_verdict(code, log_of(run.home))
+    return None if is_clear else replace(run, since=time.monotonic(), planted=False)
+
+
 def log_of(home: Path) -> Path:
     return home.with_suffix(".log")
 
 
-def start_tests_of(run: Run) -> int:
+def start_tests_of(run: Run, root: Path) -> int:
+    text = (root / run.mutant.file).read_text()
+    (run.home / run.mutant.file).write_text(run.mutant.plant(text) if run.planted else text)
     return start_tests(run.home, list(run.mutant.tests), run.mutant.options, log=log_of(run.home))
 
 
@@ -282,14 +290,12 @@ def has_verdict(code: int, log: Path) -> bool:
 
 def judge(run: Run, code: int, root: Path, seconds: float) -> Outcome:
     """Return whether the tests noticed a mutant, by their exit code."""
-    text = (root / run.mutant.file).read_text()
-    line = text[: text.index(run.mutant.old)].count("\n") + 1
-    if code not in (ALL_PASSED, SOME_FAILED, OUT_OF_TIME):
-        said = log_of(run.home).read_text(errors="replace")[-3000:]
-        raise ListIsWrong(f"{run.mutant.file}:{line}: without the bug pytest ended with exit code {code}:\n{said}")
-    killed = code == (SOME_FAILED if run.planted else ALL_PASSED)
-    log = log_of(run.home).read_text(errors="replace")
-    failed = re.findall(r"^(?:FAILED|ERROR) unit_tests/(\S+)", log, re.MULTILINE)
+    line = (root / run.mutant.file).read_text().partition(run.mutant.old)[0].count("\n") + 1
+    said = log_of(run.home).read_text(errors="replace")
+    if not run.planted and code not in (SOME_FAILED, OUT_OF_TIME):
+        raise ListIsWrong(f"{run.mutant.file}:{line}: without the bug pytest ended with code {code}:\n{said[-3000:]}")
+    killed = run.planted and code != ALL_PASSED
+    failed = re.findall(r"^(?:FAILED|ERROR) unit_tests/(\S+)", said, re.MULTILINE)
     by = failed[0] if failed else "no test, but the end of pytest" if killed else ""
     return Outcome(mutant=run.mutant, line=line, killed=killed, seconds=seconds, by=by)
 

@@ -37,7 +37,7 @@ def test_calls_and_tokens_add_up_over_groups_and_a_resume():
     assert fresh.measure() == {CALLS: 1.0, TOKENS: 5.0}
 
 
-def test_tokens_that_a_server_did_not_count_make_no_sum_also_after_a_resume():
+def test_tokens_that_were_not_counted_make_no_sum_after_a_resume():
     spend = JudgeSpend()
     spend.count([ONE, SILENT])
     assert spend.measure() == {CALLS: 3.0}

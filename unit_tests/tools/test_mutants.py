@@ -115,9 +115,10 @@ def test_a_slow_machine_notices_no_bug(repository, monkeypatch):
     test = repository / "unit_tests" / "test_slow.py"
     test.write_text("from code_of_ours import half\n\n\ndef test_half():\n    assert half(4) == 2\n")
     assert outcomes_of(repository, repository / "build1", hangs, harmless) == [True, False]
-    # the second time takes too long, and so does every later time
-    test.write_text(SLOWER)
-    assert outcomes_of(repository, repository / "build2", harmless) == [False]
+    # the first time with the bug takes too long, and so does every later time, or none of them
+    for n, slow in enumerate(("> 1", "== 2")):
+        test.write_text(SLOWER.replace("> 1", slow))
+        assert outcomes_of(repository, repository / f"build2{n}", harmless) == [False]
 
 
 SLOWER = """import pathlib, time
