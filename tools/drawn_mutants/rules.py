@@ -57,6 +57,8 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
 }
 SYMMETRIC = {"min", "max", "minimum", "maximum", "equal", "isclose", "allclose"}
 """Functions that do not tell their arguments apart."""
+GENERIC = {"Callable", "Literal", "Mapping", "Sequence", "dict", "frozenset", "list", "set", "tuple", "type"}
+"""Names whose subscript is a type."""
 LARGE = 32
 """From here on a whole number is a size, a limit or a code: nobody is off by one, and nobody would notice."""
 AXES = ("dim", "axis")
@@ -115,7 +117,7 @@ def list_code(tree: ast.AST) -> Iterator[ast.AST]:
                 continue
             case ast.keyword(arg=str(name)) if name in _NEEDED:
                 continue
-            case ast.Subscript(value=ast.Name(id="Callable" | "Literal")):
+            case ast.Subscript(value=ast.Name(id=str(name))) if name in GENERIC:
                 continue
             case ast.Assign(targets=[ast.Name(id="__all__")]):
                 continue  # read by a star import only

@@ -42,7 +42,7 @@ def test_a_parameter_is_replaced_by_one_of_the_same_type_only():
 
 def test_text_that_computes_nothing_is_left_alone():
     source = '"""1 < 2"""\nfrom a import b\n\ndef f(x: list[3]) -> T[4]:\n    """5"""\nRule = Callable[[X, Y], Z]\n'
-    source += "Kind = Literal[1, 2]\n__all__ = ['f', 'Rule']\n"
+    source += "Kind = Literal[1, 2]\nHeader = list[tuple[str, int]]\n__all__ = ['f', 'Rule']\n"
     assert find_edits(source) == []
 
 
