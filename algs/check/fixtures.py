@@ -211,7 +211,8 @@ def shuffle_groups(groups: list[Group], seed: int) -> list[Group]:
 
 PoisonableColumn = Column | Literal["rollout_logp", "advantage"]
 POISONABLE_COLUMNS: list[PoisonableColumn] = [
-    "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"
+    "rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage",
+    "token_rewards",
 ]  # fmt: skip
 
 
