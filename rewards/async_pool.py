@@ -30,6 +30,15 @@ class AsyncRewardPool:
         self._gate = asyncio.Semaphore(at_once)
         self._process: _Process | None = None
 
+    @property
+    def is_fast(self) -> bool:
+        return False
+
+    async def compute_each(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:
+        """Return the result of `score` for each conversation. Raises UserError if the reward cannot be loaded."""
+        each = await asyncio.gather(*(self.compute_group(prompt, [one]) for one in conversations))
+        return [result for [result] in each]
+
     async def compute_group(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:
         """Return a result per conversation. Raises UserError if the reward cannot be loaded.
 

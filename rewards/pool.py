@@ -55,17 +55,27 @@ class RewardPool:
             self._idle.put(worker)
             self._threads.submit(worker.start)
 
-    async def compute_group(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:
-        """Return a result per conversation: siblings for `score_group`, or a single one for `score`.
+    @property
+    def is_fast(self) -> bool:
+        """Whether several samples fit a hand-over, by the last ones."""
+        return self._sample_s <= SECONDS_PER_SHARE
 
-        Raises UserError if the reward cannot be loaded.
-        """
+    async def compute_group(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:
+        """Return the results of siblings, which `score_group` compares. Raises UserError if it cannot be loaded."""
+        return await self._submit((prompt, conversations))
+
+    async def compute_each(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:
+        """Return the result of `score` for each conversation. Raises UserError if it cannot be loaded."""
+        each = await asyncio.gather(*(self._submit((prompt, [one])) for one in conversations))
+        return [result for [result] in each]
+
+    def _submit(self, job: Job) -> asyncio.Future[list[RewardResult]]:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[list[RewardResult]] = loop.create_future()
-        self._waiting.append(((prompt, conversations), result))
+        self._waiting.append((job, result))
         if len(self._waiting) == 1:
             loop.call_soon(self._hand_over)  # after everything else that this iteration of the event loop finishes
-        return await result
+        return result
 
     def _hand_over(self) -> None:
         """Distribute the waiting samples over the workers, in shares of about SECONDS_PER_SHARE seconds."""

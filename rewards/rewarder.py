@@ -38,10 +38,18 @@ class Rewarder:
         """Tell whether a `score_group` scores the rows of a source."""
         return any(kind.is_group for kind in self._list_kinds(source))
 
+    def is_fast(self, source: str) -> bool:
+        """Tell whether `score` takes milliseconds for rows of a source, so that siblings may wait for each other."""
+        return all(kind.is_group or self._pools[kind].is_fast for kind in self._list_kinds(source))
+
     async def compute_reward(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
         """Return the result of all functions `score`; empty without one. Raises UserError for the user's mistakes."""
-        [result] = await self._compute(prompt, [messages], is_group=False)
+        [result] = await self.compute_each(prompt, [messages])
         return result
+
+    async def compute_each(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:
+        """Return the results of several samples of a prompt, each as `compute_reward` returns it."""
+        return await self._compute(prompt, conversations, is_group=False)
 
     async def compute_group(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:
         """Return the results of all functions `score_group`, one per live sibling. A sibling alone fails."""
@@ -56,8 +64,8 @@ class Rewarder:
     async def _compute(
         self, prompt: Prompt, conversations: list[list[Message]], *, is_group: bool
     ) -> list[RewardResult]:
-        kinds = [kind for kind in self._list_kinds(prompt.source) if kind.is_group == is_group]
-        calls = [self._pools[kind].compute_group(prompt, conversations) for kind in kinds]
+        pools = [self._pools[kind] for kind in self._list_kinds(prompt.source) if kind.is_group == is_group]
+        calls = [(pool.compute_group if is_group else pool.compute_each)(prompt, conversations) for pool in pools]
         found = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # gather makes a task per call
         results = [merge_results([("", of_kind[i]) for of_kind in found]) for i in range(len(conversations))]
         if stop := next((result.stop for result in results if result.stop), ""):

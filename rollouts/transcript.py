@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, get_args
 
 import numpy as np
@@ -159,6 +159,11 @@ class Transcript(Conversation):
     """Tokens of the last reply."""
     last_text: str = ""
     """Text of the last reply."""
+
+    def copy(self) -> Transcript:
+        """Return a transcript that can grow by itself."""
+        columns = {"action_mask": [*self.action_mask], "logp": [*self.logp], "versions": [*self.versions]}
+        return replace(self, **columns, kept=[*self.kept], turns=[*self.turns], messages=[*self.messages])
 
     def append_given(self, tokenizer: Tokenizer, ids: list[int], messages: Sequence[Message]) -> None:
         """Append messages shown to the player, given their tokens."""

@@ -11,7 +11,7 @@ from core.types.images import as_argument
 from core.types.messages import Message, ToolSpec, name_of_tool
 from core.types.samples import Prompt, Sample
 from data_feeds.chat.tool_parsing import ParsedReply, PlainParser, ReplyParser, rename_taken
-from rollouts.engines.base import Engine
+from rollouts.engines.base import Completion, Engine
 from rollouts.stops import Stops
 from rollouts.transcript import Tokenizer, Transcript, check_completion
 
@@ -60,16 +60,25 @@ class Played:
         return Played(sample=sample, messages=self.messages)
 
 
-async def run_single_turn(engine: Engine, prompt: Prompt, tokenizer: Tokenizer, rules: EpisodeRules) -> list[Played]:
-    """Run an episode without an environment: one reply. Its sample is that of `run_episode` with SingleTurn.
+async def run_single_turns(
+    engine: Engine, prompt: Prompt, tokenizer: Tokenizer, rules: EpisodeRules, *, size: int
+) -> list[Played]:
+    """Run `size` episodes without an environment, of one reply each, and sample the replies together.
 
-    Raises UserError for a prompt that is too long, and RunStopped for an invalid completion.
+    Each sample is that of `run_episode` with SingleTurn. Raises UserError for a prompt that is too long, and RunStopped
+    for an invalid completion.
     """
-    script = begin_transcript(prompt, [], [], tokenizer, rules)
-    await sample_reply(engine, script, tokenizer, rules, seed=rules.seed_of_turn(0), is_routed=rules.is_routed)
-    counts = {"turns": 1.0} if rules.max_turns > 1 else {}
-    sample = script.make_player_sample(tokenizer, player=0, parts={}, counts=counts, failure="")
-    return [Played(sample=sample, messages=script.messages)]
+    first = begin_transcript(prompt, [], [], tokenizer, rules)
+    seed, seen = rules.seed_of_turn(0), as_argument(first.images)
+    replies = await engine.generate_group(first.ids, size=size, max_new_tokens=first.tokens_left, seed=seed, **seen)
+    played: list[Played] = []
+    for done in replies:
+        script = first.copy()
+        append_reply(script, done, tokenizer, rules, is_routed=rules.is_routed)
+        counts = {"turns": 1.0} if rules.max_turns > 1 else {}
+        sample = script.make_player_sample(tokenizer, player=0, parts={}, counts=counts, failure="")
+        played.append(Played(sample=sample, messages=script.messages))
+    return played
 
 
 def begin_transcript(
@@ -100,11 +109,20 @@ async def sample_reply(
 ) -> ParsedReply:
     """Sample a reply, and append it to the transcript. is_routed: whether the engine must report routes.
 
-    The reply is decoded for environment and reward, and never encoded again: encode(decode(ids)) may differ from ids.
     Raises RunStopped for an invalid completion.
     """
     seen = as_argument(script.images)
     done = await engine.generate(script.ids, max_new_tokens=script.tokens_left, seed=seed, **seen)
+    return append_reply(script, done, tokenizer, rules, is_routed=is_routed)
+
+
+def append_reply(
+    script: Transcript, done: Completion, tokenizer: Tokenizer, rules: EpisodeRules, *, is_routed: bool
+) -> ParsedReply:
+    """Append a completion to the transcript. Return it as a message. Raises RunStopped for an invalid completion.
+
+    It is decoded for environment and reward, and never encoded again: encode(decode(ids)) may differ from ids.
+    """
     check_completion(
         done,
         max_new_tokens=script.tokens_left,

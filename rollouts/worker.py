@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from configs.agent_schema import SHARE_OF_TIMEOUT, TIMEOUTS
+from configs.agent_schema import SHARE_OF_TIMEOUT
 from configs.rollout_schema import RewardConfig, RolloutConfig
-from core.errors import UserError
 from core.tasks import gather_fail_fast, start_task
 from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES, Activity
 from core.timing.timeouts import wait_or_cancel
-from core.types.samples import Group, Prompt, RecordedEpisode, Sample
+from core.types.samples import Group, Prompt, RecordedEpisode
 from data_feeds.chat.demonstrations import TurnTokenizer, make_demonstration, make_recorded
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser
 from rewards.rewarder import Rewarder
 from rewards.scored import RewardResult, merge_results
-from rewards.weights import find_weights, list_missing, weigh_parts, weigh_turns
 from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
@@ -29,12 +27,12 @@ from rollouts.envs.single_turn import SingleTurn
 from rollouts.episode import run_episode
 from rollouts.opponents import Opponent, OpponentSlot
 from rollouts.places import EpisodeTimedOut, Places
+from rollouts.rewarded import Episode, RewardedSamples
 from rollouts.second_reward import SecondReward
 from rollouts.seeds import make_seed
 from rollouts.stops import Stops
-from rollouts.token_parts import add_token_rewards, join_turns
 from rollouts.transcript import SharedPrompt, Tokenizer
-from rollouts.turns import EpisodeRules, Played, run_single_turn
+from rollouts.turns import EpisodeRules, Played, run_single_turns
 
 if TYPE_CHECKING:
     from rollouts.agents.episode import AgentRunner
@@ -44,18 +42,6 @@ if TYPE_CHECKING:
     from rollouts.judges.endpoint import JudgeEndpoint
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """Played episode, and the results of its rewards."""
-
-    played: list[Played]
-    """One per player, or per branch of an agent's conversations."""
-    results: list[RewardResult]
-    """One per player; a single one for an agent."""
-    is_shared: bool = False
-    """True if all branches share the result."""
 
 
 class RolloutWorker:
@@ -100,6 +86,7 @@ class RolloutWorker:
             is_routed=rollout.router_replay != "off",
             in_environment=partial(self.timer.measure, Activity.ENVIRONMENT, instead_of=Activity.GENERATE),
         )
+        self._make_samples = RewardedSamples(reward, tokenizer, of_agent=agents is not None).make
         self._places = Places(rollout.episodes_per_engine, rollout.timeout_s)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups being generated."""
@@ -119,10 +106,10 @@ class RolloutWorker:
     async def play_group(self, ticket: int, prompt: Prompt, size: int) -> bool:
         """Run a group's episodes for `reward_group` or `forget_group`. Return False after `rollout.timeout_s`."""
         play = self._choose_episodes(ticket, prompt)
-        episodes = await self._run_group(gather_fail_fast((play(n) for n in range(size)), grace_s=0))
-        if episodes is None:
+        dealt = await self._run_group(gather_fail_fast(map(play, self._deal(prompt, size)), grace_s=0))
+        if dealt is None:
             return False
-        self.played[ticket] = prompt, episodes
+        self.played[ticket] = prompt, [episode for some in dealt for episode in some]
         return True
 
     async def reward_group(self, ticket: int) -> Group:
@@ -149,21 +136,30 @@ class RolloutWorker:
     async def _make_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
         play = self._choose_episodes(ticket, prompt)
 
-        async def run(sibling: int) -> Episode:
-            return await self._reward_episode(await play(sibling))
+        async def run(siblings: range) -> list[Episode]:
+            return await self._reward_episodes(prompt, await play(siblings))
 
         # an episode that timed out cancels the others of the group
-        episodes = await gather_fail_fast((run(n) for n in range(size)), grace_s=0)
-        return await self._finish_group(ticket, prompt, episodes)
+        dealt = await gather_fail_fast(map(run, self._deal(prompt, size)), grace_s=0)
+        return await self._finish_group(ticket, prompt, [episode for some in dealt for episode in some])
 
-    def _choose_episodes(self, ticket: int, prompt: Prompt) -> Callable[[int], Coroutine[Any, Any, list[Played]]]:
-        """Return the function that plays an episode of a group, by number."""
+    def _deal(self, prompt: Prompt, size: int) -> list[range]:
+        """Return which siblings of a group are sampled together: all, or each alone if its reward should not wait."""
+        is_plain = self.agents is None and self.opponent is None and self.make_env is SingleTurn
+        if is_plain and self._places.limit is None and self.rewards.is_fast(prompt.source):
+            return [range(size)]
+        return [range(n, n + 1) for n in range(size)]
+
+    def _choose_episodes(
+        self, ticket: int, prompt: Prompt
+    ) -> Callable[[range], Coroutine[Any, Any, list[list[Played]]]]:
+        """Return the function that plays episodes of a group, by number."""
         # samples refer to their prompt, which need not repeat what joins the group as samples
         prompt = replace(prompt, recorded=())
         if self.agents is not None:
             return partial(self._play_agent, ticket, prompt)
         opponent = None if self.opponent is None else self.opponent.enter(ticket)
-        return partial(self._play_episode, SharedPrompt(self.tokenizer), opponent, ticket, prompt)
+        return partial(self._play_episodes, SharedPrompt(self.tokenizer), opponent, ticket, prompt)
 
     async def _finish_group(self, ticket: int, prompt: Prompt, episodes: list[Episode]) -> Group:
         """Return the samples of rewarded episodes, with those of the prompt's own."""
@@ -195,23 +191,33 @@ class RolloutWorker:
         with self.timer.measure(Activity.REWARD):
             return await asyncio.gather(*(self._reward_players([one]) for one in played))
 
-    async def _play_episode(
-        self, tokenizer: SharedPrompt, opponent: Opponent | None, ticket: int, prompt: Prompt, sibling: int
-    ) -> list[Played]:
-        rules = self._make_rules(seed_of_turn=partial(make_seed, self.seed, ticket, sibling))
+    async def _play_episodes(
+        self, tokenizer: SharedPrompt, opponent: Opponent | None, ticket: int, prompt: Prompt, siblings: range
+    ) -> list[list[Played]]:
+        rules = self._make_rules(seed_of_turn=partial(make_seed, self.seed, ticket, siblings.start))
         # except while the policy waits for the environment
         async with self._places.take():
             with self.timer.measure(Activity.GENERATE):
                 if opponent is None and self.make_env is SingleTurn:
-                    return await run_single_turn(self.engine, prompt, tokenizer, rules)
-                return await run_episode(self.engine, self.make_env, prompt, tokenizer, rules, opponent)
+                    played = await run_single_turns(self.engine, prompt, tokenizer, rules, size=len(siblings))
+                    return [[one] for one in played]
+                return [await run_episode(self.engine, self.make_env, prompt, tokenizer, rules, opponent)]
 
-    async def _play_agent(self, ticket: int, prompt: Prompt, sibling: int) -> list[Played]:
+    async def _play_agent(self, ticket: int, prompt: Prompt, siblings: range) -> list[list[Played]]:
         assert self.agents is not None
+        [sibling] = siblings
         async with self._places.take():
             with self.timer.measure(Activity.ENVIRONMENT):  # except while the engine samples for it
                 seed_of_turn = partial(make_seed, self.seed, ticket, sibling)
-                return await self.agents.play(prompt, episode=sibling, seed_of_turn=seed_of_turn)
+                return [await self.agents.play(prompt, episode=sibling, seed_of_turn=seed_of_turn)]
+
+    async def _reward_episodes(self, prompt: Prompt, played: list[list[Played]]) -> list[Episode]:
+        """Return episodes that were sampled together, rewarded."""
+        if len(played) == 1:
+            return [await self._reward_episode(played[0])]
+        with self.timer.measure(Activity.REWARD):
+            results = await self.rewards.compute_each(prompt, [one.messages for [one] in played])
+        return [Episode(played=own, results=[result]) for own, result in zip(played, results, strict=True)]
 
     async def _reward_episode(self, played: list[Played]) -> Episode:
         with self.timer.measure(Activity.REWARD):
@@ -247,50 +253,6 @@ class RolloutWorker:
             for (e, i), found in zip(live, await self.rewards.compute_group(prompt, conversations), strict=True):
                 results[e][i] = merge_results([("", results[e][i]), ("", found)])
         return [replace(episode, results=own) for episode, own in zip(episodes, results, strict=True)]
-
-    def _make_samples(self, episode: Episode) -> list[Sample]:
-        """Return the samples of an episode with their rewards."""
-        if not episode.is_shared:
-            return [self._add_result(*one) for one in zip(episode.played, episode.results, strict=True)]
-        [result] = episode.results
-        if len(episode.played) > 1 and (result.turn_parts or result.token_parts):
-            why = "turn_parts and token_parts are of one conversation, and this episode has several branches"
-            result = RewardResult(failure=why, notes=result.notes, counts=result.counts)
-        first = self._add_result(episode.played[0], result)
-        shared: dict[str, Any] = {"reward": first.reward, "reward_parts": first.reward_parts, "failure": first.failure}
-        return [first, *(replace(one.sample, **shared) for one in episode.played[1:])]
-
-    def _add_result(self, played: Played, result: RewardResult) -> Sample:
-        sample, prompt = played.sample, played.sample.prompt
-        if sample.failure:
-            return sample
-        counts = sample.counts | result.counts
-        told: dict[str, Any] = {"notes": [*result.notes], "counts": counts}
-        if result.failure:
-            return replace(sample, **told, failure=result.failure, reward_parts={})
-        # a silent overwrite would drop one of the two numbers
-        twice = result.reward_parts.keys() & sample.reward_parts.keys()
-        # the number of replies, which that reward returns for want of another, gives way to the environment's own
-        if twice and self.reward.function != "environment":
-            who = "environment" if self.agents is None else "agent"
-            raise UserError(f"reward and {who} both return a part {min(twice)!r}: rename one of them")
-        parts = result.reward_parts | sample.reward_parts
-        if counts.get(TIMEOUTS):
-            # the agent had no time to return them
-            parts = dict.fromkeys(list_missing(self.reward, parts, prompt.source), 0.0) | parts
-        weights = find_weights(self.reward, parts, prompt.source)
-        try:
-            turns = join_turns(sample, played.turn_scores, result.turn_parts)
-            sample = add_token_rewards(sample, result, weights, self.tokenizer.decode)
-        except ValueError as error:
-            return replace(sample, **told, failure=str(error), reward_parts={})
-        return replace(
-            sample,
-            **told,
-            reward_parts=parts,
-            reward=weigh_parts(self.reward, parts, prompt.source),
-            turn_rewards=weigh_turns(weights, turns),
-        )
 
     def _make_runner(self, agents: AgentProcesses | RemoteAgents) -> AgentRunner:
         from rollouts.agents.episode import AgentRunner

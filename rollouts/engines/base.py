@@ -19,10 +19,11 @@ from configs.rollout_schema import Quantization, RolloutConfig, SleepMode
 from configs.sync_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError
+from core.tasks import gather_fail_fast
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Ids
 from core.types.drafts import NO_DRAFTS, Drafts
-from core.types.images import PlacedImage
+from core.types.images import PlacedImage, as_argument
 from core.types.kept_sets import KeptSets
 from core.types.routes import Routes
 from core.types.truncation import EVERYTHING_KEPT, Truncation
@@ -267,6 +268,14 @@ class Engine(ReceivesWeights, Protocol):
         images: images of spans of `token_ids`, passed only to engines with the capability `images`.
         """
         ...
+
+    async def generate_group(
+        self, token_ids: list[int], *, size: int, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
+    ) -> list[Completion]:
+        """Sample `size` continuations. Continuation i is the one that `generate` returns for the seed `seed` + i."""
+        seen = as_argument(images)
+        each = (self.generate(token_ids, max_new_tokens=max_new_tokens, seed=seed + i, **seen) for i in range(size))
+        return [await one for one in each] if size == 1 else await gather_fail_fast(each, grace_s=0)
 
     async def close(self) -> None:
         """End the engine's processes."""

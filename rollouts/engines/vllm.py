@@ -11,20 +11,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
-from configs.sync_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped
 from core.gc_control import without_gc
 from core.timing.deadlines import ENGINE_RPC_GRACE_S
-from core.types.arrays import Ids
-from core.types.drafts import NO_DRAFTS
 from core.types.images import PlacedImage, list_written
-from core.types.routes import Routes
 from core.types.weights import Bucket
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig, make_completion
 from rollouts.engines.sleeping import Sleeper, WakePart
@@ -34,10 +31,10 @@ from rollouts.engines.vllm_support.images import check_prompt, make_prompt
 from rollouts.engines.vllm_support.kept_sets import KeptReports
 from rollouts.engines.vllm_support.loop import EngineLoop
 from rollouts.engines.vllm_support.options import naming_refused
+from rollouts.engines.vllm_support.parts import Parts
 from rollouts.engines.vllm_support.patches import hide_invented_dict, restoring_threads, spare_other_models
 from rollouts.engines.vllm_support.plugin import require_plugin
 from rollouts.engines.vllm_support.requests import (
-    continue_seed,
     make_adapter_request,
     probe_params,
     raise_first,
@@ -75,14 +72,12 @@ class VllmEngine(VllmChecks, Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         """Start vLLM in this process, whose environment variables it sets. Raises UserError for options it refuses."""
-        self._temperature, self._stop_token_ids = config.temperature, list(config.stop_token_ids)
-        self._stop_strings, self._support = config.stop_strings, config.allowed_tokens
         self._timeout_s, self._lora = config.timeout_s, config.lora
-        self._pause_mode: PauseMode = config.pause_mode
         self._sleeper, self._sleep_level = Sleeper(), 2 if config.sleep == "discard" else 1
         self._running, self._takes_chunks = 0, False  # requests that are not finished; whether chunks come
         on_cpu = not torch.cuda.is_available()
         self._reports, self._routes = KeptReports(config, self._rpc, on_cpu=on_cpu), RouteReports(config)
+        self.prepare_requests(config)
         require_plugin()
         cores: list[int] | None = None
         if on_cpu:
@@ -103,6 +98,25 @@ class VllmEngine(VllmChecks, Engine):
         transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
         args = engine_args(config, on_cpu=on_cpu, sees=self._sees, text_only=text_only)
         self._start(args, config.options, transfer=transfer, cores=cores)
+
+    def prepare_requests(self, config: EngineConfig) -> None:
+        """Take the settings of requests, and the treatment of running ones during a weight update."""
+        self.config, self._pause_mode = config, config.pause_mode
+        ends_requests = config.stop_strings is not None or config.pause_mode == "abort"
+        self._make_params = partial(
+            sampling_params,
+            temperature=config.temperature,
+            stop_token_ids=config.stop_token_ids,
+            allowed_tokens=config.allowed_tokens,
+            # a request that may end, or be aborted, at any token
+            reports_tokens=ends_requests,
+        )
+        self._parts: Parts | None = None
+        if ends_requests:
+            self._parts = Parts(self._ask, self._make_params, self._reports, self._routes, config)
+        # without chance vLLM refuses to sample a prompt several times; a subclass may change each sample
+        is_plain = config.temperature > 0 and type(self).generate is VllmEngine.generate
+        self._joins = is_plain and not ends_requests and self._reports.may_join
 
     def _start(
         self, args: dict[str, Any], options: Mapping[str, Any], *, transfer: str, cores: Sequence[int] | None
@@ -139,61 +153,44 @@ class VllmEngine(VllmChecks, Engine):
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
     ) -> Completion:
-        """Sample a continuation of `token_ids` at the run's temperature, including the stop token.
+        """Sample a continuation of `token_ids` at the run's temperature, including the stop token."""
+        if self._parts is not None:
+            return await self._parts.generate(token_ids, images, max_new_tokens=max_new_tokens, seed=seed)
+        [done] = await self._request_group(token_ids, images, size=1, max_new_tokens=max_new_tokens, seed=seed)
+        return done
 
-        A request aborted by an update (weight_sync.pause_mode: abort) continues from the tokens already sampled.
-        """
-        ids, versions = list[int](), list[int]()
-        logp, kept = list[float](), list[Ids]()
-        routes: Routes | None = None
-        drafts = NO_DRAFTS
-        stop: Literal["eos", "length"] | None = None
-        while stop is None:
-            # a request to a paused engine waits there: this does not spin
-            seed_now = continue_seed(seed, len(ids))
-            with self._reports.naming() as key:
-                output = await self._sample(token_ids, images, ids, max_new_tokens - len(ids), seed_now, key)
-                if output is None:  # aborted before the first token
-                    continue
-                kept += await self._reports.read(key, output)
-            start = len(ids)
-            ids += output.token_ids
-            logp += output.logprobs.logprobs
-            versions += read_versions(output)
-            routes = self._routes.read(output, len(token_ids) + len(ids), routes)
-            drafts = drafts.add(read_drafts(output))
-            end = None if self._stop_strings is None else self._stop_strings.find_end(ids, start)
-            if end is not None:  # vLLM may have sampled more, before it was told to end
-                return make_completion(ids, logp, versions, kept, stop="eos", routes=routes, drafts=drafts).cut(end)
-            stop = read_stop(output.finish_reason, ids, self._stop_token_ids, max_new_tokens, self._pause_mode)
-        return make_completion(ids, logp, versions, kept, stop=stop, routes=routes, drafts=drafts)
+    async def generate_group(
+        self, token_ids: list[int], *, size: int, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
+    ) -> list[Completion]:
+        """Sample continuations in one request, where vLLM alone ends them and takes several, else in one for each."""
+        if size > 1 and self._joins:
+            return await self._request_group(token_ids, images, size=size, max_new_tokens=max_new_tokens, seed=seed)
+        one_each = super().generate_group
+        return await one_each(token_ids, size=size, max_new_tokens=max_new_tokens, seed=seed, images=images)
 
-    async def _sample(
-        self, prompt: list[int], images: Sequence[PlacedImage], ids: list[int], max_new_tokens: int, seed: int, key: str
-    ) -> Any:
-        """Run a vLLM request to the end or a stop string. Return None if an update aborts it before a token.
-
-        ids: completion tokens sampled so far. key: name of the request, for its kept sets.
-        """
-        seen, strings = len(ids), self._stop_strings
-
-        def ends(new: list[int]) -> bool:
-            nonlocal seen
-            start, seen = seen, len(ids) + len(new)
-            return strings is not None and strings.find_end([*ids, *new], start) is not None
-
-        params = sampling_params(
-            temperature=self._temperature,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            stop_token_ids=self._stop_token_ids,
-            allowed_tokens=self._support,
-            truncation=self._reports.make_params(key),
-            # a request that may end, or be aborted, at any token
-            reports_tokens=strings is not None or self._pause_mode == "abort",
-        )
-        answer = await self._ask(prompt + ids, images, params, None if strings is None else ends)
-        return None if answer is None else answer.outputs[0]
+    async def _request_group(
+        self, token_ids: list[int], images: Sequence[PlacedImage], *, size: int, max_new_tokens: int, seed: int
+    ) -> list[Completion]:
+        """Return the samples of a vLLM request."""
+        with self._reports.naming() as key:
+            truncation = self._reports.make_params(key)
+            params = self._make_params(max_new_tokens=max_new_tokens, seed=seed, size=size, truncation=truncation)
+            answer = await self._ask(token_ids, images, params)
+            done: list[Completion] = []
+            for output in answer.outputs:
+                ids, kept = [*output.token_ids], await self._reports.read(key, output)
+                done.append(
+                    make_completion(
+                        ids,
+                        [*output.logprobs.logprobs],
+                        read_versions(output),
+                        kept,
+                        stop=read_stop(output.finish_reason),
+                        routes=self._routes.read(output, len(token_ids) + len(ids)),
+                        drafts=read_drafts(output),
+                    )
+                )
+            return done
 
     async def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability of each text token after the first, at temperature 1 and without prefix cache."""

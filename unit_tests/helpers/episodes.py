@@ -5,7 +5,7 @@ from typing import Any
 
 from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
-from rollouts.engines.base import Completion
+from rollouts.engines.base import Completion, Engine
 from rollouts.envs.base import Env
 from rollouts.episode import run_episode
 from rollouts.turns import EpisodeRules
@@ -31,7 +31,7 @@ class Words:
         return None
 
 
-class Scripted:
+class Scripted(Engine):
     """Says each reply in turn; the version goes up between turns, as if weights landed in mid-episode."""
 
     def __init__(self, *replies, stop="eos"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -133,6 +135,16 @@ class Lab:
 
     def run(self, body: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(body)
+
+    @contextmanager
+    def changed(self, **settings: Any) -> Generator[None]:
+        """Run the body with other settings of requests. Another engine would take half a minute to start."""
+        config = self.engine.config
+        self.engine.prepare_requests(replace(config, **settings))
+        try:
+            yield
+        finally:
+            self.engine.prepare_requests(config)
 
     async def _start(self, folder: Path, stop: list[int]) -> VllmEngine:
         return VllmEngine(

@@ -8,7 +8,7 @@ import pytest
 from core.errors import RunStopped, UserError
 from rollouts.envs.single_turn import SingleTurn
 from rollouts.episode import run_episode
-from rollouts.turns import EpisodeRules, run_single_turn
+from rollouts.turns import EpisodeRules, run_single_turns
 from unit_tests.helpers.episodes import PROMPT, Scripted, Words, calls_of
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -29,6 +29,10 @@ def play(run, *, stop="eos", prompt=PROMPT, **rules):
     return engine.asked, played
 
 
+async def one_of_the_group(engine, prompt, tokenizer, rules):
+    return await run_single_turns(engine, prompt, tokenizer, rules, size=1)
+
+
 async def loop_of_turns(engine, prompt, tokenizer, rules):
     return await run_episode(engine, SingleTurn, prompt, tokenizer, rules)
 
@@ -45,7 +49,7 @@ async def loop_of_turns(engine, prompt, tokenizer, rules):
     ids=["plain", "cut off", "several turns allowed", "longest prompt", "tools"],
 )
 def test_one_turn_is_what_the_loop_plays(how):
-    assert play(run_single_turn, **how) == play(loop_of_turns, **how)
+    assert play(one_of_the_group, **how) == play(loop_of_turns, **how)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def test_one_turn_is_what_the_loop_plays(how):
         ({"is_routed": True}, RunStopped, "no routes"),
     ],
 )
-@pytest.mark.parametrize("run", [run_single_turn, loop_of_turns])
+@pytest.mark.parametrize("run", [one_of_the_group, loop_of_turns])
 def test_what_is_wrong_stops_both(run, how, error, told):
     with pytest.raises(error, match=told):
         play(run, **how)

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.sync_schema import PauseMode
 from core.errors import RunStopped, TransportFailed
-from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.allowed_tokens import AllowedTokens
 from core.types.weights import Bucket
 from rollouts.engines.base import Completion
 from rollouts.engines.vllm import VllmEngine
@@ -62,6 +63,7 @@ HALF = "model.layers.1.mlp.up_proj.weight"
 
 async def check_allowed_tokens(engine: VllmEngine, model: PreTrainedModel) -> None:
     """Ban the tokens that the model loves most after the prompt; or allow forty of them, among them the least loved."""
+    config = engine.config
     with torch.no_grad():
         order = model(torch.tensor([PROMPT])).logits[0, -1].argsort(descending=True).tolist()
     assert {c.token_ids[0] for c in await sample(engine, range(20), 1)} & {*order[:100]}, "it loves them"
@@ -71,7 +73,7 @@ async def check_allowed_tokens(engine: VllmEngine, model: PreTrainedModel) -> No
     ):
         outside = torch.tensor(allowed_tokens.find_outside(range(VOCABULARY)))
         for temperature in (TEMPERATURE, 0.0):
-            engine._support, engine._temperature = allowed_tokens, temperature
+            engine.prepare_requests(replace(config, allowed_tokens=allowed_tokens, temperature=temperature))
             for c in await sample(engine, range(12)):
                 assert not allowed_tokens.find_outside(c.token_ids)
                 ids = torch.tensor([PROMPT + c.token_ids])
@@ -81,7 +83,7 @@ async def check_allowed_tokens(engine: VllmEngine, model: PreTrainedModel) -> No
                 ours = scores.log_softmax(-1).gather(-1, ids[0, len(PROMPT) :, None])[:, 0]
                 assert gap(ours.tolist(), c.logp) < BOUND
                 assert temperature or scores.argmax(-1).tolist() == c.token_ids
-    engine._support, engine._temperature = EVERY_TOKEN, TEMPERATURE
+    engine.prepare_requests(config)
 
 
 async def agrees_before_and_only_after_a_sync(
@@ -221,6 +223,59 @@ def test_a_seed_decides_a_completion_whatever_else_runs(lab: Lab) -> None:
     lab.run(body())
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.0}, {"pause_mode": "abort"}],
+    ids=["one request", "greedy", "aborts"],
+)
+def test_a_group_is_what_its_seeds_sample_one_by_one(settings: dict[str, Any], lab: Lab) -> None:
+    """vLLM takes a group in one request where it can; the samples are the same where it cannot."""
+
+    async def body() -> None:
+        asked = {"max_new_tokens": 24, "seed": 2}
+        group = await lab.engine.generate_group(PROMPT, size=4, **asked)
+        each = await sample(lab.engine, range(2, 6))
+        assert [(c.token_ids, c.stop, c.versions) for c in group] == [(c.token_ids, c.stop, c.versions) for c in each]
+        assert all(gap(c.logp, alone.logp) < 1e-5 for c, alone in zip(group, each, strict=True))
+        assert len({tuple(c.token_ids) for c in group}) == (4 if settings.get("temperature", 1.0) else 1)
+
+    with lab.changed(**settings):
+        lab.run(body())
+
+
+def test_a_group_goes_on_with_the_new_weights(lab: Lab) -> None:
+    """Requests of a group are held during an update, and labelled token by token as those of a single sample."""
+    new = random_model(lab.family, seed=5)
+
+    async def body() -> None:
+        await lab.publish(30, lab.model)
+        asking = asyncio.create_task(lab.engine.generate_group(PROMPT, size=3, max_new_tokens=300, seed=1))
+        await asyncio.sleep(0.3)
+        await lab.publish(31, new)
+        for c in await asking:
+            assert c.versions == sorted(c.versions) and {*c.versions} == {30, 31} and len(c.token_ids) == 300
+            for version, model in ((30, lab.model), (31, new)):
+                expected = logp(model, PROMPT + c.token_ids, TEMPERATURE)[-300:]
+                at = [i for i, v in enumerate(c.versions) if v == version]
+                assert gap([expected[i] for i in at], [c.logp[i] for i in at]) < BOUND
+        await lab.publish(32, lab.model)
+
+    lab.run(body())
+
+
+def test_a_group_that_is_given_up_leaves_vllm(lab: Lab) -> None:
+    async def body() -> None:
+        asking = asyncio.create_task(lab.engine.generate_group(PROMPT, size=3, max_new_tokens=800, seed=1))
+        await asyncio.sleep(0.2)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await lab.engine.generate(PROMPT, max_new_tokens=1, seed=0)
+        assert not lab.engine._loop.llm.has_unfinished_requests()
+
+    lab.run(body())
+
+
 def test_it_sleeps_and_wakes_in_order_and_samples_from_what_came_between(lab: Lab) -> None:
     """On a CPU vLLM frees no memory, but its own scheduler knows that it sleeps, and so do its workers."""
     engine, new = lab.engine, random_model(lab.family, seed=5)
@@ -322,14 +377,18 @@ def test_requests_keep_go_on_with_the_new_weights(lab: Lab) -> None:
     assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
 
 
-def test_a_drain_finishes_what_runs_and_holds_what_comes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab.engine, "_pause_mode", "wait")  # another engine would take half a minute to start
-    done, late = lab.run(update_keep(lab))
+def test_a_drain_finishes_what_runs_and_holds_what_comes(lab: Lab) -> None:
+    with lab.changed(pause_mode="wait"):
+        done, late = lab.run(update_keep(lab))
     assert [set(c.versions) for c in [*done, late]] == [{7}, {7}, {7}, {8}]
 
 
-def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab.engine, "_pause_mode", "abort")
+def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab) -> None:
+    with lab.changed(pause_mode="abort"):
+        cut_off_and_asked_again(lab)
+
+
+def cut_off_and_asked_again(lab: Lab) -> None:
     done, late = lab.run(update_keep(lab))
     assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
 

@@ -16,7 +16,7 @@ from rollouts.engines.vllm import VllmEngine
 from rollouts.transcript import check_completion
 from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.models import compute_policy
-from unit_tests.helpers.vllm_lab import BOUND, PROMPT, TEMPERATURE, VOCABULARY, random_model, sample, save
+from unit_tests.helpers.vllm_lab import BOUND, PROMPT, TEMPERATURE, VOCABULARY, random_model, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("one_thread")]
 
@@ -55,7 +55,8 @@ def check_sets(model: torch.nn.Module, prompt: list[int], done: Completion) -> N
 
 def test_sets_and_log_probabilities_are_the_trainers(lab):
     engine, model, runner = lab
-    done = runner.run(sample(engine, range(12), max_new_tokens=32))
+    # siblings, which need a request each, since sets are stored by request
+    done = runner.run(engine.generate_group(PROMPT, size=12, max_new_tokens=32, seed=0))
     for completion in done:
         check_sets(model, PROMPT, completion)
     sizes = [size for c in done for size in (c.kept or KeptSets.none(0)).sizes.tolist()]

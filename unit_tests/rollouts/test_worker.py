@@ -12,7 +12,8 @@ from core.errors import UserError
 from core.types.samples import Prompt, Sample
 from rewards import resolve_reward
 from rewards.rewarder import Rewarder
-from rollouts.engines.base import Completion
+from rollouts.engines.base import Completion, Engine
+from rollouts.envs.single_turn import SingleTurn
 from rollouts.episode import run_episode
 from rollouts.places import EpisodeTimedOut, Places
 from rollouts.seeds import make_seed
@@ -201,6 +202,63 @@ def test_live_siblings_are_compared_and_failed_ones_are_not_shown(tmp_path):
     assert [s.reward for s in samples] == [1.0, None, 0.0]
     assert "the tool broke" in samples[1].failure
     assert samples[0].reward_parts == {"rank": 1.0, "shown": 2.0}
+
+
+class BySeed(Engine):
+    """Replies with digits of the seed, and notes the sizes of groups."""
+
+    def __init__(self):
+        self.sizes: list[int] = []
+
+    async def generate(self, token_ids, *, max_new_tokens, seed):
+        return Completion(token_ids=[seed % 7, seed % 3], logp=[-0.5] * 2, versions=[0] * 2, stop="eos")
+
+    async def generate_group(self, token_ids, *, size, **asked):
+        self.sizes.append(size)
+        return await super().generate_group(token_ids, size=size, **asked)
+
+
+ALONE = [1] * 4
+BUSY = """
+import time
+
+def score(prompt, messages):
+    time.sleep(0.05)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "sizes"),
+    [
+        ("def score(prompt, messages): return 1.0", {}, [4]),
+        ("def score(prompt, messages): return 1.0", {"max_concurrency": 2}, ALONE),
+        ("async def score(prompt, messages): return 1.0", {}, ALONE),
+        (BUSY, {}, ALONE),
+    ],
+    ids=["at once", "few places", "async reward", "slow reward"],
+)
+def test_siblings_are_sampled_together_where_no_reward_should_wait(code, changes, sizes, tmp_path):
+    """The samples are the same: sibling i has the seed of the first, plus i."""
+    file = tmp_path / "reward.py"
+    file.write_text(code)
+    pool, engine = Rewarder(one_reward(resolve_reward(str(file)), {}), 2, 30.0), BySeed()
+    reward, rollout = RewardConfig(function=str(file)), RolloutConfig(max_new_tokens=20, **changes)
+    worker = RolloutWorker(engine, Words(), SingleTurn, pool, reward=reward, rollout=rollout, seed=11)
+
+    async def body():
+        if code == BUSY:  # only a first result shows that it is slow
+            await worker.generate_group(3, PROMPT, 1)
+            engine.sizes.clear()
+        return await worker.generate_group(4, PROMPT, 4)
+
+    try:
+        group = asyncio.run(body())
+    finally:
+        pool.close()
+    assert engine.sizes == sizes and [s.reward for s in group] == [1.0] * 4
+    seeds = [make_seed(11, 4, sibling, 0) for sibling in range(4)]
+    assert [s.token_ids.tolist() for s in group] == [[1, 2, seed % 7, seed % 3] for seed in seeds]
 
 
 class Slow:

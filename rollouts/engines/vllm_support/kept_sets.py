@@ -61,6 +61,11 @@ class KeptReports:
         self.done: list[str] = []
         """Keys of ended requests whose sets may still be stored."""
 
+    @property
+    def may_join(self) -> bool:
+        """Whether several samples may share a request. Our processor tells requests apart by key, and not samples."""
+        return self.truncation.is_off or not self.on_cpu
+
     @contextmanager
     def naming(self) -> Generator[str]:
         """Yield the key of a request, unique in its process. After the body its sets cannot be read."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from configs.sync_schema import PauseMode
 from core.errors import RunStopped, TransportFailed
 from core.types.allowed_tokens import AllowedTokens
+from rollouts.engines.base import CompletionStop
 from rollouts.engines.vllm_support.settings import ADAPTER_ID
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ def sampling_params(
     temperature: float,
     max_new_tokens: int,
     seed: int,
+    size: int = 1,
     stop_token_ids: Sequence[int],
     allowed_tokens: AllowedTokens,
     truncation: Mapping[str, Any],
@@ -31,7 +31,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return parameters that sample from the policy's distribution.
 
-    truncation: those of `KeptReports.make_params`. reports_tokens: return an output per token, which costs time,
+    size: number of samples, of which sample i has the seed `seed` + i. truncation: those of `KeptReports.make_params`.
+    reports_tokens: return an output per token, which costs time,
     instead of the last output only.
     """
     # the module, not the package: the package looks names up by itself, for every sample
@@ -41,6 +42,7 @@ def sampling_params(
         temperature=temperature,
         max_tokens=max_new_tokens,
         seed=seed % 2**63,
+        n=size,
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,  # one list of numbers, instead of an object per token
         stop_token_ids=[*stop_token_ids],
@@ -84,17 +86,6 @@ def _limit_tokens(allowed_tokens: AllowedTokens) -> dict[str, Any]:
     return {"logit_bias": dict.fromkeys(allowed_tokens.banned, -math.inf)} if allowed_tokens.banned else {}
 
 
-def continue_seed(seed: int, tokens: int) -> int:
-    """Return the seed for the rest of a completion, after `tokens` tokens.
-
-    vLLM restarts its random numbers for each request.
-    """
-    if tokens == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/{tokens}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
 def make_adapter_request() -> Any:
     """Return vLLM's request for the in-memory adapter."""
     from vllm.lora.request import LoRARequest
@@ -111,18 +102,8 @@ def read_versions(output: Any) -> list[int]:
     ]
 
 
-def read_stop(
-    reason: str | None, ids: Sequence[int], stop_token_ids: Sequence[int], max_new_tokens: int, pause_mode: PauseMode
-) -> Literal["eos", "length"] | None:
-    """Return the stop reason of a completion, or None if it was aborted and is incomplete.
-
-    reason: vLLM's, None for an aborted request. ids: all tokens of the completion.
-    """
-    # an abort may come after the last token: the completion is then finished all the same
-    if reason is None and pause_mode == "abort":
-        if ids and ids[-1] in stop_token_ids:
-            return "eos"
-        return "length" if len(ids) == max_new_tokens else None
+def read_stop(reason: str | None) -> CompletionStop:
+    """Return the stop reason of a completion that vLLM has ended. reason: vLLM's."""
     if reason not in ("stop", "length"):
         raise RunStopped(f"vLLM ended a request with {reason!r} instead of a completion")
     return "eos" if reason == "stop" else "length"
