@@ -107,7 +107,7 @@ WALKS = {
             ("rollouts/worker.py", "RolloutWorker.generate_group"),
             ("rollouts/engines/hf.py", "HfEngine.generate"),
             ("rollouts/transcript.py", "Conversation.make_sample"),
-            ("rewards/pool.py", "RewardPool.compute_group"),
+            ("rewards/pool.py", "RewardPool.compute_each"),
         ),
     ),
     "tools": Walk(
