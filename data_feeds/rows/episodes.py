@@ -95,10 +95,10 @@ def _read_episode(
 
 
 def _read_turns(one: dict[str, Any], text: str | None, fills_gaps: bool) -> list[Message]:
-    """Return the messages of an episode, or the text as the only reply."""
+    """Return the messages of an episode, or the text as the only reply: "" where the policy ended at once."""
     if "messages" in one:
         return check_ends_in_reply(read_messages(one["messages"], "episodes", fills_gaps=fills_gaps), "episodes")
-    if not text:
+    if text is None:
         raise _refuse("an episode has neither completion, messages nor token_ids with a reply")
     return [{"role": "assistant", "content": text}]
 

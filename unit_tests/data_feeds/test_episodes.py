@@ -77,6 +77,13 @@ def test_an_episode_keeps_its_tokens_and_log_probabilities(chat, tmp_path):
     assert load(chat, write(tmp_path, row), max_new_tokens=None).all()[0].recorded == ()
 
 
+def test_an_episode_whose_policy_ended_at_once_is_its_tokens(chat):
+    ids = [*chat.render([user("1+1=")]), chat.hf.eos_token_id]
+    made = read(chat, an_episode(chat, "", token_ids=ids, logp=[None] * (len(ids) - 1) + [-0.5]))
+    assert (made.token_ids, made.completion, made.messages) == (ids, "", [assistant("")])
+    assert read(chat, {"completion": ""}).messages == [assistant("")]
+
+
 @pytest.mark.parametrize(
     ("changes", "sampling", "why"),
     [
