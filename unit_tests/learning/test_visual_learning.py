@@ -113,8 +113,8 @@ def test_both_recipes_run(tmp_path, one_thread):
     """A few steps of each, at the recipes' settings: the warm-up learns what an answer looks like."""
     model, data = tmp_path / "model", tmp_path / "data"
     tiny_vision_model.main(["--out", str(model), "--vision-layers", "1"])
-    visual.main(["--out", str(data), "--train", "60", "--eval", "30", "--sft", "600"])
-    given = [f"model.path={model}", f"data.train={data}/sft.parquet", "save_to=null", "steps=40"]
+    visual.main(["--out", str(data), "--train", "60", "--eval", "100", "--sft", "1200"])
+    given = [f"model.path={model}", f"data.train={data}/sft.parquet", "save_to=null", "steps=90"]
     warm = run(main_sl, "vision_quickstart_sft.yaml", tmp_path / "runs", *given)
     assert warm.metrics["train/loss"] < 1.5  # from log(107) = 4.7
     before, after = reinforce(
