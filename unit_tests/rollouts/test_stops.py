@@ -203,7 +203,7 @@ def test_vllm_ends_at_the_same_token(tiny_path):
 async def both(engine, strings) -> tuple[list[Completion], list[Completion]]:
     """What an engine samples without and with stop strings."""
     plain = await several(engine, range(12))
-    engine._stop_strings = strings
+    engine.prepare_requests(replace(engine.config, stop_strings=strings))
     return plain, await several(engine, range(12))
 
 
@@ -213,7 +213,8 @@ def test_a_stop_string_may_lie_on_both_sides_of_a_weight_sync(tiny_path):
     from unit_tests.helpers.vllm_lab import Scripted
 
     engine = Scripted(tiny_path, "abort", ([50, 40], None), ([41, 42], "stop"))
-    engine._stop_strings = StopStrings(["40 41"], lambda ids: " ".join(map(str, ids)), range(100))
+    strings = StopStrings(["40 41"], lambda ids: " ".join(map(str, ids)), range(100))
+    engine.prepare_requests(replace(engine.config, stop_strings=strings))
     done = asyncio.run(engine.generate([7], max_new_tokens=9, seed=0))
     assert done.token_ids == [50, 40, 41] and done.versions == [1, 1, 2] and done.stop == "eos"
     assert done.logp == [-5.0, -4.0, -4.1]
