@@ -19,6 +19,7 @@ from core.errors import MIB, first_line
 from core.text.text_files import read_ends
 from core.timing.progress import say
 
+CHUNK_BYTES = 16 * MIB
 BLANKS = np.frombuffer(b" \t\r\v\f", dtype=np.uint8)
 KEPT_BYTES = 256 * MIB
 """Size of a file from which the index is kept; a smaller one is read in a fraction of a second."""
@@ -42,21 +43,26 @@ def index_lines(path: Path) -> NDArray[np.uint64]:
 
 def find_lines(path: Path) -> NDArray[np.uint64]:
     """Return the offsets of the lines of a file that are not blank: those of CRLF files hold a carriage return."""
-    ends: list[NDArray[np.uint64]] = []
-    at = 0
+    ends, heads = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.uint8)]
+    at, begins = 0, True
     with path.open("rb") as file:
-        while chunk := file.read(16 * MIB):
-            found = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
+        while chunk := file.read(CHUNK_BYTES):
+            text = np.frombuffer(chunk, dtype=np.uint8)
+            found = np.flatnonzero(text == ord("\n"))
             ends.append(found.astype(np.uint64) + np.uint64(at))
+            # the first byte of each line: what follows the end of another, also of the chunk before
+            begun = np.insert(found + 1, 0, 0) if begins else found + 1
+            begins = chunk.endswith(b"\n")
+            heads.append(text[begun[:-1] if begins else begun])
             at += len(chunk)
     stops = np.append(np.concatenate(ends), np.uint64(at))
     starts = np.insert(stops[:-1] + np.uint64(1), 0, np.uint64(0))
     # rows reach to the start of the next one: the white space of blank lines is no part of JSON
     is_row = stops > starts
-    if is_row.any():
-        text = np.memmap(path, dtype=np.uint8, mode="r")
-        for line in np.flatnonzero(is_row)[np.isin(text[starts[is_row]], BLANKS)]:
-            is_row[line] = bool(text[starts[line] : stops[line]].tobytes().strip())
+    with path.open("rb") as file:
+        for line in np.flatnonzero(np.isin(np.concatenate(heads), BLANKS)):
+            file.seek(int(starts[line]))
+            is_row[line] = bool(file.read(int(stops[line] - starts[line])).strip())
     return starts[is_row]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import threading
 from collections import Counter
 from itertools import pairwise
@@ -117,6 +118,19 @@ def test_blank_lines_are_no_rows_whatever_ends_them(tmp_path, tokenizer, blank):
     lazy, eager = (load(str(path), tokenizer, lazy=lazy) for lazy in (True, False))
     assert [lazy.draw(t) for t in range(45)] == [eager.draw(t) for t in range(45)]
     assert not lazy.sources[0].invalid.rows
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_lines_are_those_of_the_text_however_it_is_read(tmp_path, monkeypatch, size):
+    """Lines begin at the end of a part, at the start of the next, or after the last."""
+    monkeypatch.setattr("data_feeds.rows.line_index.CHUNK_BYTES", size)
+    path, rng = tmp_path / "rows.jsonl", random.Random(size)
+    for _ in range(60):
+        text = "".join(rng.choices(["\n", "\r", " ", "\t", "a"], k=rng.randrange(14)))
+        path.write_bytes(text.encode())
+        lines = text.split("\n")
+        starts = [sum(len(line) + 1 for line in lines[:n]) for n, line in enumerate(lines) if line.strip()]
+        assert find_lines(path).tolist() == starts, text
 
 
 def test_a_file_of_blank_lines_has_no_rows(tmp_path, tokenizer):
