@@ -45,9 +45,9 @@ def name_reward(name: str, name_or_path: str, settings: dict[str, Any], *, key: 
     return NamedReward(name=name, spec=spec, settings=settings, kind=find_kind(spec))
 
 
-def weigh_parts(reward: RewardConfig, parts: Mapping[str, float], source: str) -> float:
-    """Return a sample's reward: the weighted sum of its parts. Raises UserError for a missing part."""
-    return sum(weight * parts[name] for name, weight in find_weights(reward, parts, source).items())
+def weigh_parts(weights: Mapping[str, float], parts: Mapping[str, float]) -> float:
+    """Return a sample's reward: the weighted sum of its parts. weights: of `find_weights`."""
+    return sum(weight * parts[name] for name, weight in weights.items())
 
 
 def find_weights(reward: RewardConfig, parts: Mapping[str, float], source: str) -> dict[str, float]:

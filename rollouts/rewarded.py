@@ -77,6 +77,6 @@ class RewardedSamples:
             sample,
             **told,
             reward_parts=parts,
-            reward=weigh_parts(self.reward, parts, prompt.source),
+            reward=weigh_parts(weights, parts),
             turn_rewards=weigh_turns(weights, turns),
         )

@@ -10,7 +10,7 @@ from core.types.messages import Message
 from core.types.notes import Note
 from core.types.samples import Sample
 from rewards.rewarder import Rewarder
-from rewards.weights import weigh_parts
+from rewards.weights import find_weights, weigh_parts
 
 PREFIX = "second/"
 """Prefix of the counts of a sample that hold the parts of the second reward."""
@@ -43,7 +43,8 @@ class SecondReward:
                     f"eval_reward returns a part {taken[0]!r}, and eval/second_reward/{taken[0]} is another metric: "
                     "rename the part"
                 )
-            found = parts | {FAILED: 0.0, MEAN: weigh_parts(self.config, parts, sample.prompt.source)}
+            weights = find_weights(self.config, parts, sample.prompt.source)
+            found = parts | {FAILED: 0.0, MEAN: weigh_parts(weights, parts)}
         counts = sample.counts | {PREFIX + name: value for name, value in found.items()}
         # calls of a judge, which both rewards may ask
         for name, value in result.counts.items():

@@ -37,7 +37,7 @@ from driver.start.rollouts import plan_rollouts
 from modeling.hf_config import check_model_folder
 from rewards.rewarder import Rewarder
 from rewards.scored import RewardResult, merge_results
-from rewards.weights import weigh_parts
+from rewards.weights import find_weights, weigh_parts
 from rollouts.registry import load_env_class
 from rollouts.stops import check_stops
 
@@ -177,7 +177,8 @@ class Parts:
             raise UserError(f"it fails on row {prompt.id} with the row's own answer as reply: {result.failure}")
         shown = ", ".join(f"{name} {value:g}" for name, value in result.reward_parts.items())
         if cfg.rollout.env == "single_turn":  # another environment adds parts of its own
-            shown += f"; together {weigh_parts(cfg.reward, result.reward_parts, prompt.source):g}"
+            weights = find_weights(cfg.reward, result.reward_parts, prompt.source)
+            shown += f"; together {weigh_parts(weights, result.reward_parts):g}"
         return f"row {prompt.id} with its own answer as reply: {shown}"
 
 

@@ -30,7 +30,7 @@ from driver.load_recipe import Loaded, load_recipe
 from driver.rl.row_order import make_schedule
 from driver.start.rollouts import plan_rollouts
 from driver.start.weight_sync import make_probe, make_weight_sync
-from rewards.weights import weigh_parts
+from rewards.weights import find_weights, weigh_parts
 from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.stops import Stops
 from trainers.deepspeed import deepspeed_config
@@ -290,7 +290,7 @@ def rl_footprint(loaded: Loaded[RLConfig]) -> dict[str, Any]:
         "engine": asdict(rollouts.engine),
         "files": [rollouts.engine_spec.path, rollouts.env_spec.path, rollouts.transports],
         "rewards": rollouts.reward_functions,
-        "reward": weigh_parts(cfg.reward, PARTS, "train"),
+        "reward": weigh_parts(find_weights(cfg.reward, PARTS, "train"), PARTS),
         "parser": vars(make_parser(cfg.rollout.tool_parser, tokenizer)).keys(),
         "allowed_tokens": resolve_allowed_tokens(tokenizer, cfg.rollout.allowed_tokens, stops.token_ids),
         "stops": (stops.token_ids, stops.strings and stops.strings.strings),

@@ -14,7 +14,7 @@ from core.errors import UserError
 from core.types.samples import Prompt
 from rewards.calls import RewardCalls
 from rewards.pool import Worker
-from rewards.weights import plan_rewards, weigh_parts
+from rewards.weights import find_weights, plan_rewards, weigh_parts
 
 SHORT = "def score(prompt, messages, *, most=4):\n    return {'short': float(len(messages[-1]['content']) <= most)}\n"
 TWO = "def score(prompt, messages):\n    return {'polite': 0.5, 'long': float(len(messages[-1]['content']))}\n"
@@ -32,7 +32,7 @@ def reward_of(config: RewardConfig, reply: str, *, source: str = "a") -> tuple[d
     prompt = Prompt(id="0", messages=[], answer="12", source=source)
     [result] = RewardCalls(plan_rewards(config)).score(prompt, [[{"role": "assistant", "content": reply}]])
     parts = result.reward_parts
-    return parts, weigh_parts(config, parts, source)
+    return parts, weigh_parts(find_weights(config, parts, source), parts)
 
 
 def test_the_reward_is_the_sum_over_functions_and_parts(files):
