@@ -70,6 +70,8 @@ class PreparedEval:
     resumed: Resumed | None
     checkpoint: CheckpointModel | None
     """Checkpoint named by `model.path`, if any."""
+    why_text: str
+    """Reason why a model that sees is used for text, where model.images is auto."""
 
 
 def load_eval_recipe(recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> EvalConfig:
@@ -103,7 +105,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     check_room(cfg)
     check_images(cfg)
     check_rounded(cfg.model, cfg.rollout)
-    images, _ = settle_eval_images(cfg)
+    images, why_text = settle_eval_images(cfg)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts, images=images)
     plan = plan_engines(cfg, model)
     check_reward_and_env(cfg, plan)
@@ -135,6 +137,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
         settings=settings,
         resumed=resumed,
         checkpoint=checkpoint,
+        why_text=why_text,
     )
 
 
@@ -203,8 +206,8 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
     write_whole(folder / SETTINGS, json.dumps(prepared.settings, indent=1) + "\n")
     if prepared.resumed is not None:
         copy_parts(prepared.resumed.folder, folder)
-    if why_text := settle_eval_images(cfg)[1]:
-        context.console.say(why_text)
+    if prepared.why_text:
+        context.console.say(prepared.why_text)
     writer = PartWriter(folder, prompts_per_part=cfg.prompts_per_part)
     for one in prepared.sets:
         for note in one.notes:
