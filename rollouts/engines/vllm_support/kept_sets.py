@@ -63,8 +63,13 @@ class KeptReports:
 
     @property
     def may_join(self) -> bool:
-        """Whether several samples may share a request. Our processor tells requests apart by key, and not samples."""
-        return self.truncation.is_off or not self.on_cpu
+        """True if several samples may share a request: sets are not stored by request."""
+        return not self._stores_sets
+
+    @property
+    def _stores_sets(self) -> bool:
+        """True if our processor stores the sets, by the key of the request."""
+        return self.on_cpu and not self.truncation.is_off
 
     @contextmanager
     def naming(self) -> Generator[str]:
@@ -74,12 +79,12 @@ class KeptReports:
             yield key
         finally:
             # also if an update aborted it, or its caller gave up
-            if self.on_cpu and not self.truncation.is_off:
+            if self._stores_sets:
                 self.done.append(key)
 
     def make_params(self, key: str) -> dict[str, Any]:
         """Return vLLM's SamplingParams of a request that truncate."""
-        if self.on_cpu and not self.truncation.is_off:
+        if self._stores_sets:
             # the sampler itself samples from all that the processor leaves
             return {"extra_args": {ASKED: {"key": key, **asdict(self.truncation)}}, **asdict(EVERYTHING_KEPT)}
         return {**self._params}
