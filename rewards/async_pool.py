@@ -32,6 +32,7 @@ class AsyncRewardPool:
 
     @property
     def is_fast(self) -> bool:
+        """False: such functions wait for others, as for a judge."""
         return False
 
     async def compute_each(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:

@@ -57,7 +57,7 @@ class RewardPool:
 
     @property
     def is_fast(self) -> bool:
-        """Whether several samples fit a hand-over, by the last ones."""
+        """True if several samples fit a hand-over, by the seconds of the last ones."""
         return self._sample_s <= SECONDS_PER_SHARE
 
     async def compute_group(self, prompt: Prompt, conversations: list[list[Message]]) -> list[RewardResult]:

@@ -144,7 +144,7 @@ class RolloutWorker:
         return await self._finish_group(ticket, prompt, [episode for some in dealt for episode in some])
 
     def _deal(self, prompt: Prompt, size: int) -> list[range]:
-        """Return which siblings of a group are sampled together: all, or each alone if its reward should not wait."""
+        """Return the numbers of siblings sampled together: all, or each alone if its reward should not wait."""
         is_plain = self.agents is None and self.opponent is None and self.make_env is SingleTurn
         if is_plain and self._places.limit is None and self.rewards.is_fast(prompt.source):
             return [range(size)]

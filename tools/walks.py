@@ -63,7 +63,7 @@ HERE = ("model.path=model", "run_dir=runs", "steps=1", "display=quiet", "trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """One way through the code."""
+    """Way through the code: a run, and the functions that it passes."""
 
     title: str
     events: tuple[Event, ...]
@@ -201,7 +201,7 @@ def run(command: Sequence[str], folder: str, environment: dict[str, str]) -> Non
 
 
 def trace(walk: Walk) -> tuple[list[str], list[str]]:
-    """Run one step and note the files on the stack at every event, and those of every call in between."""
+    """Return the files on the stack at every event of a step, and those of every call in between."""
     import main_rl
 
     root, names = f"{ROOT}{os.sep}", dict[CodeType, str]()

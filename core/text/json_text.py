@@ -18,7 +18,8 @@ def dump_json(value: Any, *, default: Callable[[Any], Any] | None = None) -> str
 
 
 def replace_non_finite(value: Any) -> Any:
-    """
+    """Return a copy of a value for JSON, with None for numbers that are not finite.
+
     >>> replace_non_finite({"a": [1.0, float("inf")]})
     {'a': [1.0, None]}
     """

@@ -252,6 +252,11 @@ def learn(name: str, seed: int, folder: Path, teaches: bool = False) -> Row:
 
     quietly(work)
     [run] = run_dir.iterdir()
+    return read_row(name, seed, run)
+
+
+def read_row(name: str, seed: int, run: Path) -> Row:
+    """Return the row of a run, by the metrics of its steps."""
     metrics = read_metrics(run)
     rewards = [m["reward/mean_drawn"] for m in metrics]
     reached = next((i + 1 for i, r in enumerate(rewards) if r >= GOAL), None)
