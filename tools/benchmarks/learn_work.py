@@ -52,9 +52,9 @@ class Work:
 SAME_GRPO = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "scale_rewards": "none"}
 
 SMOLLM2_GRPO: dict[str, Any] = {
-    "steps": 30,
+    "steps": 20,
     "groups_per_step": 8,
-    "group_size": 16,
+    "group_size": 8,
     "model": {"path": SMOLLM2, "dtype": "float32"},
     # TRL has none while it generates with transformers
     "alg": {"name": "grpo", "correction": {"level": "none"}},
