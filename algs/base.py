@@ -8,6 +8,7 @@ defines the contribution of a token.
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -338,7 +339,8 @@ class GroupRelative(TurnCredit):
     def _credit_episodes(self, groups: list[Group]) -> list[float]:
         counted = [[self.in_baseline(s) for s in g] for g in groups]
         rewards = [[self.penalised_reward(s) for s in g] for g in groups]
-        std = reward_std([self.penalised_reward(s) for g in groups for s in g if self.in_baseline(s)])
+        both = zip(chain(*rewards), chain(*counted), strict=True)
+        std = reward_std([reward for reward, counts in both if counts])
         credit = partial(group_advantages, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)
         return [a for g, own in zip(rewards, counted, strict=True) for a in credit(g, counted=own)]
 
