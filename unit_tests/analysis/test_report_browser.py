@@ -331,3 +331,16 @@ def test_hostile_names_of_a_run_are_text(browser, tmp_path):
     assert browser.ask("document.querySelectorAll('img').length") == 0
     assert browser.ask("document.title") == title and title != "hacked"
     assert name in browser.ask("document.body.textContent")
+
+
+def test_lines_of_a_hundred_thousand_characters_stay_in_the_page(browser, tmp_path):
+    line = "x" * 100_000
+    run = make_run(tmp_path / "made", steps=2, groups=2, size=2, words=5)
+    rewrite_sample(run, 1, 0, id=line, completion=line, failure=line, log=line, answer=line)
+    rewrite_sample(run, 1, 1, prompt=[{"role": "user", "content": line}], reward_parts={line: 1.0}, notes=[line])
+    write_page([run], page := tmp_path / "page.html", samples=16, everything=False)
+    browser.open(page, "#samples/r0/1")
+    browser.wait_for("document.querySelector('.sample')")
+    browser.ask("document.querySelectorAll('details').forEach((e) => (e.open = true))")
+    assert line in browser.ask("document.body.textContent")
+    assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
