@@ -174,8 +174,9 @@ def test_the_entropy_is_of_the_distribution_over_all_experts(family):
 
 
 def test_gradient_checkpointing_computes_the_forced_routes_again():
-    gradients = []
+    gradients, counts = [], []
     for is_checkpointed in (False, True):
+        torch.manual_seed(0)
         model, batch = make_mixture("qwen3_moe"), some_batch()
         if is_checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -186,8 +187,10 @@ def test_gradient_checkpointing_computes_the_forced_routes_again():
         score(model, batch, replay)  # another pass before the backward pass
         logp.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        counts.append(replay.counts.flatten())
         assert replay.counts.sums[0] == len(batch.input_ids), "a token is counted once"
-    assert torch.equal(*gradients)
+        assert replay.counts.load.sum(-1).tolist() == [2.0 * len(batch.input_ids)]
+    assert torch.equal(*gradients) and torch.equal(*counts)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
