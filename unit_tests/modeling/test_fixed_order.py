@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from algs.sft import SFT
 from configs.trainer_schema import ModelConfig, TrainerConfig
@@ -16,6 +19,7 @@ from data_feeds.packing.batches import pack
 from modeling.attention_fixed import use_fixed_order
 from modeling.fixed_order import fixed_order
 from modeling.forward import forward
+from modeling.patches import TorchDispatchMode
 from rollouts.engines.base import Completion
 from rollouts.engines.hf_support.invariance import check_batch_invariance
 from trainers.invariant import InvariantTrainer
@@ -86,6 +90,54 @@ def test_the_probe_refuses_a_mixture_and_a_part_that_reads_the_whole_batch():
     model.model.norm.register_forward_hook(lambda _module, _args, out: out * (1 + out.shape[1] * 1e-7))
     with pytest.raises(UserError, match=r"decoding and packed rows with shared prefixes differ at \d+ of 36 tokens"):
         check_batch_invariance(model)
+
+
+class SeenSizes(TorchDispatchMode):
+    """Numbers of the first operand of each operation that is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[str, set[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], Tensor):
+            self.sizes.setdefault(str(func).split(".")[1], set()).add(args[0].numel())
+        return func(*args, **kwargs or {})
+
+
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: getattr(torch, name) for name in ("exp", "exp2", "expm1", "log", "log1p", "log2", "sin", "cos", "tanh")},
+    **{name: getattr(torch, name) for name in ("erf", "sigmoid", "rsqrt")},
+    **{name: getattr(functional, name) for name in ("silu", "gelu", "softplus", "elu", "mish")},
+    "pow": lambda x: x**1.5,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_function_of_each_number_gets_whole_vectors(name):
+    """64 numbers at a time, however many there are; the values are those of the function."""
+    x = torch.rand(3, 70, generator=torch.Generator().manual_seed(0)) + 0.1
+    compute = ELEMENTWISE[name]
+    with SeenSizes() as seen, fixed_order():
+        got = [compute(part) for part in (x, x[:1, :5], x.T[:64, :1])]
+    assert seen.sizes[name] == {256, 64}
+    torch.testing.assert_close(got[0], compute(x))
+    assert torch.equal(got[1], got[0][:1, :5]) and torch.equal(got[2], got[0].T[:64, :1])
+
+
+def test_products_have_tiles_of_rows_and_sums_whole_rows():
+    draw = torch.Generator().manual_seed(0)
+    rows, matrix, bias = (torch.randn(*shape, generator=draw) for shape in ((37, 9), (9, 5), (5,)))
+    with SeenSizes() as seen, fixed_order():
+        products = [torch.mm(rows, matrix), torch.addmm(bias, rows, matrix), torch.addmm(bias, rows, matrix, beta=2)]
+        sums = [rows.T.mean(-1), rows.sum(1, keepdim=True), rows.sum(0), rows.logsumexp(-1), rows.logsumexp(0)]
+        sums += [rows.logsumexp(-1, keepdim=True), rows.logsumexp((0, 1))]
+    assert seen.sizes["mm"] == {16 * 9} and seen.sizes["addmm"] == {5}
+    wanted = [rows @ matrix, rows @ matrix + bias, rows @ matrix + 2 * bias, rows.T.mean(-1), rows.sum(1, keepdim=True)]
+    wanted += [rows.sum(0), rows.logsumexp(-1), rows.logsumexp(0), rows.logsumexp(-1, keepdim=True)]
+    wanted += [rows.logsumexp((0, 1))]
+    for got, want in zip([*products, *sums], wanted, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.verify

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from core.errors import UserError
 from modeling.hf_config import (
-    ModelUnreadable,
     check_model_folder,
     choose_class,
     is_text_use,
@@ -23,6 +23,7 @@ from modeling.hf_config import (
     meta_model,
     needs_images,
 )
+from modeling.layout_forecast import build_small
 from modeling.load import check_weights, count_labels, load_model
 from modeling.model_files import explain_gap, find_model_file, missing_in_index, read_headers
 from modeling.saved_model import SavedModelWrong, check_saved, correct_generation_config, write_stop_tokens
@@ -174,9 +175,29 @@ def test_the_longest_sequence_is_that_of_the_config(tmp_path):
     AutoConfig.for_model("llama", max_position_embeddings=77).save_pretrained(tmp_path / "a")
     AutoConfig.for_model("mamba").save_pretrained(tmp_path / "b")
     assert [max_positions(str(tmp_path / name)) for name in "ab"] == [77, None]
-    write(tmp_path / "c" / "config.json", {"model_type": "llama", "num_attention_heads": 0, "hidden_size": 8})
-    with pytest.raises(ModelUnreadable):
-        meta_model(str(tmp_path / "c"))
+
+
+def test_a_config_of_which_no_model_is_made_is_told_by_key_and_path(tmp_path):
+    path = str(tmp_path)
+    AutoConfig.for_model("clip").save_pretrained(path)
+    callers: list[Callable[..., Any]] = [
+        meta_model,
+        check_weights,
+        partial(build_small, attention="auto"),
+        partial(load_model, dtype="float32", attention="auto"),
+    ]
+    for call in callers:
+        assert refusal(call, path, key="k") == (
+            f"k={path} is a clip model, and transformers has no class that loads its language part: take another model"
+        )
+    AutoConfig.for_model("llama", **TINY, hidden_act="nothing").save_pretrained(path)
+    assert refusal(meta_model, path, key="k") == (
+        f"k={path}: its config.json makes no causal language model (KeyError: 'nothing'): take another model, or "
+        "repair it"
+    )
+    (tmp_path / "config.json").write_text("{")
+    for call in callers:
+        assert refusal(call, path, key="k").startswith(f"k: {path}/config.json cannot be read as a model config (")
 
 
 def change_tensors(folder: Path, change: Any) -> None:

@@ -21,7 +21,7 @@ from modeling.forward import forward
 from modeling.lora import with_adapter
 from modeling.model_inputs import lay_out_part
 from modeling.route_counts import RouteReplay
-from modeling.routes import RouterHook
+from modeling.routes import ExpertChoice, RouterHook
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.models import random_model, some_samples
 
@@ -228,6 +228,38 @@ def test_a_shared_prefix_has_the_routes_of_the_first_who_knows():
     assert prefix[:2] == [2, 2] and set(prefix[2:]) == {1} and len(prefix) > 2
     padded = lay_out_part(model, pack([replace(first, routes=known), second], [1.0, 1.0]), "padded", None)
     assert (padded.routes[:, 0, 0] == PADDING).any() and (padded.routes[:, 0, 0] == UNKNOWN).any()
+
+
+SOFTMAX = {"functional": functional.softmax, "torch": torch.softmax, "method": torch.Tensor.softmax}
+SIGMOID = {"functional": functional.sigmoid, "torch": torch.sigmoid, "method": torch.Tensor.sigmoid}
+
+
+@pytest.mark.parametrize("written", SOFTMAX)
+@pytest.mark.parametrize("top", [torch.topk, torch.Tensor.topk])
+def test_a_choice_is_read_however_it_is_written(written, top):
+    """The distribution is that before the choice, over all experts."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 1.0, 1.5, 4.0]])
+    for normalise in (lambda x: SOFTMAX[written](x, -1), SIGMOID[written]):
+        with ExpertChoice(4) as choice:
+            normalise(logits[:, :3])
+            scores = normalise(logits)
+            found, at = top(scores, 2, dim=-1)
+            normalise(scores)
+            torch.topk(logits[:, :3], 1)
+            torch.topk(logits[0], 2)
+        assert choice.count == 1 and torch.equal(choice.normalised, normalise(logits))
+        assert choice.own is choice.chosen is at and at.tolist() == [[1, 2], [3, 2]]
+        assert torch.equal(choice.scores, scores) and torch.equal(found, scores.gather(-1, at))
+    with ExpertChoice(4, torch.tensor([[3, 0], [-1, -1]])) as choice:
+        found, at = top(logits, 2, dim=-1)
+    assert choice.normalised is None and at.tolist() == choice.chosen.tolist() == [[3, 0], [3, 2]]
+    assert choice.own.tolist() == [[1, 2], [3, 2]] and found.tolist() == [[0.0, 1.0], [4.0, 1.5]]
+    with pytest.raises(UserError) as refused, ExpertChoice(4, torch.zeros(2, 3, dtype=torch.int64)):
+        top(logits, 2, dim=-1)
+    assert str(refused.value) == (
+        "the routes of a sample name 3 experts per token, and this model chooses 2: the engine must run the same model "
+        "(model.path)"
+    )
 
 
 def test_models_without_a_single_choice_are_refused():
