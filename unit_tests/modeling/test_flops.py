@@ -60,6 +60,45 @@ def test_a_frozen_matrix_needs_no_gradient_of_its_own():
     assert found.per_token < whole.per_token and total(found) == count(model)
 
 
+LATENT = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 0},
+    **{"n_group": 2, "topk_group": 1, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 16, "v_head_dim": 40, "head_dim": 8, "num_key_value_heads": 2},
+}
+H, FF, HEAD = 64, 96, 64 * 64
+"""Hidden size, width of the MLP, and weights of the head, with a vocabulary of 64 tokens."""
+ATTENTION = 2 * H * H + 2 * H * 32
+"""Weights of a layer's attention: two heads of 32, and one of keys and values."""
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "weights", "whole", "near", "window"),
+    [
+        ("llama", {}, ATTENTION + 3 * H * FF, 2 * 64, 0, 0),
+        ("llama", {"head_dim": 16}, 2 * H * 32 + 2 * H * 16 + 3 * H * FF, 2 * 32, 0, 0),
+        ("gemma2", {"sliding_window": 4}, ATTENTION + 3 * H * FF, 64, 64, 4),
+        (
+            "gemma3_text", {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2},
+            ATTENTION + 3 * H * FF, 0, 128, 5,
+        ),
+        ("gpt2", {"n_inner": 100}, 4 * H * H + 2 * H * 100, 2 * 64, 0, 0),
+        (
+            "qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+            ATTENTION + 2 * 3 * H * 48, 2 * 64, 0, 0,
+        ),
+        (
+            "deepseek_v3", LATENT,
+            H * 48 + H * 40 + 32 * 2 * 56 + 80 * H + 3 * 3 * H * 48, 2 * (24 + 40), 0, 0,
+        ),
+    ],
+)  # fmt: skip
+def test_operations_by_hand(family, more, weights, whole, near, window):
+    """Six for each weight and token, in two layers; in attention six for each pair and number of a key and a value."""
+    found = count_training_flops(random_model(family, **more))
+    assert (found.per_token, found.per_label) == (6 * 2 * weights, 6 * HEAD)
+    assert (found.per_pair, found.per_near_pair, found.window) == (6 * 2 * whole, 6 * 2 * near, window)
+
+
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_mixture_counts_the_experts_that_a_token_has(adapted):
     sizes = {"num_experts": 4, "moe_intermediate_size": 48}
