@@ -7,7 +7,6 @@ import gzip
 import http.server
 import io
 import json
-import re
 import runpy
 import shutil
 import signal
@@ -321,27 +320,6 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(asks_hub, capsys, answer, r
         with pytest.raises(UserError, match="nobody/other"):  # and the second name is not waited for
             check_model_folder("nobody/other")
         assert capsys.readouterr().err == ""
-
-
-def test_a_path_without_a_model_names_the_folder_to_use(tiny_path, tmp_path):
-    run, checkpoint, adapter, empty = (tmp_path / name for name in ("run", "checkpoint", "adapter", "empty"))
-    for folder in (run, checkpoint, adapter, empty):
-        folder.mkdir()
-    shutil.copytree(tiny_path, run / "model")
-    for file in (checkpoint / "progress.json", adapter / "adapter_config.json"):
-        file.write_text("{}")
-    wanted = {
-        str(checkpoint): "has no config.json: it is a checkpoint: `resume` continues its run",
-        str(run): f"has no config.json: it is a run folder: name {run / 'model'}",
-        str(empty): "has no config.json: it is not a Hugging Face model folder",
-        str(adapter): "is an adapter without its model",
-        str(checkpoint / "progress.json"): "is a file: name the folder",
-        **dict.fromkeys(("./none", "/none", "~/none", "a/b/c"), "does not exist: make the folder first"),
-    }
-    for path, said in wanted.items():
-        with pytest.raises(UserError, match=re.escape(said)):
-            check_model_folder(path)
-    check_model_folder(str(run / "model"))
 
 
 def test_a_data_set_of_a_hub_that_is_not_there_is_refused(asks_hub, chat, capsys):

@@ -48,14 +48,6 @@ def test_caps_and_sinks_are_those_of_transformers(family, window):
     check_shared(model.eval(), families(), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("given", [{"position_bias": torch.zeros(1)}, {"indices": 1}, {"dropout": 0.1}])
-def test_an_argument_that_is_not_computed_is_refused(given):
-    x = torch.zeros(1, 1, 3, 8)
-    with pytest.raises(ValueError, match=f"does not compute {next(iter(given))}, which Identity asks for"):
-        attend_by_sequence(nn.Identity(), x, x, x, None, **given)
-    attend_by_sequence(nn.Identity(), x, x, x, None, position_bias=None, use_cache=False, dropout=0.0)
-
-
 def test_a_cap_and_sinks_together_are_refused():
     x = torch.zeros(1, 1, 3, 8)
     with pytest.raises(ValueError, match="softcap and s_aux together"):
