@@ -328,13 +328,6 @@ def test_an_optimizer_that_ranks_cannot_split_or_save_runs_locally(kind, ranks, 
         check_optimizer(cfg, is_sharded=True)
 
 
-def test_a_reset_refuses_an_optimizer_that_counts_in_its_groups():
-    cfg = TrainerConfig(optimizer=f"{__name__}.Counting")
-    with pytest.raises(UserError, match="keeps numbers in its groups, which reset_optimizer or with_optimizer"):
-        check_optimizer(cfg, is_sharded=False, is_cleared=True)
-    check_optimizer(named("NAdam"), is_sharded=False, is_cleared=True)
-
-
 def test_a_rate_that_is_a_tensor_is_scaled_for_each_group():
     weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
     groups = [{"params": [w], "lr_scale": scale} for w, scale in zip(weights, (0.5, 2.0), strict=True)]
@@ -342,24 +335,6 @@ def test_a_rate_that_is_a_tensor_is_scaled_for_each_group():
     for lr in (0.5, 0.25):
         set_lr(optimizer, lr)
         assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5 * lr, 2 * lr]
-
-
-@pytest.mark.parametrize(
-    ("settings", "how", "sentence"),
-    [
-        ({}, {"is_sharded": True}, "DeepSpeed's ranks hold parts of flattened ones: set trainer.strategy=fsdp2"),
-        ({}, {"is_sharded": False, "has_adapter": True}, "an adapter has factors: use adamw"),
-        ({"momentum": 1.5}, {"is_sharded": False}, "momentum=1.5 must be at least 0 and below 1"),
-        (
-            {"foreach": True},
-            {"is_sharded": False},
-            "optimizer_settings has foreach, and muon has momentum only",
-        ),
-    ],
-)
-def test_muon_is_refused_where_it_cannot_run(settings, how, sentence):
-    with pytest.raises(UserError, match=sentence):
-        check_optimizer(TrainerConfig(optimizer="muon", optimizer_settings=settings), **how)
 
 
 @pytest.mark.parametrize(
