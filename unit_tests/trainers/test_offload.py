@@ -1,0 +1,87 @@
+"""Offloading of a rank: what may be used meanwhile, in exact sentences, and storages that are emptied and filled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core.errors import RunStopped
+from core.timing.clock import ActivityTimer
+from core.timing.phases import TRAINER_ACTIVITIES
+from trainers.offload.offloaded_trainer import OffloadedTrainer, list_weights, release_gathered
+from trainers.offload.storages import HostBlocks, OffloadedStorages, find_storages
+
+
+def trainer_of(**more: Any) -> Any:
+    policy = SimpleNamespace(model=nn.Linear(4, 3), module=None, export_weights=lambda: "sent", master=[torch.ones(5)])
+    made = SimpleNamespace(
+        **{"rank": 2, "device": "cpu", "timer": ActivityTimer(*TRAINER_ACTIVITIES), "policy": policy, "critic": None},
+        **{"frozen": {"ref_logp": nn.Linear(2, 2)}, "references": {}},
+    )
+    vars(made).update(more)
+    return made
+
+
+def test_an_offloaded_trainer_allows_what_its_state_allows():
+    trainer = trainer_of(critic=SimpleNamespace(model=nn.Linear(1, 1)))
+    policy, critic, away = trainer.policy, trainer.critic, OffloadedTrainer(trainer)
+
+    def refused(call: Any) -> str:
+        with pytest.raises(RunStopped) as raised:
+            call()
+        return str(raised.value)
+
+    use = "trainer 2 was to use {} of a model while it was away from its device: the driver lets it return first "
+    use += "(driver/rl/colocation.py)"
+    assert refused(away.offload_weights) == "trainer 2: offload_weights() was called while nothing of it was away"
+    assert refused(away.reload_states) == "trainer 2: reload_states() was called while nothing of it was away"
+    assert away.offload_states() == 4 * (5 + 4 + 2 + 1 + 1), "all but the weights of the policy"
+    assert trainer.policy.model is policy.model and trainer.policy.export_weights() == "sent"
+    assert trainer.policy.module is None and trainer.critic.model is critic.model
+    assert refused(lambda: trainer.policy.master) == use.format("master")
+    assert refused(lambda: trainer.critic.module) == use.format("module")
+    assert refused(lambda: trainer.frozen["ref_logp"].forward) == use.format("forward")
+    assert refused(away.offload_states) == "trainer 2: offload_states() was called while states of it was away"
+    assert refused(away.reload_states) == "trainer 2: reload_states() was called while states of it was away"
+    assert away.offload_weights() == 4 * (12 + 3)
+    assert trainer.policy.model is policy.model
+    assert refused(lambda: trainer.policy.export_weights) == use.format("export_weights")
+    said = "trainer 2: offload_states() was called while states and weights of it was away"
+    assert refused(away.offload_states) == said
+    away.reload_states()
+    assert trainer.policy is policy and trainer.critic is critic and policy.master[0].tolist() == [1] * 5
+    assert away.left == [] and away.offload_states() > 0
+    assert all(trainer.timer.read_seconds()[name] > 0 for name in ("offload", "reload"))
+
+
+def test_gathered_units_are_released_and_the_weights_of_a_policy_are_listed():
+    released: list[str] = []
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2, affine=False))
+    model[0].reshard = lambda: released.append("unit")  # type: ignore[assignment]
+    learner: Any = SimpleNamespace(model=model)
+    release_gathered(learner, None)
+    assert released == ["unit"]
+    model[0].weight.ds_tensor = shard = torch.ones(1)  # type: ignore[attr-defined]
+    found = [*list_weights(learner)]
+    assert len(found) == 2 + 3 and found[1] is shard and torch.equal(found[0], model[0].weight.data)
+
+
+def test_storages_are_emptied_and_filled_again_or_only_made_again():
+    tensors = [torch.arange(5.0), torch.arange(7, dtype=torch.int16), torch.empty(0)]
+    storages = find_storages(tensors, device="cpu")
+    assert sorted(s.nbytes() for s in storages) == [14, 20]
+    aside = OffloadedStorages()
+    assert aside.put(storages) == 34 and [s.nbytes() for s in storages] == [0, 0]
+    aside.bring_back()
+    assert tensors[0].tolist() == [*range(5)] and tensors[1].tolist() == [*range(7)]
+    aside.bring_back()  # nothing is aside
+    assert aside.put(storages, keep=False) == 34
+    aside.bring_back()
+    assert sorted(s.nbytes() for s in storages) == [14, 20]
+    host = HostBlocks(5, pinned=False)
+    pieces = [host.copy(torch.tensor(values, dtype=torch.uint8)) for values in ([1, 2, 3], [4, 5])]
+    assert [[p.tolist() for p in one] for one in pieces] == [[[1, 2, 3]], [[4, 5]]]
