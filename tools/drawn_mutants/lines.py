@@ -29,6 +29,7 @@ ENDLESS = "unit_tests/configs/test_hostile_inputs.py::test_an_endless_import_end
 """Test that does not end under coverage. A line that only it runs counts as one that no test runs."""
 UNSEEN: dict[str, tuple[str, ...]] = {
     "rewards/sandbox/inside/": (
+        "unit_tests/rewards/test_inside.py",
         "unit_tests/rewards/test_code_reward.py",
         "unit_tests/rewards/test_sandbox.py",
         "unit_tests/rollouts/test_python_tool.py",
