@@ -108,7 +108,7 @@ def candidate() -> Iterator[Candidate]:
 
 def test_code_is_loaded_and_its_objects_stay_where_they_are(candidate):
     names = candidate.tell(do="load", code=CODE)
-    assert names == "Always Box Odd _hidden decodes ends fails fills math same steps".split()
+    assert names == ["Always", "Box", "Odd", "_hidden", "decodes", "ends", "fails", "fills", "math", "same", "steps"]
     make, same = candidate.do("name", "Box"), candidate.do("name", "same")
     one, two = make([1, [2]]), make([5])
     assert isinstance(one, StandIn) and isinstance(make, StandIn)
