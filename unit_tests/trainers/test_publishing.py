@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from core.errors import CallFailed, ProcessDied, ProofFailed
+from core.cluster.actor import IDLE
+from core.errors import CallFailed, ProcessDied, ProofFailed, RunStopped, TransportFailed
 from core.timing.clock import ActivityTimer
 from core.timing.phases import Activity
 from trainers.weight_sync.base import Delivery, Probe, Sent
+from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
 from trainers.weight_sync.delta import Changes
 from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.publisher import LocalWeightSync, prove
@@ -174,3 +178,44 @@ def test_a_sync_in_one_process_counts_and_proves_what_it_hands_over():
     delivery = asyncio.run(sync.deliver_weights(5))
     assert (delivery.version, delivery.engines, delivery.expected_logp) == (5, [0], [-1.0, -1.0])
     assert delivery.loaded == [[delivery.sent.checksums]] and [*delivery.sent.checksums] == ["a", "b", "c"]
+
+
+def test_the_first_error_waits_for_one_that_names_the_cause():
+    """A rank whose connection breaks says so before the rank that broke it."""
+
+    async def breaks() -> None:
+        raise TransportFailed("the connection is closed")
+
+    async def names() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        raise RunStopped("out of memory")
+
+    ends = sync_of(cast(Any, Quiet()), cast(Any, Quiet()), [], may_fall_back=True, say=print).ends
+    for timeout_s in (0.0, 1.0):
+        with pytest.raises(RunStopped, match=r"^out of memory$"):
+            asyncio.run(replace(ends, timeout_s=timeout_s).gather_collective([breaks(), names()]))
+
+
+class Quiet:
+    """Workers that are alive and idle."""
+
+    name, ranks, restarting = "engine", (0,), frozenset[int]()
+
+    async def check_health(self, rank: int) -> tuple[bool, str]:
+        return True, f"engine {rank}{IDLE}"
+
+
+def test_a_member_that_has_left_neither_sends_nor_receives():
+    sender = WeightSender(timeout_s=20.0)
+    port = sender.open()
+    with ThreadPoolExecutor() as pool:
+        where = {"address": "127.0.0.1", "port": port, "rank": 1, "members": 2, "timeout_s": 20.0}
+        joins = pool.submit(lambda: WeightReceiver(**where))
+        sender.join(members=2)
+        receiver = joins.result()
+    sender.leave()
+    receiver.leave()
+    for call in (lambda: sender.send([[("w", torch.ones(2))]]), lambda: [*receiver.receive()]):
+        with pytest.raises(TransportFailed, match=r"^weights did not get through over gloo: this member is not in the"):
+            call()

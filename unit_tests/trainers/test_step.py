@@ -20,7 +20,7 @@ from algs.sft import SFT
 from algs.terms import KL
 from configs.trainer_schema import TrainerConfig
 from core.cluster.workers import Local
-from core.errors import RunStopped
+from core.errors import RunStopped, UserError
 from core.types.samples import Batch, Prompt, Sample
 from data_feeds.packing.batches import micro_batches, pack, plan_update
 from driver.rl.scoring import add_ref_logp, compute_columns, hash_sample, index_reference
@@ -87,8 +87,54 @@ def test_an_update_that_is_made_ends_a_row_of_skipped_ones(tiny_path):
     trainer = trainer_of(tiny_path, Planted(), max_skipped_updates=3)
     bad, good = an_update(good=False), an_update(good=True)
     assert [trainer.step([update])["updates_skipped"] for update in (bad, good, bad, bad)] == [1, 0, 1, 1]
-    with pytest.raises(RunStopped, match="3 updates in a row"):
+    with pytest.raises(RunStopped) as stopped:
         trainer.step([bad])
+    assert str(stopped.value) == (
+        "3 updates in a row had a gradient that is not finite: the model or the loss diverged; lower trainer.lr, or "
+        "allow more such updates with trainer.max_skipped_updates"
+    )
+    assert trainer.get_file_settings() == {"backend": "local", "trainer.ranks": 1}
+
+
+class WithoutGradient(SFT):
+    """Its loss is of detached numbers."""
+
+    def loss(self, policy, tokens):
+        return -policy.logp.detach(), {}
+
+
+def test_a_loss_without_a_gradient_names_the_algorithm(tiny_path):
+    with pytest.raises(UserError) as refused:
+        trainer_of(tiny_path, WithoutGradient()).step([an_update(good=True)])
+    assert str(refused.value) == (
+        "WithoutGradient: the loss has no gradient: compute it from policy.logp (or values), without detach()"
+    )
+
+
+def test_updates_without_rows_count_for_the_schedule_and_the_critic_follows_it(tiny_path):
+    """Warm-up of four updates to 0.8; the value model's rate is half the policy's throughout."""
+    trainer = trainer_of(tiny_path, PPO(critic_lr=0.4), lr=0.8, warmup_updates=4)
+    update = micro_batches(with_values(some_groups(2, 2)), "token", 10_000)[0]
+    seen = []
+    for updates in ([update], [[], update], [[]]):
+        metrics = trainer.step(updates)
+        rates = [learner.optimizer.param_groups[0]["lr"] for learner in (trainer.policy, trainer.critic)]
+        seen.append((metrics["lr"], *rates, trainer.updates_done))
+    # the update after an empty one is made first, and the empty one counts at the end of the step
+    want = [(0.2, 0.2, 0.1, 1), (0.6, 0.4, 0.2, 3), (0.8, 0.4, 0.2, 4)]
+    assert [pytest.approx(one) for one in want] == seen
+    assert "grad_norm" not in metrics and metrics["tokens"] == 0
+    assert len(trainer.list_models()) == 2 and trainer.list_models()[0] is trainer.model
+
+
+def test_what_was_measured_without_an_update_changes_nothing(tiny_path):
+    trainer = trainer_of(tiny_path, SFT(), lr=0.1)
+    before, batch = trainer.flatten_weights(), an_update(good=True)
+    loss = trainer.measure_loss(batch)
+    assert torch.equal(trainer.flatten_weights(), before) and trainer.updates_done == 0
+    made = trainer.step([batch])
+    assert loss["loss"] == pytest.approx(made["loss"], rel=1e-6) and loss["tokens"] == made["tokens"]
+    assert trainer.measure_loss(batch)["loss"] < loss["loss"]
 
 
 def test_what_is_logged_is_of_the_updates_that_were_made(tiny_path):
