@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError
+from core.patches import read_attention
+from modeling.attention import BY_SEQUENCE
 from modeling.flops import TrainingFlops
+from modeling.layout_probe import LayoutProbe
 from trainers import compiled, utilization
 from trainers.compiled import CompileMetrics, check_compile, check_compiler, count_compilations
 from trainers.deepspeed import deepspeed_config
 from trainers.deepspeed_masters import find_offload, list_masters, show_masters
+from trainers.layouts import combine_layouts
 from trainers.utilization import Utilization, measure_peak
+from unit_tests.helpers.models import random_model
 
 
 def test_operations_are_counted_by_kind_and_averaged_by_nobody():
@@ -166,3 +171,32 @@ def test_the_float32_weights_of_deepspeed_are_where_the_stage_has_them():
         own = {"zero_optimization": {f"offload_{name}": {} for name in set_keys}}
         assert find_offload(TrainerConfig(deepspeed=own)) == (found and key.format(found))
     assert find_offload(TrainerConfig()) is None
+
+
+def probed(level: str, *, family: str = "llama") -> Any:
+    """Return a model whose probe has found this layout."""
+    model: Any = random_model(family, BY_SEQUENCE)
+    attention = read_attention(model.config)
+    model.layout_probe = LayoutProbe(level=cast(Any, level), attention=attention, error=1e-7, bound=1e-5, seconds=2.0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("levels", "settings", "padded", "shares"),
+    [
+        (["shared"], {}, False, True),
+        (["shared", "shared"], {}, False, True),
+        (["shared", "packed"], {}, False, False),
+        (["packed"], {}, False, False),
+        (["shared", "padded"], {}, True, False),
+        (["padded", "shared"], {}, True, False),
+        (["shared"], {"share_prefixes": "off"}, False, False),
+        (["shared"], {"layout": "padded"}, True, False),
+        (["shared", "shared"], {"layout": "packed"}, False, True),
+    ],
+)
+def test_rows_have_the_layout_that_all_models_support(levels, settings, padded, shares):
+    policy, *others = [probed(level) for level in levels]
+    found = combine_layouts(policy, others, TrainerConfig(**settings), images="auto")
+    assert (found.padded, found.shares_prefixes) == (padded, shares)
+    assert found.measured == policy.layout_probe.describe()
