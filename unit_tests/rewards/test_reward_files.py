@@ -89,7 +89,7 @@ def test_a_file_is_a_reward_of_a_kind_or_one_sentence(text, kind, says, tmp_path
     assert str(raised.value) == says.format(file)
 
 
-def test_two_functions_in_a_file_are_refused_and_text_that_is_no_python_is_left(tmp_path):
+def test_two_functions_in_a_file_are_refused_and_broken_python_is_left(tmp_path):
     (file := tmp_path / "mine.py").write_text("def score(a, b): ...\nasync def score_group(a, b): ...")
     with pytest.raises(UserError) as raised:
         find_kind(resolve_reward(str(file)))

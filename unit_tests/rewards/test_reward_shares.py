@@ -61,7 +61,7 @@ def ask(pool: RewardPool, *lengths: int) -> list[Any]:
     return [result.reward_parts["n"] for result in asyncio.run(pool.compute_each(prompt, conversations))]
 
 
-def test_a_share_is_of_the_seconds_that_samples_take_and_at_most_an_equal_part(pool):
+def test_a_share_is_of_the_seconds_that_samples_take(pool):
     assert ask(pool, 1, 2, 3, 4, 5, 6, 7) == [1, 2, 3, 4, 5, 6, 7]
     assert Noting.shares == [1] * 7, "nothing is known of the first"
     for sample_s, n, shares in (
@@ -78,7 +78,7 @@ def test_a_share_is_of_the_seconds_that_samples_take_and_at_most_an_equal_part(p
         assert pool.is_fast is is_fast
 
 
-def test_an_error_is_that_of_its_share_and_a_cancelled_sample_costs_nothing(pool):
+def test_an_error_is_of_its_share_and_a_cancelled_sample_costs_nothing(pool):
     prompt = Prompt(id="0", messages=[])
 
     async def go() -> list[Any]:
@@ -154,7 +154,7 @@ def test_a_worker_tells_how_its_process_ended():
         worker.kill()  # nothing is there
 
 
-def test_a_sample_that_ends_its_process_fails_with_its_siblings_and_the_next_has_a_new_one(monkeypatch):
+def test_a_sample_that_ends_its_process_fails_and_the_next_has_a_new_one(monkeypatch):
     good, prompt = [RewardResult(reward_parts={"n": 1.0})], Prompt(id="0", messages=[])
     sockets = [Socket(good, EOFError()), Socket("", good), Socket("")]
     worker = worker_of(sockets[0], -11)

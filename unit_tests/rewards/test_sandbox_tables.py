@@ -124,7 +124,7 @@ def test_bwrap_is_told_walls_files_limits_and_the_program(told, monkeypatch):
     }
 
 
-def test_a_view_of_its_own_has_its_folder_network_user_and_no_limit_of_cpu_time(told, tmp_path):
+def test_a_view_of_its_own_has_its_folder_network_and_user(told, tmp_path):
     view = View(
         mounts=("--bind", "/a", "/b", "--proc", "/proc"),
         folder="/box",

@@ -22,7 +22,7 @@ def mesh():
     distributed.destroy_process_group()
 
 
-def test_the_parts_of_a_matrix_are_gathered_and_cut_unless_they_are_experts(mesh):
+def test_parts_of_a_matrix_are_gathered_and_cut_unless_they_are_experts(mesh):
     """Of one rank, whose rows are the whole; experts are whole on the ranks that have them."""
     whole = torch.arange(6.0).reshape(3, 2)
     rows = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))

@@ -17,7 +17,7 @@ from trainers.models import ModelLoader
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_frozen_models_are_loaded_once_and_those_with_the_policys_weights_never(tiny_path):
+def test_frozen_models_are_loaded_once_and_those_of_the_policy_never(tiny_path):
     """Two teachers of one path are one model; a start that moves, or with an adapter, is the policy's."""
 
     def load(alg, *, has_ref_logp: bool = False, **model) -> list[list[str]]:

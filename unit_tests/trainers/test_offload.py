@@ -58,7 +58,7 @@ def test_an_offloaded_trainer_allows_what_its_state_allows():
     assert all(trainer.timer.read_seconds()[name] > 0 for name in ("offload", "reload"))
 
 
-def test_gathered_units_are_released_and_the_weights_of_a_policy_are_listed():
+def test_gathered_units_are_released_and_a_policys_weights_listed():
     released: list[str] = []
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2, affine=False))
     model[0].reshard = lambda: released.append("unit")  # type: ignore[assignment]

@@ -68,7 +68,7 @@ def test_muon_is_the_formula_written_out(shape, settings):
     np.testing.assert_allclose(weight.double().numpy(), want, rtol=2e-4, atol=2e-5)
 
 
-def test_a_matrix_of_zeros_has_no_direction_and_each_of_several_has_its_own():
+def test_a_matrix_of_zeros_has_no_direction_and_others_have_their_own():
     assert not orthogonalize(torch.zeros(3, 4)).any()
     pair = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 100.0])[:, None, None]
     for got, one in zip(orthogonalize(pair), pair, strict=True):

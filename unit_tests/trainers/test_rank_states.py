@@ -243,7 +243,7 @@ def test_a_state_is_saved_where_it_comes_back_in_its_type(value, returns):
         assert type(back) is type(value) and (torch.equal(back, value) if isinstance(value, Tensor) else back == value)
 
 
-def test_a_state_of_its_own_shape_is_copied_and_one_of_the_parameters_is_not():
+def test_a_state_of_its_own_shape_is_copied_and_a_parameters_is_not():
     held, table, scalar = torch.zeros(4), torch.ones(3), torch.tensor(2.0)
     assert to_saved(held, held, moment := torch.ones(4)) is moment
     for own in (table, scalar):

@@ -111,7 +111,7 @@ def test_a_loss_without_a_gradient_names_the_algorithm(tiny_path):
     )
 
 
-def test_updates_without_rows_count_for_the_schedule_and_the_critic_follows_it(tiny_path):
+def test_updates_without_rows_count_for_the_schedule_and_the_critic(tiny_path):
     """Warm-up of four updates to 0.8; the value model's rate is half the policy's throughout."""
     trainer = trainer_of(tiny_path, PPO(critic_lr=0.4), lr=0.8, warmup_updates=4)
     update = micro_batches(with_values(some_groups(2, 2)), "token", 10_000)[0]

@@ -180,7 +180,7 @@ def test_a_delta_has_the_bytes_that_the_module_tells(places, width, gaps):
     assert changes == Changes(values=70_000, changed=2, tensors=1, by_xor=0)
 
 
-def test_a_delta_larger_than_the_tensor_is_left_and_the_next_one_counts_anew():
+def test_a_delta_larger_than_its_tensor_is_left_and_each_sync_counts_anew():
     old = torch.zeros(4, dtype=torch.uint8)
     name, coded, changes = encode(old, old + 1)
     assert name == "=w" and coded.tolist() == [1] * 4 and changes == Changes(values=4, changed=4, tensors=1)
@@ -225,7 +225,7 @@ def test_an_error_of_a_store_is_final_or_may_pass(error, why):
     assert explain_failure(outer) == ("" if isinstance(error, NotImplementedError) else why)
 
 
-def test_a_store_that_fails_is_asked_four_times_in_three_and_a_half_seconds(monkeypatch, tmp_path):
+def test_a_store_that_fails_is_asked_four_times_in_3_5_seconds(monkeypatch, tmp_path):
     waited: list[float] = []
     monkeypatch.setattr(store.time, "sleep", waited.append)
     (tmp_path / "file").write_text("")
