@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainers.weight_sync.fingerprint import (
     checksum,
     choose_block_words,
-    describe_difference,
     fingerprint,
     sum_rows,
 )
@@ -113,28 +112,6 @@ def test_a_shard_that_cuts_a_word_is_refused() -> None:
 def test_order_does_not_matter() -> None:
     named = [("a", tensor(8, 8)), ("b", tensor(3, seed=1))]
     assert fingerprint(named) == fingerprint(reversed(named))
-
-
-def test_difference_names_what_is_missing_extra_and_changed() -> None:
-    sent = {"a": 10, "b": 20, "c": WRAP - 1}
-    assert describe_difference(sent, [sent]) is None
-    assert describe_difference(sent, [{"a": 10, "c": WRAP - 1}]) == "rank 0 did not load b"
-    assert describe_difference(sent, [sent, {**sent, "d": 1}]) == "rank 1 loaded d, which was not sent"
-    assert describe_difference(sent, [{**sent, "b": 21}]) == "rank 0 loaded other values of b than were sent"
-
-
-def test_shards_add_up_and_replicas_count_once() -> None:
-    sent = {"sharded": 10, "replicated": 20, "wrapped": 5}
-    ranks = [
-        {"sharded": 4, "replicated": 20, "wrapped": WRAP - 1},
-        {"sharded": 6, "replicated": 20, "wrapped": 6},
-    ]
-    assert describe_difference(sent, ranks) is None
-    # 4 + 7 = 11 is neither 10 nor 2 * 10; 20 + 19 = 39 neither 20 nor 2 * 20.
-    assert "ranks 0 to 1 together loaded other values of sharded" in str(
-        describe_difference(sent, [ranks[0], {**ranks[1], "sharded": 7}])
-    )
-    assert "replicated" in str(describe_difference(sent, [ranks[0], {**ranks[1], "replicated": 19}]))
 
 
 def test_a_small_model_takes_a_fraction_of_a_second() -> None:

@@ -166,24 +166,6 @@ def check(loaded: Sequence[Sequence[dict[str, int]]], probe_logp: Sequence[Seque
     return verify_sync(SENT, loaded, expected_logp=[-1.0, -2.0], probe_logp=probe_logp, bound=0.01)
 
 
-def test_engines_that_agree_pass_and_the_largest_difference_is_told() -> None:
-    # Means of (0.004 + 0) / 2 and (0.001 + 0.001) / 2.
-    assert check([[SENT], [SENT]], [[-1.004, -2.0], [-1.001, -2.001]]) == pytest.approx(0.002)
-
-
-@pytest.mark.parametrize(
-    ("loaded", "says"),
-    [
-        ([[SENT], [{**SENT, "odd": 1}]], "engine 1 .* rank 0 loaded other values of odd"),
-        ([[SENT], [{}]], "engine 1 .* rank 0 did not load matrix, short, odd and 3 more"),
-        ([[{**SENT, "lm_head": 1}], [SENT]], "engine 0 .* rank 0 loaded lm_head, which was not sent"),
-    ],
-)
-def test_a_mismatch_stops_the_run_and_names_the_place(loaded: list[list[dict[str, int]]], says: str) -> None:
-    with pytest.raises(RunStopped, match=says):
-        check(loaded)
-
-
 @pytest.mark.parametrize("off", [-1.5, float("nan")])
 def test_a_probe_that_disagrees_stops_the_run(off: float) -> None:
     with pytest.raises(RunStopped, match=r"engine 1 .* log-probabilities of the probe"):
