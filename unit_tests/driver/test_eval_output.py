@@ -1,4 +1,4 @@
-"""Output of an evaluation to the letter: progress lines, tables, results.json, and the sentences of a refused resume."""
+"""Output of an evaluation to the letter: progress lines, tables, results.json, and sentences of a refused resume."""
 
 from __future__ import annotations
 
@@ -304,16 +304,16 @@ def test_settings_that_change_no_sample_may_differ(tmp_path):
     then = SETTINGS | {"settings": SETTINGS["settings"] | dict.fromkeys(free, 0)}
     assert find_samples(str(tmp_path), then, SETTINGS | {"settings": SETTINGS["settings"] | free}, []).done == {}
     without = SETTINGS | {"sha256": {}}
-    with pytest.raises(UserError, match="^the template changed since the samples were made: "):
+    with pytest.raises(UserError, match=r"^the template changed since the samples were made: "):
         find_samples(str(tmp_path), SETTINGS, without, [])
-    assert sorted(FREE) == sorted(
-        "data.by data.max_invalid_fraction device k name pass_reward prompts_per_engine prompts_per_part ray_address "
-        "resamples resume reward.judge_budget.calls reward.judge_budget.tokens reward.max_concurrency "
-        "reward.max_failed_fraction reward.timeout_s reward.workers rollout.agent.address rollout.enforce_eager "
-        "rollout.gateway rollout.gateway. rollout.gpu_memory_utilization rollout.kv_cache_gib rollout.max_concurrency "
-        "rollout.num_engines rollout.restarts rollout.tensor_parallel_size rollout.timeout_s run_dir ship_code "
-        "timeout_s".split()
-    )
+    assert sorted(FREE) == [
+        *("data.by", "data.max_invalid_fraction", "device", "k", "name", "pass_reward", "prompts_per_engine"),
+        *("prompts_per_part", "ray_address", "resamples", "resume", "reward.judge_budget.calls"),
+        *("reward.judge_budget.tokens", "reward.max_concurrency", "reward.max_failed_fraction", "reward.timeout_s"),
+        *("reward.workers", "rollout.agent.address", "rollout.enforce_eager", "rollout.gateway", "rollout.gateway."),
+        *("rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.max_concurrency", "rollout.num_engines"),
+        *("rollout.restarts", "rollout.tensor_parallel_size", "rollout.timeout_s", "run_dir", "ship_code", "timeout_s"),
+    ]
 
 
 def test_a_folder_that_cannot_be_resumed_is_told(tmp_path):
