@@ -32,6 +32,7 @@ from core.errors import (
 )
 from core.loading import FileSpec, PartMissing, list_plugins, load_class, load_module, needs_part, resolve
 from core.stores import StoreUnreachable, find_cause, is_remote, open_store
+from core.strict_model import StrictModel, find_odd_character
 
 
 def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
@@ -298,3 +299,36 @@ def test_stores_that_cannot_be_opened_are_one_sentence():
     outer.__cause__, middle.__cause__ = middle, deep
     assert [find_cause(error) for error in (outer, deep)] == [deep, deep]
     assert issubclass(StoreUnreachable, UserError)
+
+
+class Numbers(StrictModel):
+    """Settings of each kind of number."""
+
+    n: int = 1
+    x: float = 1.0
+    any_size: float | str = 1.0
+    switch: bool = False
+    texts: tuple[str, ...] = ()
+
+
+def refused(**given: Any) -> str:
+    said = tell(lambda: Numbers.model_validate(given), ValueError)
+    return said.split("Value error, ")[1].split(" [type=")[0]
+
+
+def test_settings_take_plausible_numbers_and_clean_text():
+    assert refused(n=True) == refused(x=True) == "true is not valid, a number is expected"
+    assert refused(x=False) == "false is not valid, a number is expected"
+    assert refused(n=2**31) == "2.14748e+09 is too large, at most 2147483647 is allowed"
+    assert refused(n=-(2**31)) == "-2.14748e+09 is too large, at most 2147483647 is allowed"
+    assert refused(n=10**400) == "the number is too large, at most 2147483647 is allowed"
+    assert refused(x=1.1e9) == "1.1e+09 is too large, at most 1e+09 is allowed"
+    assert refused(texts=["a\0"]) == "a NUL character is not allowed: leave it out"
+    assert refused(any_size="\udc00") == "half of a character is not allowed: leave it out"
+    fine = Numbers(n=2**31 - 1, x=-1e9, switch=True)
+    assert (fine.n, fine.x, fine.switch) == (2**31 - 1, -1e9, True)
+    assert tell(lambda: fine.model_copy(update={"m": 1}), TypeError) == "Numbers has no field m"
+    assert fine.model_copy(update={"n": 2}).n == 2 and fine.model_copy() == fine
+    assert [find_odd_character(value) for value in ({"a": ("\ud800",)}, {"\0": 1}, ["a"], 3, ("a", "\0"))] == [
+        *("half of a character", "a NUL character", "", "", "a NUL character")
+    ]
