@@ -55,6 +55,8 @@ def test_texts_of_others_are_one_short_line():
     assert [find_closest("grop", names) for names in (["gspo", "grpo"], ["grpo", "gspo"], ["dpo"], [])] == [
         *("grpo", "grpo", None, None)
     ]
+    # the same letters in another order, though four names are closer by their letters in order
+    assert find_closest("grop", ["grops", "gro", "rop", "grp", "gpro"]) == "gpro"
     assert [suggest_name("grop", names) for names in (["grpo"], ["zzz"])] == [" (did you mean 'grpo'?)", ""]
 
 

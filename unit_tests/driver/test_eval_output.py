@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from driver.evaluation.suites.setup import read_settings
 from driver.evaluation.suites.table import GradedPrompt, TableRow, make_table, measure_prompt
 from driver.run_inputs import hash_row
 from rollouts.scheduling.judge_spend import JudgeSpend
+from unit_tests.driver.test_evaluation import an_evaluation
 from unit_tests.helpers.examples import sample_of
 
 
@@ -115,7 +118,7 @@ def grade(passes: str, players: str = "", **labels: str) -> GradedPrompt:
     """A prompt whose samples are 1 or 0, with an answer of their own each where they are wrong."""
     right = [one == "1" for one in passes]
     return GradedPrompt(
-        labels=labels,
+        **({"labels": labels} if labels else {}),
         rewards=[2.0 * one for one in right],
         passes=right,
         answers=["x" if one else str(i) for i, one in enumerate(right)],
@@ -227,15 +230,34 @@ def test_one_data_set_has_no_row_beside_all(tmp_path):
     assert [row.value for row in run.report()] == ["all"] and run.ks == [1, 2]
 
 
+def test_a_resumed_evaluation_counts_the_samples_that_are_there(tmp_path):
+    run, said = an_evaluation(tmp_path, {"a": 5})
+    run.done.update({("a", i): [make_row("a", i, sample, reward=0.5) for sample in range(2)] for i in range(3)})
+    asyncio.run(run.sample_all())
+    assert said == [
+        "resumed: the samples of 3 prompts are there",
+        "4 of 5 prompts: mean 0.625",
+        "5 of 5 prompts: mean 0.700",
+    ]
+
+
 def test_a_sample_is_written_with_everything_that_is_said_of_it():
-    prompt = Prompt(id="p/3", messages=[{"role": "user", "content": "1+1="}], answer="2", extra={"level": {1: "é"}})
+    prompt = Prompt(
+        id="p/3",
+        messages=[{"role": "user", "content": "1+1="}],
+        answer="2",
+        extra={"level": {1: "é"}, "day": date(2026, 1, 2)},
+    )
     more = {"completion": r"so \boxed{ 2 }", "reward": 0.5, "reward_parts": {"correct": 1.0}, "stop": "eos"}
     group = [
         sample_of([1, 2, 3], [False, True, True], prompt=prompt, **more),
         sample_of([1, 2], [False, True], prompt=prompt, failure="it broke", player=1, stop="length"),
     ]
     shared: dict[str, Any] = {"set": "s", "index": 3, "id": "p/3", "row": hash_row(prompt), "answer": "2"}
-    shared |= {"prompt": '[{"role": "user", "content": "1+1="}]', "extra": '{"level": {"1": "\\u00e9"}}'}
+    shared |= {
+        "prompt": '[{"role": "user", "content": "1+1="}]',
+        "extra": '{"level": {"1": "\\u00e9"}, "day": "2026-01-02"}',
+    }
     first, second = (asdict(row) for row in describe_group(group, prompt, of_set="s", index=3))
     assert first == shared | {
         **{"player": 0, "sample": 0, "completion": r"so \boxed{ 2 }", "final_answer": "2", "reward": 0.5},
