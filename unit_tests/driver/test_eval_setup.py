@@ -1,0 +1,197 @@
+"""Start of an evaluation, whole: what is explained, refused and said, and the evaluations of a training run."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import main_eval
+from core.errors import RunStopped, UserError
+from core.types.samples import Prompt
+from driver.evaluation.evaluator import EvalResult, Evaluator
+from driver.evaluation.suites.setup import (
+    check_eval_devices,
+    explain_eval,
+    load_eval_recipe,
+    prepare_eval,
+    with_base,
+    write_merged,
+)
+from rollouts.second_reward import AUTHOR, FAILED, PREFIX
+from tools.benchmarks.simulated_run import answer
+from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import folder_of
+
+RAW: dict[str, Any] = {
+    "name": "eval",
+    "model": {"path": "models/none", "dtype": "float32"},
+    "data": {"sets": [{"path": "a.jsonl"}, {"path": "b.jsonl", "samples": 2}], "max_prompt_tokens": 64},
+    "reward": {"function": "arithmetic"},
+    "rollout": {"engine": "hf", "max_new_tokens": 8, "num_engines": 3},
+    "samples": 4,
+    "pass_reward": 0.5,
+}
+
+
+def tell(function: Any, kind: type[Exception] = UserError) -> str:
+    with pytest.raises(kind) as raised:
+        function()
+    return str(raised.value)
+
+
+def test_an_evaluation_explains_what_follows_from_it(monkeypatch):
+    monkeypatch.setattr("driver.evaluation.suites.setup.count_gpus", lambda: 0)
+    local = [
+        "backend=local",
+        "rollout.num_engines=1",
+        "rollout.temperature=0",
+        "samples=1",
+        "data.sets=[{path: a.jsonl}]",
+    ]
+    said = {name: explain_eval(load_eval_recipe(RAW, given)).split("# what follows from it\n")[1].splitlines() for name,
+            given in (("ray", ["data.max_prompt_tokens=32"]), ("local", local))}  # fmt: skip
+    assert said["ray"][:4] == [
+        "samples per prompt     a 4, b 2; at temperature 1",
+        "a sample               at most 32 prompt + 8 new = 40 tokens",
+        "engines                hf, in 3 Ray actors, each 1 ranks and 64 prompts at a time",
+        "a sample passes        with a reward of 0.5 or more",
+    ]
+    assert said["local"][:3] == [
+        "samples per prompt     a 1; greedy",
+        "a sample               at most 64 prompt + 8 new = 72 tokens",
+        "engines                hf, in this process, each 1 ranks and 64 prompts at a time",
+    ]
+    assert [lines[-1] for lines in said.values()] == [
+        "# the rows of data.sets are unknown: model.path=models/none is no folder here"
+    ] * 2
+
+
+def test_missing_devices_are_counted(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+
+    def check(*overrides: str, gpus: int = 0) -> str | None:
+        for module in ("driver.evaluation.suites.setup", "driver.start.devices"):
+            monkeypatch.setattr(f"{module}.count_gpus", lambda: gpus)
+        return check_eval_devices(load_eval_recipe(RAW, overrides))
+
+    more = "engine ranks are more than this machine's"
+    assert [check("rollout.num_engines=4"), check("rollout.num_engines=2", gpus=2), check(gpus=3)] == [None] * 3
+    assert check("rollout.num_engines=5") == f"5 {more} 4 CPU cores: lower rollout.num_engines"
+    assert check("rollout.num_engines=2", "rollout.tensor_parallel_size=3", "rollout.engine=vllm") == (
+        f"6 {more} 4 CPU cores: lower rollout.num_engines or rollout.tensor_parallel_size"
+    )
+    assert check(gpus=2) == f"3 {more} 2 GPUs: lower rollout.num_engines"
+    assert check("rollout.num_engines=9", "ray_address=a:1") is None
+    assert check("backend=local", "rollout.num_engines=1") is None
+    assert check("device=cuda") == "device is cuda, and this machine has no GPU: set device=auto"
+    monkeypatch.setattr("driver.evaluation.suites.setup.check_gpus", lambda cfg: "the GPUs are old")
+    assert check() == "the GPUs are old" and check("ray_address=a:1") is None
+    assert tell(lambda: prepare_eval(load_eval_recipe(RAW, []))) == "the GPUs are old"
+    assert tell(lambda: load_eval_recipe(RAW, ["ray_address=a"])).startswith(
+        "ray_address='a' is not of the form host:port"
+    )
+    assert "rollout.engine" in tell(lambda: load_eval_recipe(RAW, ["rollout.engine=no_engine"]))
+
+
+def test_an_adapter_or_checkpoint_is_named_where_it_belongs(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    cfg = load_eval_recipe(RAW, [f"model.path={tmp_path}"])
+    assert tell(lambda: prepare_eval(cfg)) == (
+        f"model.path={tmp_path} is an adapter without its model: name it in model.adapter, and in model.path the model "
+        "that it was trained on"
+    )
+    checkpoint: Any = SimpleNamespace(base="models/base")
+    assert with_base(cfg, checkpoint).model.path == "models/base"
+    with_adapter = load_eval_recipe(RAW, ["model.adapter=x"])
+    assert tell(lambda: with_base(with_adapter, checkpoint)) == (
+        "model.path=models/none is a checkpoint, and its adapter is in it: leave model.adapter out"
+    )
+    written: list[Any] = []
+    for name in ("write_checkpoint_model", "merge_adapter"):
+        monkeypatch.setattr(
+            f"driver.evaluation.suites.setup.{name}", lambda *a, n=name, **k: written.append((n, *a, k))
+        )
+    prepared: Any = SimpleNamespace(cfg=with_adapter, checkpoint=None)
+    write_merged(prepared, tmp_path)
+    write_merged(SimpleNamespace(cfg=cfg, checkpoint=checkpoint), tmp_path)  # type: ignore[arg-type]
+    write_merged(SimpleNamespace(cfg=cfg, checkpoint=None), tmp_path)  # type: ignore[arg-type]
+    assert written == [
+        ("merge_adapter", with_adapter.model, "x", tmp_path, {}),
+        ("write_checkpoint_model", checkpoint, tmp_path, {"trust_remote_code": False}),
+    ]
+
+
+FAILS = "def score(prompt, messages):\n    return {'correct': float(len(messages[-1]['content']) > 0)}\n"
+
+
+def test_an_evaluation_says_what_it_leaves_out_and_keeps_its_samples(tiny_path, tmp_path, capsys, one_thread):
+    rows = [{"question": f"{i}+1=", "id": "a", "answer": str(i)} for i in range(2)] + [{"question": "1" * 60}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "score.py").write_text(FAILS)
+    path = tmp_path / "eval.json"
+    data = {"sets": [{"path": str(tmp_path / "a.jsonl")}], "max_prompt_tokens": 32, "max_invalid_fraction": 0.5}
+    raw = RAW | {"backend": "local", "run_dir": str(tmp_path / "runs"), "data": data, "samples": 2, "resamples": 100}
+    raw |= {"model": {"path": tiny_path, "dtype": "float32"}, "rollout": {"engine": "hf", "max_new_tokens": 4}}
+    raw |= {"reward": {"function": str(tmp_path / "score.py"), "workers": 1}}
+    path.write_text(json.dumps(raw))
+    assert run_here(main_eval, "--config", str(path)) == (0, "")
+    lines = capsys.readouterr().out.splitlines()
+    form = (
+        f"data.sets[0]={tmp_path}/a.jsonl is of form question_answer (recognised): messages = question, answer = answer"
+    )
+    assert form in lines
+    why = "62 tokens, more than data.max_prompt_tokens=32"
+    assert f"a: 1 rows are invalid and not evaluated: 1 too_long (such as row 2: {why})" in lines
+    assert "a: 1 rows have the id of an earlier row: # and their row number are appended to it" in lines
+    folder = folder_of(tmp_path, "eval")
+    settings = json.loads((folder / "evaluation.json").read_text())
+    assert settings["settings"]["data.sets.a.form"] == "question_answer" and settings["settings"]["samples"] == 2
+    assert next(iter(settings["sha256"])) == "the file of reward.function" and len(settings["sha256"]) > 2
+    assert not (folder / "merged_model").exists() and (folder / "generations.parquet").is_file()
+
+
+def test_an_evaluation_of_a_run_reports_rewards_of_one_version():
+    def evaluate(*groups: list[Any], failed: float = 0.0, second: float | None = None) -> EvalResult | None:
+        cfg: Any = SimpleNamespace(
+            eval_pass_reward=1.0,
+            reward=SimpleNamespace(max_failed_fraction=failed),
+            eval_reward=None if second is None else SimpleNamespace(max_failed_fraction=second),
+        )
+        generation: Any = SimpleNamespace(buffer=SimpleNamespace(version=7))
+        return Evaluator(cfg, [Prompt(id="0", messages=[])], generation).measure([*groups], "after step 3")
+
+    good, bad = replace(answer(0, 2), reward=1.0), answer(0, 2)
+    found = evaluate([good, bad])
+    assert found is not None and (found.when, found.version) == ("after step 3", 2)
+    assert {name: found.metrics[name] for name in ("reward/mean", "pass@1", "pass@2", "version")} == {
+        **{"reward/mean": 0.5, "pass@1": 0.5, "pass@2": 1.0, "version": 2.0}
+    }
+    assert {name.split("/")[0] for name in found.metrics} <= {"reward", "rollout", "pass@1", "pass@2", "version"}
+    assert evaluate([good], [replace(answer(0, 3), reward=1.0)]) is None
+    broken = replace(answer(0, 2), reward=None, failure="it broke")
+    silent = replace(broken, action_mask=broken.action_mask & False)
+    assert "it broke" in tell(lambda: evaluate([good, broken]), RunStopped)
+    alone = evaluate([silent], failed=1.0)
+    assert alone is not None and alone.version == 7
+    noted = replace(good, counts={PREFIX + FAILED: 1.0}, notes=[{"by": AUTHOR, "text": "no luck"}])
+    assert tell(lambda: evaluate([noted], second=0.5), RunStopped) == (
+        "eval_reward failed 1 of 1 samples, more than eval_reward.max_failed_fraction=0.5; the first: no luck"
+    )
+    assert evaluate([noted], second=1.0) is not None and evaluate([noted]) is not None
+
+
+@pytest.mark.parametrize(
+    ("best", "stop", "decides"),
+    [(None, None, False), ("eval/loss", None, True), (None, "eval/x", True), ("loss", "evaluation", False)],
+)
+def test_an_evaluation_decides_where_a_run_reads_it(best, stop, decides):
+    stop_when = None if stop is None else SimpleNamespace(metric=stop)
+    cfg: Any = SimpleNamespace(checkpoint=SimpleNamespace(best=best), stop_when=stop_when)
+    unused: Any = None
+    assert Evaluator(cfg, [], unused).decides is decides
