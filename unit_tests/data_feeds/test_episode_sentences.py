@@ -13,6 +13,7 @@ from data_feeds.rows.episodes import Sampling, read_episodes
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.run_samples import list_sample_files, read_run
 from unit_tests.data_feeds.test_row_sentences import ASKED, SAID, tell
+from unit_tests.helpers.chat_families import assistant
 
 
 class Letters:
