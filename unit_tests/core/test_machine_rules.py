@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,21 @@ from core import gpu_checks, gpus
 from core.cluster.actor import divide_cores
 from core.cluster.ray_address import parse_address
 from core.cluster.workers import Local, copy_to_groups, first_of_groups
-from core.errors import RunStopped
+from core.errors import RunStopped, UserError
 from core.gpu_checks import Use, refuse_run
 from core.gpus import Gpu, Gpus
 from core.tasks import run_to_end, start_task
 from core.timing.limit_blocking import LimitBlocking
 from core.timing.progress import Progress
 from core.timing.timeouts import probe_with_timeout
-from unit_tests.core.test_type_rules import tell
+
+
+def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
+    """Return the sentence of the error that a function raises."""
+    with pytest.raises(kind) as raised:
+        function()
+    return str(raised.value)
+
 
 T4, A100, B200 = (
     Gpu(name=name, capability=capability, total_gib=40.0, used_gib=0.0)
@@ -248,7 +256,7 @@ def test_code_that_blocks_the_loop_is_stopped_with_its_line():
             pass
 
     line = spin.__code__.co_firstlineno + 2
-    limited = {"who": "Env.step", "seconds": 0.01, "key": "rollout.block_s"}
+    limited: dict[str, Any] = {"who": "Env.step", "seconds": 0.01, "key": "rollout.block_s"}
 
     async def limit(call: Any, **changes: Any) -> Any:
         return await LimitBlocking(call, **limited | changes)

@@ -196,7 +196,7 @@ def test_a_machine_that_differs_is_one_clause(tmp_path):
     )
 
 
-def test_code_that_is_sent_is_all_of_ours_and_a_model_is_told_by_config_and_sizes(tmp_path):
+def test_all_our_code_is_sent_and_a_model_is_told_by_config_and_sizes(tmp_path):
     sent = copy_code(tmp_path)
     assert sent == tmp_path / "code" and {folder.name for folder in sent.iterdir()} == {*OUR_FOLDERS}
     assert (sent / "core/errors.py").read_bytes() == (ROOT / "core/errors.py").read_bytes()

@@ -6,6 +6,7 @@ import bdb
 import errno
 import gzip
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,21 @@ from core.text.text_files import describe_format, parse_json, read_bytes, read_e
 from core.types.episodes import join_episodes, needs_joining, number_episodes, split_players
 from core.types.images import ImageRefused, PlacedImage, check_places, list_written, read_data_uri
 from core.types.messages import describe_message, find_images, with_text
-from unit_tests.core.test_type_rules import make, tell
+from core.types.samples import Prompt, Sample, make_sample
+
+
+def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
+    """Return the sentence of the error that a function raises."""
+    with pytest.raises(kind) as raised:
+        function()
+    return str(raised.value)
+
+
+def make(n: int = 6, *, chosen: str = "001101", **more: Any) -> Sample:
+    there: dict[str, Any] = {"prompt": Prompt(id="p", messages=[], source="a"), "token_ids": range(10, 10 + n)}
+    there |= {"action_mask": [one == "1" for one in chosen], "rollout_logp": [0.0] * n, "versions": [-1] * n}
+    return make_sample(**there | more)
+
 
 EXPECTED = "and text in UTF-8 is expected: "
 FORMATS: dict[bytes, str] = {
@@ -131,7 +146,8 @@ def test_addresses_and_secrets():
     }
     assert {text: hide_secrets(text) for text in hidden} == hidden
     assert [has_secret(text) for text in hidden] == [True] * 4 + [False]
-    refuse_secret(None, "it"), refuse_secret("http://h", "it")
+    for address in (None, "http://h"):
+        refuse_secret(address, "it")
     assert tell(lambda: refuse_secret("http://a@h", "it into X"), ValueError) == (
         "the address holds a user, a password or a token, and a recipe is copied into the run folder: put it into X"
     )
@@ -141,7 +157,8 @@ def test_addresses_and_secrets():
 
 def test_text_of_others_is_plain_and_short(capsys):
     assert escape_controls("a\tb\nc\u202e") == "a\\tb\nc\\u202e" and escape_controls("a\nb", keep="") == "a\\nb"
-    print_line("a\nb"), print_line("a\nb", keep="\n")
+    for keep in ("", "\n"):
+        print_line("a\nb", keep=keep)
     assert capsys.readouterr().out == "a\\nb\na\nb\n"
     assert [shorten_middle("abcdefghij", n) for n in (10, 9, 4)] == [
         *("abcdefghij", "abcdef [1 characters] hij", "abc [6 characters] j")

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.errors import UserError
 from data_feeds.chat.encoding import encode_after, find_added_ids, join_encoded, mask_by_offsets
 from data_feeds.chat.parsed_reply import PlainParser, finish_reply, refuse_reply, rename_taken
 from data_feeds.chat.turn_ends import TurnEnd, common_start, find_turn_end
 from data_feeds.chat.turns import count_written, find_turns, write_begun_reply
-from unit_tests.data_feeds.test_feed_sentences import tell
 from unit_tests.helpers.chat_families import assistant, user
+
+
+def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
+    """Return the sentence of the error that a function raises."""
+    with pytest.raises(kind) as raised:
+        function()
+    return str(raised.value)
+
 
 SYSTEM: Any = {"role": "system", "content": "s"}
 TALK: list[Any] = [SYSTEM, user("q"), assistant("a"), user("r"), assistant("b"), user("t")]
 
 
-def test_trained_turns_are_those_that_are_named_unless_a_turn_says_otherwise():
+def test_trained_turns_are_those_named_unless_a_turn_says_otherwise():
     said: list[Any] = [*TALK[:2], TALK[2] | {"train": True}, TALK[3], TALK[4] | {"train": False}, TALK[5]]
     table: dict[Any, tuple[set[int], int, set[int], int]] = {
         # of TALK and of `said`: the trained turns, and the number of turns that are written
@@ -143,7 +152,7 @@ def test_texts_are_encoded_as_they_are_in_place():
     assert join_encoded([([1], [True]), ([], []), ([2, 3], [False, True])]) == ([1, 2, 3], [True, False, True])
 
 
-def test_ids_of_calls_are_new_in_the_conversation_and_the_same_on_every_machine():
+def test_ids_of_calls_are_new_in_a_conversation_and_alike_everywhere():
     calls: list[Any] = [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": 1}}]
     reply = finish_reply([1, 2], content="c", reasoning="r", calls=calls, tools=[])
     message = reply.message

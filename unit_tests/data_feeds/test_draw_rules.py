@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from core.errors import UserError
 from core.types.arrays import to_column
 from data_feeds.rows.disk_rows import ParquetRows
 from data_feeds.rows.mixture import interleave_sources, pick_row_with_replacement, whole_parts
 from data_feeds.rows.permute import permute
 from data_feeds.samplers.base import History, Sampler, choose_rows, take_best
 from data_feeds.samplers.find import find_sampler
-from unit_tests.data_feeds.test_feed_sentences import tell
 from unit_tests.helpers.prompt_files import rows_of, write
+
+
+def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
+    """Return the sentence of the error that a function raises."""
+    with pytest.raises(kind) as raised:
+        function()
+    return str(raised.value)
 
 
 def test_draws_are_those_that_recorded_runs_had():

@@ -50,10 +50,11 @@ TALK = [{"messages": [user(f"{n}+1="), assistant(str(n + 1))]} for n in range(4)
 
 
 def load(chat: ChatTokenizer, train: Any, kind: Any = "conversations", which: Any = "train", **keys: Any) -> Feed[Any]:
+    settings: dict[str, Any] = {"max_prompt_tokens" if kind == "prompts" else "max_tokens": 30} | keys
     if kind == "prompts":
-        data = PromptDataConfig(train=train, **{"max_prompt_tokens": 30} | keys)
+        data = PromptDataConfig(train=train, **settings)
         return load_prompts(data, which, chat, seed=0)
-    return load_groups(RowDataConfig(train=train, **{"max_tokens": 30} | keys), which, chat, rows=kind, seed=0)
+    return load_groups(RowDataConfig(train=train, **settings), which, chat, rows=kind, seed=0)
 
 
 def test_a_source_that_would_train_nothing_is_told(chat, tmp_path):

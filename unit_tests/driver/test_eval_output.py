@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict
 from datetime import date
@@ -34,7 +33,6 @@ from driver.evaluation.suites.setup import read_settings
 from driver.evaluation.suites.table import GradedPrompt, TableRow, make_table, measure_prompt
 from driver.run_inputs import hash_row
 from rollouts.scheduling.judge_spend import JudgeSpend
-from unit_tests.driver.test_evaluation import an_evaluation
 from unit_tests.helpers.examples import sample_of
 
 
@@ -228,17 +226,6 @@ def test_results_hold_the_table_and_the_counts_of_all_samples(tmp_path):
 def test_one_data_set_has_no_row_beside_all(tmp_path):
     run, _ = start(tmp_path, ["a"], [[make_row("a", 0, 0), make_row("a", 0, 1)]], k=[2, 1, 2])
     assert [row.value for row in run.report()] == ["all"] and run.ks == [1, 2]
-
-
-def test_a_resumed_evaluation_counts_the_samples_that_are_there(tmp_path):
-    run, said = an_evaluation(tmp_path, {"a": 5})
-    run.done.update({("a", i): [make_row("a", i, sample, reward=0.5) for sample in range(2)] for i in range(3)})
-    asyncio.run(run.sample_all())
-    assert said == [
-        "resumed: the samples of 3 prompts are there",
-        "4 of 5 prompts: mean 0.625",
-        "5 of 5 prompts: mean 0.700",
-    ]
 
 
 def test_a_sample_is_written_with_everything_that_is_said_of_it():

@@ -340,6 +340,19 @@ def test_a_used_up_budget_of_judges_keeps_what_was_paid_for(tmp_path: Path):
     assert [row.samples for row in run.report()] == [10]
 
 
+def test_a_resumed_evaluation_counts_the_samples_that_are_there(tmp_path):
+    run, said = an_evaluation(tmp_path, {"a": 5})
+    run.done.update(
+        {("a", i): [replace(a_row("a", i, sample), reward=0.5, failure="") for sample in range(2)] for i in range(3)}
+    )
+    asyncio.run(run.sample_all())
+    assert said == [
+        "resumed: the samples of 3 prompts are there",
+        "4 of 5 prompts: mean 0.625",
+        "5 of 5 prompts: mean 0.700",
+    ]
+
+
 def test_the_table_has_a_column_for_each_metric_with_its_interval():
     some = Estimate(value=0.5, low=0.25, high=0.75)
     counts = {"samples": 4, "failed": 0}
