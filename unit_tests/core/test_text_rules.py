@@ -25,7 +25,7 @@ from core.text.plain_text import escape_controls, print_line, shorten_middle
 from core.text.secrets import has_secret, hide_secrets, hide_settings, refuse_secret
 from core.text.summary import Summary
 from core.text.text_files import describe_format, parse_json, read_bytes, read_ends, read_packed_text, read_text
-from core.types.episodes import join_episodes, needs_joining, number_episodes, split_players
+from core.types.episodes import join_episodes, list_episodes, needs_joining, number_episodes, split_players
 from core.types.images import ImageRefused, PlacedImage, check_places, list_written, read_data_uri
 from core.types.messages import describe_message, find_images, with_text
 from core.types.samples import Prompt, Sample, make_sample
@@ -302,3 +302,8 @@ def test_episodes_that_contradict_themselves_are_one_sentence():
     assert [needs_joining(one) for one in (group, players, group[1:], players[:1])] == [True, True, False, False]
     joined = join_episodes(group)
     assert [place is None for place in joined.places] == [False, True, False, True] and len(joined.samples) == 3
+    alone = [make(), make()]
+    assert list_episodes(alone) is alone and len(list_episodes(group)) == 3
+    both = [make(episode=1), make(episode=1)]
+    [one] = list_episodes(both)
+    assert one.n_sampled == 6 and one.turns == ((2, 4), (5, 6), (8, 10), (11, 12))
