@@ -94,7 +94,7 @@ def _log_sum_exp(operation: Any, values: Tensor, axes: list[int], keepdim: bool 
 
 _ELEMENTWISE = (
     *(aten.exp, aten.exp2, aten.expm1, aten.log, aten.log1p, aten.log2, aten.sin, aten.cos, aten.tanh, aten.erf),
-    *(aten.sigmoid, aten.silu, aten.gelu, aten.softplus, aten.elu, aten.mish, aten.log_sigmoid_forward, aten.rsqrt),
+    *(aten.sigmoid, aten.silu, aten.gelu, aten.softplus, aten.elu, aten.mish, aten.rsqrt),
 )
 _IN_FIXED_ORDER: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _multiply,

@@ -59,6 +59,19 @@ def test_a_drawn_token_has_the_trainers_bits_in_any_batch_and_packing(tiny_path,
     assert score(trainer, samples, [0] * len(samples)) == drawn
 
 
+def test_a_short_prompt_goes_on_when_a_long_one_beside_it_has_ended(tiny_path):
+    """Then all rows have padding on the left, here more of it than a block of keys."""
+    engine = engine_of(tiny_path, batch_invariant=True)
+
+    async def generate(*asked: tuple[list[int], int]) -> list[Completion]:
+        calls = (engine.generate(ids, max_new_tokens=n, seed=0) for ids, n in asked)
+        return await asyncio.gather(*calls)
+
+    short, long = ([5, 6, 7], 8), ([*range(5, 55)] * 3, 1)
+    alone, beside = asyncio.run(generate(short))[0], asyncio.run(generate(short, long))[0]
+    assert (beside.token_ids, beside.logp) == (alone.token_ids, alone.logp) and len(alone.logp) > 2
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3"])
 def test_values_and_gradients_are_those_of_the_usual_pass_but_for_rounding(family):
     """A cap and windows are in Gemma 2, windows by layer in Gemma 3, norms of heads in Qwen3."""
@@ -123,6 +136,13 @@ def test_a_function_of_each_number_gets_whole_vectors(name):
     assert seen.sizes[name] == {256, 64}
     torch.testing.assert_close(got[0], compute(x))
     assert torch.equal(got[1], got[0][:1, :5]) and torch.equal(got[2], got[0].T[:64, :1])
+
+
+def test_a_function_with_two_results_is_left_alone():
+    """Its second result is for the backward pass."""
+    x = torch.randn(5)
+    with fixed_order():
+        torch.testing.assert_close(functional.logsigmoid(x), -functional.softplus(-x))
 
 
 def test_products_have_tiles_of_rows_and_sums_whole_rows():
