@@ -38,7 +38,6 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
 
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=path,
         r=lora.r,
         lora_alpha=lora.alpha,
         # with dropout, two passes of the same policy would differ
