@@ -152,7 +152,7 @@ class Judge:
             choice = found["choices"][0]
             answer["text"] = self._client.clean(read_text(choice))
             answer["value"] = read_verdict(choice, self.settings, key)
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError, AttributeError):
             answer["why"] = "the server's answer has no choices"
             # an error of a gateway used no tokens
             answer["tokens_in"], answer["tokens_out"] = answer["tokens_in"] or 0, answer["tokens_out"] or 0

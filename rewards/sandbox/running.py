@@ -53,21 +53,23 @@ class Running:
         os.set_blocking(self._status, False)
         loop.add_reader(self._status, ready.set)
         try:
-            async with asyncio.timeout(SANDBOX_CHECK_TIMEOUT_S):
-                # bwrap's first line has the id of the process inside
-                while b"\n" not in self._reports:
-                    await ready.wait()
-                    ready.clear()
-                    with suppress(BlockingIOError):
-                        piece = os.read(self._status, CHUNK)
-                        if not piece:
-                            break
-                        self._reports += piece
+            try:
+                async with asyncio.timeout(SANDBOX_CHECK_TIMEOUT_S):
+                    # bwrap's first line has the id of the process inside
+                    while b"\n" not in self._reports:
+                        await ready.wait()
+                        ready.clear()
+                        with suppress(BlockingIOError):
+                            piece = os.read(self._status, CHUNK)
+                            if not piece:
+                                break
+                            self._reports += piece
+            finally:
+                # before `close`, after which there is no pipe
+                loop.remove_reader(self._status)
         except TimeoutError:
             await self.close()
             raise SandboxUnavailable(f"bwrap has not begun within {SANDBOX_CHECK_TIMEOUT_S:g} s") from None
-        finally:
-            loop.remove_reader(self._status)
         # a command that cannot start has no process inside; finish reports bwrap's error
         if (pid := _find(self._reports, "child-pid")) is not None:
             with suppress(ProcessLookupError):

@@ -63,7 +63,9 @@ def test_counts_and_notes_are_those_of_all_answers(tmp_path):
     assert [note["seconds"] for note in again.notes if note["cached"]] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("answer", [{"choices": []}, {"choices": None}, {}, {"usage": {"prompt_tokens": 5}}])
+@pytest.mark.parametrize(
+    "answer", [{"choices": []}, {"choices": None}, {}, {"choices": [3]}, {"usage": {"prompt_tokens": 5}}]
+)
 def test_an_answer_without_choices_used_no_tokens_that_it_does_not_state(answer, monkeypatch):
     from tools.benchmarks import judge_server
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rewards.sandbox import Limits, Ran, SandboxUnavailable
+from rewards.sandbox import Limits, Ran, SandboxUnavailable, running
 from rewards.sandbox.running import Running
 
 T = TypeVar("T")
@@ -80,6 +80,21 @@ def test_a_bwrap_that_reports_nothing_has_failed(shell, says):
     with pytest.raises(SandboxUnavailable) as raised:
         play(shell, finish())
     assert str(raised.value) == f"bwrap failed: {says}"
+
+
+def test_a_bwrap_that_does_not_begin_is_given_up(monkeypatch):
+    monkeypatch.setattr(running, "SANDBOX_CHECK_TIMEOUT_S", 0.05)
+
+    async def go() -> None:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec("/bin/sleep", "9", stdin=pipe, stdout=pipe, stderr=pipe)
+        status, told = os.pipe()
+        with pytest.raises(SandboxUnavailable) as raised:
+            await Running(process, status, Limits()).begin()
+        assert str(raised.value) == "bwrap has not begun within 0.05 s" and process.returncode == -9
+        os.close(told)
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(
