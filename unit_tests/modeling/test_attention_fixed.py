@@ -78,7 +78,7 @@ def test_rows_of_a_cache_are_padded_on_the_left(window):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_segments_of_a_row_are_sequences_with_values_and_gradients_of_their_own(shared):
+def test_segments_of_a_row_have_values_and_gradients_of_their_own(shared):
     segments = Segments([3, 2, 2, 4], [-1, 0, 0, -1] if shared else [-1] * 4)
     q, k, v = (draw(1, heads, 11, SIZE).requires_grad_() for heads in (4, 2, 2))
     got, _ = attend_in_fixed_order(nn.Identity(), q, k, v, None, segments=segments, sliding_window=4, softcap=3.0)

@@ -134,7 +134,7 @@ def test_a_layout_that_does_not_hold_is_refused_with_all_reasons():
     assert re.fullmatch(whole, refusal(set_exact_attention, noisy, device="cpu"))
 
 
-def test_an_error_of_the_models_code_is_a_reason_unless_shards_are_left_undefined():
+def test_an_error_of_the_models_code_is_a_reason_unless_it_is_sharded():
     told = f"({OURS}): no segments"
     found = measure(forbid_segments(random_model("llama", "by_sequence")))
     assert (found.level, found.refuted) == ("padded", (f"{SHARED} {told}", f"{PACKED} {told}"))

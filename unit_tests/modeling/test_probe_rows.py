@@ -62,7 +62,7 @@ def test_the_tokens_are_always_the_same_and_none_has_a_meaning():
     assert {token for drawn in draw(vocab_size=1, image=0) for token in drawn} == {0}
 
 
-def test_images_are_in_the_sequences_of_a_model_that_reads_them_in_both_directions():
+def test_images_are_in_the_sequences_of_a_model_that_reads_them():
     seeing = model_of(image=60, kind="gemma3")
     places = [(s == 60).nonzero().flatten().tolist() for s in draw_segments(seeing)]
     assert places == [[*range(2, 7)], [*range(2, 7)], [], [], [*range(2, 7)]]

@@ -98,7 +98,7 @@ class Cell(nn.Module):
     _no_split_modules = ("Cell",)
 
 
-def test_blocks_are_the_members_of_the_outermost_lists_that_hold_a_whole_one():
+def test_blocks_are_members_of_the_outermost_lists():
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Sequential(nn.ModuleList([Cell()])), nn.Sequential(Cell())])
     model.others = nn.ModuleList([nn.Linear(1, 1)])
