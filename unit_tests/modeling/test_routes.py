@@ -174,9 +174,8 @@ def test_the_entropy_is_of_the_distribution_over_all_experts(family):
 
 
 def test_gradient_checkpointing_computes_the_forced_routes_again():
-    gradients, counts = [], []
+    gradients = []
     for is_checkpointed in (False, True):
-        torch.manual_seed(0)
         model, batch = make_mixture("qwen3_moe"), some_batch()
         if is_checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -187,10 +186,21 @@ def test_gradient_checkpointing_computes_the_forced_routes_again():
         score(model, batch, replay)  # another pass before the backward pass
         logp.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        counts.append(replay.counts.flatten())
         assert replay.counts.sums[0] == len(batch.input_ids), "a token is counted once"
-        assert replay.counts.load.sum(-1).tolist() == [2.0 * len(batch.input_ids)]
-    assert torch.equal(*gradients) and torch.equal(*counts)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_choices_that_are_computed_again_are_counted_once(is_checkpointed):
+    """The norm behind the experts of this family makes the backward pass go through the choice again."""
+    model, batch = random_model("flex_olmo", num_experts=EXPERTS, num_experts_per_tok=2).train(), some_batch()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    replay = hooked(model)
+    _, routes = record(model, batch, replay)
+    replay.clear()
+    score(model, replace(batch, routes=routes), replay).sum().backward()
+    assert replay.counts.load.sum(-1).tolist() == [2.0 * len(batch.input_ids)] * 2
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
