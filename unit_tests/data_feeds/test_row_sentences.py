@@ -217,3 +217,53 @@ def test_a_record_gives_text_columns_and_images():
     assert tell(lambda: record.get_column("label"), InvalidRow) == "it has no label"
     assert read_extra('{"a": 1}') == {"a": 1} and read_extra({}) == {}
     assert tell(lambda: read_extra("{"), InvalidRow) == f"{EXTRA}'{{'"
+
+
+def start(
+    chat: ChatTokenizer, path: Path, rows: list[dict[str, Any]], kind: str = "conversations", **source: Any
+) -> Any:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys: dict[str, Any] = {"train": [{"path": str(path), **source}]}
+    if kind == "prompts":
+        return load_prompts(PromptDataConfig(**keys), "train", chat, seed=0).sources[0]
+    return load_groups(RowDataConfig(**keys), "train", chat, rows=kind, seed=0).sources[0]  # type: ignore[arg-type]
+
+
+def test_what_a_source_needs_or_leaves_is_one_sentence(chat, tmp_path):
+    path, ask, truth = tmp_path / "x.jsonl", {"messages": [ASKED]}, {"reward_model": {"ground_truth": "2"}}
+    key = f"data.train={path}"
+    assert tell(lambda: start(chat, path, [{"messages": "all of it"}])) == (
+        f"{key}: messages is plain text, which the chat template would write as the turn of a user: set data.template: "
+        "plain and data.train_on: everything to train on it as it is, or name the column of the replies, too (columns: "
+        "{completion: ...})"
+    )
+    assert tell(lambda: start(chat, path, [{"segments": [{"label": True, "text": "x"}]}])) == (
+        f"{key} is of form segments, which no chat template writes: set data.template: plain"
+    )
+    assert tell(lambda: start(chat, path, [{"text": "x"}])) == (
+        f"{key} is of form text, which no chat template writes: set data.template: plain and data.train_on: everything"
+    )
+    assert tell(lambda: start(chat, path, [ask | truth], "prompts", columns={"messages": "messages"})) == (
+        f"{key}: no row has an answer, and reward_model.ground_truth holds one: write answer: "
+        "reward_model.ground_truth into columns, or leave columns out, and the form of the rows is recognised"
+    )
+    assert start(chat, path, [ask | {"solution": "2"}, ask], "prompts").notes == [
+        f"{key}: no row has an answer for the reward, and the column solution may hold one: write answer: solution "
+        "into columns"
+    ]
+    assert start(chat, path, [ask | {"answer": "2", "solution": "2"}], "prompts").notes == []
+    assert tell(lambda: start(chat, path, [ask, {"b": 1}], "prompts", columns={"answer": "x.y"})) == (
+        f"{key} has no column x.y; it has b, messages: name the one meant in columns ({{answer: ...}})"
+    )
+    pair = {"question": "q", "answer": "a", "level": 3, "id": "r", "image": None}
+    assert start(chat, path, [pair]).notes == [
+        f"{key} is of form question_answer (recognised): messages = question + answer; in extra: level"
+    ]
+    assert start(chat, path, [pair], form="question_answer").notes == [
+        f"{key} is of form question_answer (as form says): messages = question + answer; in extra: level"
+    ]
+    late = [{"messages": [ASKED, SAID]}] * 300 + [{"messages": [ASKED, SAID], "system": "s"}]
+    assert tell(lambda: start(chat, path, late, lazy=True)) == (
+        f"{key}, row 300 has system, which no row had when form ours was recognised, so it would not be read: move a "
+        "row with system to the beginning of the file"
+    )
