@@ -30,7 +30,7 @@ def choose_ks(samples: int) -> list[int]:
     >>> choose_ks(6)
     [1, 2, 4, 6]
     """
-    powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
+    powers = [2**i for i in range(samples.bit_length())]
     return powers if powers[-1] == samples else [*powers, samples]
 
 
