@@ -139,7 +139,8 @@ def measure_rounds(args: argparse.Namespace, work: Workload, scratch: Path) -> l
         rounds.append({})
         for name in args.sides:
             side = rounds[-1][name] = measure_side(name, args, work, scratch, runs)
-            print(f"{number:>5}  {name:<15}{side.step:>9.3f}{side.generation or '':>12.6}", flush=True)
+            generation = f"{side.generation:>12.3f}" if side.generation else ""
+            print(f"{number:>5}  {name:<15}{side.step:>9.3f}{generation}", flush=True)
     return rounds
 
 
