@@ -26,7 +26,7 @@ from typing import Any
 from tools.benchmarks.processes import ROOT, run_for_json
 
 SMOLLM2 = "models/smollm2"
-TRL = ["trl==1.16.0", "transformers==5.19.0"]
+TRL = ["trl==1.16.0", "transformers==5.19.0", "math-verify==0.9.0"]
 TORCH_CPU = "torch==2.13.0+cpu"
 TORCH_INDEX = ["--index-url", "https://download.pytorch.org/whl/cpu"]
 Row = dict[str, Any]
