@@ -8,7 +8,6 @@ defines the contribution of a token.
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -337,12 +336,10 @@ class GroupRelative(TurnCredit):
         return with_advantages(groups, credit)
 
     def _credit_episodes(self, groups: list[Group]) -> list[float]:
-        counted = [[self.in_baseline(s) for s in g] for g in groups]
-        rewards = [[self.penalised_reward(s) for s in g] for g in groups]
-        both = zip(chain(*rewards), chain(*counted), strict=True)
-        std = reward_std([reward for reward, counts in both if counts])
+        both = [[(self.penalised_reward(s), self.in_baseline(s)) for s in g] for g in groups]
+        std = reward_std([reward for own in both for reward, counts in own if counts])
         credit = partial(group_advantages, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)
-        return [a for g, own in zip(rewards, counted, strict=True) for a in credit(g, counted=own)]
+        return [a for own in both for a in credit([r for r, _ in own], counted=[counts for _, counts in own])]
 
     def _credit_turns(self, groups: list[Group]) -> list[Floats]:
         returns = [[self.turn_returns(s) if self.in_baseline(s) else None for s in g] for g in groups]

@@ -301,6 +301,9 @@ def summarize(file: str) -> str:
     return escape(re.split(r"(?<=\w)\.(?:\s|$)", said, maxsplit=1)[0])
 
 
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
 def begin_page(title: str, text: str) -> list[str]:
     """Return the first lines of a page: title, the remark that it is generated, and an introduction."""
     return [f"# {title}", "", MADE, "", textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)]
@@ -333,7 +336,9 @@ def default_of(field: FieldInfo) -> str:
 
 def choices_of(field: FieldInfo) -> str:
     options = [a for a in get_args(field.annotation) if isinstance(a, str | int)]
-    return f"One of {', '.join(f'`{o}`' for o in options)}. " if options else ""
+    listed = f"One of {', '.join(f'`{o}`' for o in options)}. " if options else ""
+    bounds = [f"{word} {getattr(b, name)}" for b in field.metadata for name, word in BOUNDS.items() if hasattr(b, name)]
+    return listed + (f"{', '.join(bounds).capitalize()}. " if bounds else "")
 
 
 if __name__ == "__main__":
