@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any, Literal
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from algs.check.cuts import cut_after_every_turn, cut_in_alternation
 from algs.check.fixtures import made_up_step
 from algs.check.instruments import list_modes, list_own_fields, propose_values, record_reads, with_settings
+from algs.clip_cov import ClipCov, draw_keys
 from algs.grpo import GRPO
 from algs.ops import (
     clip_metrics,
@@ -26,6 +28,7 @@ from algs.ops import (
 from algs.opsd import OPSD
 from algs.terms import Correction, overlong_penalty
 from core.types.samples import Policy, Tokens
+from unit_tests.helpers.examples import a_sample
 
 
 def tensor(*values: float) -> Tensor:
@@ -205,3 +208,17 @@ def test_episodes_are_cut_where_their_turns_end():
     assert [b.episode for b in cut_after_every_turn(group)] == in_turns
     backwards = [number[e] for e, n in reversed([*enumerate(counts)]) for _ in range(2 if n > 1 else 1)]
     assert [b.episode for b in cut_in_alternation(group)] == backwards
+
+
+def test_clip_cov_clips_below_and_above_by_its_own_bounds():
+    ratio, advantage = tensor(0.85, 0.95, 1.2, 1.6), tensor(-1, -1, 1, 1)
+    marks, threshold = {"dropped": tensor(0, 0, 0, 0)}, {"dropped": tensor(1)}
+    tokens = Tokens(weight=torch.ones(4), prox_logp=torch.zeros(4), advantage=advantage, first=marks, totals=threshold)
+    loss, metrics = ClipCov(clip_low=0.1, clip_high=0.5).loss(Policy(logp=ratio.log()), tokens)
+    assert loss.tolist() == pytest.approx([0.9, 0.95, -1.2, -1.5])
+    assert [metrics[f"clip_frac_{side}"].tolist() for side in ("low", "high")] == [[1, 0, 0, 0], [0, 0, 0, 1]]
+
+
+def test_keys_of_tokens_are_spread_over_0_to_1():
+    keys = draw_keys(a_sample(random.Random(0), length=4000), seed=0)
+    assert keys.min() >= 0 and 0.99 < keys.max() < 1 and keys.mean() == pytest.approx(0.5, abs=0.03)

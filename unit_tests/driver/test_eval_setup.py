@@ -13,6 +13,8 @@ import pytest
 import main_eval
 from core.errors import RunStopped, UserError
 from core.types.samples import Prompt
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.rows.eval_sets import load_sets
 from driver.evaluation.evaluator import EvalResult, Evaluator
 from driver.evaluation.suites.setup import (
     check_eval_devices,
@@ -195,3 +197,12 @@ def test_an_evaluation_decides_where_a_run_reads_it(best, stop, decides):
     cfg: Any = SimpleNamespace(checkpoint=SimpleNamespace(best=best), stop_when=stop_when)
     unused: Any = None
     assert Evaluator(cfg, [], unused).decides is decides
+
+
+def test_every_set_has_the_system_prompt_of_the_recipe(tiny_path, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    data = {"sets": [{"path": str(rows)}], "max_prompt_tokens": 64, "system_prompt": "be brief"}
+    cfg = load_eval_recipe(RAW | {"data": data}, [])
+    [found] = load_sets(cfg, ChatTokenizer(tiny_path, "chat"))
+    assert found.prompts[0].messages[0] == {"role": "system", "content": "be brief"}
