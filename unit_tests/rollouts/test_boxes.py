@@ -207,6 +207,9 @@ def test_layers_cover_and_delete_what_is_below(tmp_path):
     [
         ([("../../x", b"1")], "has the file ../../x, which is outside"),
         ([("l", "/tmp"), ("l/x", b"1")], "has the file l/x, which is outside"),
+        ([("a/..", b"")], "has the file a/.., which is outside"),
+        ([(".wh.", b"")], "has the file .wh., which is outside"),
+        ([(".wh..", b"")], "has the file .wh.., which is outside"),
         ([(".wh...", b"")], "has the file .wh..., which is outside"),
         ([("l", "=../../../../../../../../etc/passwd")], "has the link l to a file outside"),
         ([("bin/sh", b"")], "has no prlimit: add the packages"),

@@ -27,6 +27,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import pack
 from driver.checks.engine import check_images
 from driver.checks.image_use import settle_eval_images
+from driver.evaluation.suites.setup import load_eval_recipe, prepare_eval
 from driver.load_recipe import load_recipe
 from driver.start.weight_sync import make_probe
 from modeling.images.processor import ImageProcessor
@@ -67,6 +68,13 @@ from unit_tests.helpers.scripted_policy import Policy, check_exact, make_session
 
 pytestmark = pytest.mark.one_core
 
+EVAL = {
+    "name": "eval",
+    "model": {"path": "models/none", "dtype": "float32"},
+    "data": {"sets": [{"path": "none"}], "max_prompt_tokens": 64},
+    "reward": {"function": "arithmetic"},
+    "rollout": {"max_new_tokens": 8},
+}
 TEMPERATURE = 0.7
 BOUND = 1e-4
 LOOKS = [say("user", "what is ", draw(1), "?")]
@@ -347,6 +355,11 @@ def test_an_engine_without_images_is_refused_before_the_start(path, tiny_path, r
         check_images(blind)
     for fine in ({"model.path": path}, {"rollout.engine": str(file)}):
         check_images(load_recipe(RLConfig, recipe(fine), []).cfg)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    given = [f"model.path={path}", f"data.sets=[{{path: {rows}}}]", "rollout.num_engines=1", "backend=local"]
+    with pytest.raises(UserError, match=r"blind\.py does not support images"):
+        prepare_eval(load_eval_recipe(EVAL, [*given, f"rollout.engine={file}"]))
 
 
 def test_a_family_is_refused_where_vllm_lacks_a_package_for_it(path, recipe, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 
 from core.errors import RunStopped, TransportFailed, UserError
 from data_feeds.chat.tool_parsing import PlainParser
+from rollouts.agents.processes import name_endpoint
 from rollouts.engines.vllm_support.requests import raise_first, read_stop, read_versions
 from rollouts.engines.vllm_support.settings import CORES, check_adapter_dtype, prepare_cpu, prepare_gpu
 from rollouts.turns import EpisodeRules, Played, begin_transcript, join_tools
@@ -142,3 +143,20 @@ def test_an_adapter_in_float32_is_refused_on_a_gpu():
         "weight_sync.lora is adapter and model.dtype is float32, and vLLM's kernels for adapters take no float32 on a "
         "GPU: set model.dtype to bfloat16, or weight_sync.lora to merged"
     )
+
+
+@pytest.mark.parametrize(
+    ("set_before", "want"),
+    [
+        ({}, "127.0.0.1,localhost,here"),
+        ({"NO_PROXY": "a.b"}, "a.b,127.0.0.1,localhost,here"),
+        ({"no_proxy": "c.d", "NO_PROXY": ""}, "c.d,127.0.0.1,localhost,here"),
+    ],
+)
+def test_an_agent_reaches_the_policy_without_a_proxy(monkeypatch, set_before, want):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_before.items():
+        monkeypatch.setenv(name, value)
+    named = name_endpoint(SimpleNamespace(base_url="http://here:9/s/1/v1", api_key="k"))
+    assert (named["NO_PROXY"], named["no_proxy"]) == (want, want)
