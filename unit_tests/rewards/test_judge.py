@@ -97,7 +97,7 @@ def test_a_verdict_that_cannot_be_read_fails_the_sample(name):
 def test_no_sample_fails_that_the_server_judges_on_a_retry():
     """64 samples in flight; every tenth answer is unreadable, and more than 32 in flight are refused."""
     server = JudgeServer(unreadable_every=10, at_once=32, seconds=0.02)
-    results = ask(server, *(f"7{i}" for i in range(64)), max_concurrency=64, outage_s=60.0)
+    results = ask(server, *(f"7{i}" for i in range(64)), max_concurrency=64, outage_s=60.0, parse_retries=3)
     assert [scored.parts["score"] for scored in results] == [1 + 9 * f"7{i}".count("7") / 8 for i in range(64)]
     assert server.refused and sum(scored.counts["judge/unreadable"] for scored in results) == 7
 

@@ -102,7 +102,7 @@ def test_a_bwrap_that_does_not_begin_is_given_up(monkeypatch):
     [
         ("read line; echo $line.", b"ask.\n", None),
         ("read line; printf x", None, None),
-        ("read line; printf 123456789", None, "output"),
+        ("read line; printf 123456789; exec sleep 9", None, "output"),
         ("exec sleep 9", None, "time"),
     ],
 )
