@@ -6,7 +6,6 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,14 @@ from core import gpu_checks, gpus
 from core.cluster.actor import divide_cores
 from core.cluster.ray_address import parse_address
 from core.cluster.workers import Local, copy_to_groups, first_of_groups
-from core.errors import RunStopped, UserError
+from core.errors import RunStopped
 from core.gpu_checks import Use, refuse_run
 from core.gpus import Gpu, Gpus
 from core.tasks import run_to_end, start_task
 from core.timing.limit_blocking import LimitBlocking
 from core.timing.progress import Progress
 from core.timing.timeouts import probe_with_timeout
-
-
-def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
-    """Return the sentence of the error that a function raises."""
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
-
+from unit_tests.helpers.sentences import tell
 
 T4, A100, B200 = (
     Gpu(name=name, capability=capability, total_gib=40.0, used_gib=0.0)

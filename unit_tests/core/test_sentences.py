@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,13 +32,7 @@ from core.errors import (
 from core.loading import FileSpec, PartMissing, list_plugins, load_class, load_module, needs_part, resolve
 from core.stores import StoreUnreachable, find_cause, is_remote, open_store
 from core.strict_model import StrictModel, find_odd_character
-
-
-def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
-    """Return the sentence of the error that a function raises."""
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
+from unit_tests.helpers.sentences import tell
 
 
 def test_texts_of_others_are_one_short_line():

@@ -6,7 +6,6 @@ import bdb
 import errno
 import gzip
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,21 +27,8 @@ from core.text.text_files import describe_format, parse_json, read_bytes, read_e
 from core.types.episodes import join_episodes, list_episodes, needs_joining, number_episodes, split_players
 from core.types.images import ImageRefused, PlacedImage, check_places, list_written, read_data_uri
 from core.types.messages import describe_message, find_images, with_text
-from core.types.samples import Prompt, Sample, make_sample
-
-
-def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
-    """Return the sentence of the error that a function raises."""
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
-
-
-def make(n: int = 6, *, chosen: str = "001101", **more: Any) -> Sample:
-    there: dict[str, Any] = {"prompt": Prompt(id="p", messages=[], source="a"), "token_ids": range(10, 10 + n)}
-    there |= {"action_mask": [one == "1" for one in chosen], "rollout_logp": [0.0] * n, "versions": [-1] * n}
-    return make_sample(**there | more)
-
+from unit_tests.helpers.examples import six_tokens
+from unit_tests.helpers.sentences import tell
 
 EXPECTED = "and text in UTF-8 is expected: "
 FORMATS: dict[bytes, str] = {
@@ -274,7 +260,7 @@ def test_messages_and_images_keep_their_order():
 
 def test_episodes_that_contradict_themselves_are_one_sentence():
     def join(*branches: dict[str, Any]) -> str:
-        return tell(lambda: join_episodes([make(episode=3, **one) for one in branches]), RunStopped)
+        return tell(lambda: join_episodes([six_tokens(episode=3, **one) for one in branches]), RunStopped)
 
     who, all_or_none = "of episode 3 of p", "set them on all or none"
     assert join({"reward": 1.0}, {"reward": 0.5}) == (
@@ -295,15 +281,15 @@ def test_episodes_that_contradict_themselves_are_one_sentence():
     assert join({"turn_numbers": (0, 1)}, {"turn_numbers": (1, 2)}) == (
         f"two turns {who} have the same number in turn_numbers; each turn may be trained on once"
     )
-    group = [make(episode=one) for one in (0, None, 0, None)]
+    group = [six_tokens(episode=one) for one in (0, None, 0, None)]
     assert number_episodes(group) == [0, 1, 0, 2]
-    players = [make(player=one) for one in (1, 0, 1)]
+    players = [six_tokens(player=one) for one in (1, 0, 1)]
     assert [[s.player for s in part] for part in split_players(players)] == [[1, 1], [0]]
     assert [needs_joining(one) for one in (group, players, group[1:], players[:1])] == [True, True, False, False]
     joined = join_episodes(group)
     assert [place is None for place in joined.places] == [False, True, False, True] and len(joined.samples) == 3
-    alone = [make(), make()]
+    alone = [six_tokens(), six_tokens()]
     assert list_episodes(alone) is alone and len(list_episodes(group)) == 3
-    both = [make(episode=1), make(episode=1)]
+    both = [six_tokens(episode=1), six_tokens(episode=1)]
     [one] = list_episodes(both)
     assert one.n_sampled == 6 and one.turns == ((2, 4), (5, 6), (8, 10), (11, 12))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from core.errors import RunStopped, UserError
+from core.errors import RunStopped
 from core.types.action_tokens import NotActions, find_bins, find_centres, read_action_tokens
 from core.types.allowed_tokens import EVERY_TOKEN, LOWEST, AllowedTokens
 from core.types.arrays import INTS, from_json, is_equal, repeat_runs, to_column, to_json
@@ -28,22 +27,10 @@ from core.types.routes import (
     to_tensor,
     unknown_of,
 )
-from core.types.samples import Prompt, Sample, make_sample
 from core.types.terms import find_columns, find_observed, find_term_tokens, find_trainable
 from core.types.turns import check_turns, find_runs
-
-
-def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
-    """Return the sentence of the error that a function raises."""
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
-
-
-def make(n: int = 6, *, chosen: str = "001101", **more: Any) -> Sample:
-    there: dict[str, Any] = {"prompt": Prompt(id="p", messages=[], source="a"), "token_ids": range(10, 10 + n)}
-    there |= {"action_mask": [one == "1" for one in chosen], "rollout_logp": [0.0] * n, "versions": [-1] * n}
-    return make_sample(**there | more)
+from unit_tests.helpers.examples import six_tokens
+from unit_tests.helpers.sentences import tell
 
 
 def test_runs_are_the_longest_spans_of_sampled_tokens():
@@ -78,9 +65,9 @@ TURNS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "sentence"), TURNS, ids=[sentence[:60] for _, sentence in TURNS])
 def test_turns_that_do_not_fit_are_one_sentence(given, sentence):
-    assert tell(lambda: make(**given)) == sentence
-    fine = make(turns=((2, 3), (3, 4), (5, 6)), turn_rewards=(0.0, 1.0, -1.0), turn_numbers=(0, 4, 5))
-    assert fine.spans == ((2, 3), (3, 4), (5, 6)) and make().spans == ((2, 4), (5, 6))
+    assert tell(lambda: six_tokens(**given)) == sentence
+    fine = six_tokens(turns=((2, 3), (3, 4), (5, 6)), turn_rewards=(0.0, 1.0, -1.0), turn_numbers=(0, 4, 5))
+    assert fine.spans == ((2, 3), (3, 4), (5, 6)) and six_tokens().spans == ((2, 4), (5, 6))
     check_turns((), (), (), np.zeros(3, dtype=bool))
 
 
@@ -118,13 +105,13 @@ ARRAYS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "sentence"), ARRAYS, ids=[sentence[-60:] for _, sentence in ARRAYS])
 def test_arrays_that_do_not_fit_are_one_sentence(given, sentence):
-    assert tell(lambda: make(**given)) == sentence
+    assert tell(lambda: six_tokens(**given)) == sentence
 
 
 def test_a_sample_counts_what_is_sampled_and_trained():
-    first, cut = make(chosen="101101"), make(excluded=[False] * 5 + [True])
-    failed = make(failure="it \x1b broke", chosen="101101")
-    assert [(s.n_sampled, s.n_trained, s.loss_mask.tolist()) for s in (make(), first, cut, failed)] == [
+    first, cut = six_tokens(chosen="101101"), six_tokens(excluded=[False] * 5 + [True])
+    failed = six_tokens(failure="it \x1b broke", chosen="101101")
+    assert [(s.n_sampled, s.n_trained, s.loss_mask.tolist()) for s in (six_tokens(), first, cut, failed)] == [
         (3, 3, [False, False, True, True, False, True]),
         (4, 3, [False, False, True, True, False, True]),
         (3, 2, [False, False, True, True, False, False]),
@@ -132,11 +119,11 @@ def test_a_sample_counts_what_is_sampled_and_trained():
     ]
     assert failed.failure == r"it \x1b broke"
     given = np.arange(6.0)
-    scored = make().with_advantage(given)
+    scored = six_tokens().with_advantage(given)
     given[0] = 9.0
     assert scored.advantage is not None and scored.advantage.tolist() == [*range(6)]
     assert scored.advantage.dtype == np.float32 and not scored.advantage.flags.writeable
-    assert make() == make() != make(stop="length") and make() != 3
+    assert six_tokens() == six_tokens() != six_tokens(stop="length") and six_tokens() != 3
 
 
 def test_kept_sets_that_do_not_fit_are_one_sentence():
@@ -185,12 +172,12 @@ def test_tokens_of_a_term_are_those_of_its_place():
 
     image: Any = [PlacedImage(None, 4, 5)]  # type: ignore[arg-type]
     cases = {
-        "plain": make(chosen="001010"),
-        "excluded": make(chosen="001010", excluded=[False] * 3 + [True] * 2 + [False]),
-        "image": make(chosen="001000", images=image),
-        "failed": make(chosen="001010", failure="no"),
-        "shown": make(chosen="001010", origin="demonstration"),
-        "none": make(chosen="000000"),
+        "plain": six_tokens(chosen="001010"),
+        "excluded": six_tokens(chosen="001010", excluded=[False] * 3 + [True] * 2 + [False]),
+        "image": six_tokens(chosen="001000", images=image),
+        "failed": six_tokens(chosen="001010", failure="no"),
+        "shown": six_tokens(chosen="001010", origin="demonstration"),
+        "none": six_tokens(chosen="000000"),
     }
     found = {
         name: [mark(find_term_tokens(s, where)) for where in ("sampled", "observed", "demonstrated")]

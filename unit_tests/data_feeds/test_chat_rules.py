@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import UserError
 from data_feeds.chat.encoding import encode_after, find_added_ids, join_encoded, mask_by_offsets
 from data_feeds.chat.parsed_reply import PlainParser, finish_reply, refuse_reply, rename_taken
 from data_feeds.chat.turn_ends import TurnEnd, common_start, find_turn_end
 from data_feeds.chat.turns import count_written, find_turns, write_begun_reply
 from unit_tests.helpers.chat_families import assistant, user
-
-
-def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
-    """Return the sentence of the error that a function raises."""
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
-
+from unit_tests.helpers.sentences import tell
 
 SYSTEM: Any = {"role": "system", "content": "s"}
 TALK: list[Any] = [SYSTEM, user("q"), assistant("a"), user("r"), assistant("b"), user("t")]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from core.errors import UserError
 from core.types.arrays import to_column
 from data_feeds.rows.disk_rows import ParquetRows
 from data_feeds.rows.mixture import interleave_sources, pick_row_with_replacement, whole_parts
@@ -17,13 +14,7 @@ from data_feeds.rows.permute import permute
 from data_feeds.samplers.base import History, Sampler, choose_rows, take_best
 from data_feeds.samplers.find import find_sampler
 from unit_tests.helpers.prompt_files import rows_of, write
-
-
-def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
-    """Return the sentence of the error that a function raises."""
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
+from unit_tests.helpers.sentences import tell
 
 
 def test_draws_are_those_that_recorded_runs_had():

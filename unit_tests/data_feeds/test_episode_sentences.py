@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from core.errors import UserError
 from core.types.allowed_tokens import AllowedTokens
 from core.types.samples import RecordedEpisode
 from data_feeds.rows.episodes import Sampling, read_episodes
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.run_samples import list_sample_files, read_run
 from unit_tests.helpers.chat_families import assistant, user
-
-
-def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
-    """Return the sentence of the error that a function raises."""
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
-
+from unit_tests.helpers.sentences import tell
 
 SAID, ASKED = assistant("2"), user("1+1=")
 

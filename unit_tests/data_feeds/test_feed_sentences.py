@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from configs.data_schema import HoldOutConfig, PromptDataConfig, RowDataConfig
-from core.errors import RunStopped, UserError
+from core.errors import RunStopped
 from core.types.kept_sets import KeptSets
 from core.types.terms import Term
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -27,23 +25,13 @@ from data_feeds.rows.check_replies import check_ends_in_reply, normalize_message
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from unit_tests.helpers.chat_families import assistant, user
 from unit_tests.helpers.examples import sample_of
-
-
-def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
-    """Return the sentence of the error that a function raises."""
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
+from unit_tests.helpers.prompt_files import write
+from unit_tests.helpers.sentences import tell
 
 
 @pytest.fixture(scope="module")
 def chat(tiny_path: str) -> ChatTokenizer:
     return ChatTokenizer(tiny_path, "chat")
-
-
-def keep(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 TALK = [{"messages": [user(f"{n}+1="), assistant(str(n + 1))]} for n in range(4)]
@@ -58,10 +46,10 @@ def load(chat: ChatTokenizer, train: Any, kind: Any = "conversations", which: An
 
 
 def test_a_source_that_would_train_nothing_is_told(chat, tmp_path):
-    talk = keep(tmp_path / "talk.jsonl", TALK)
+    talk = write(tmp_path / "talk.jsonl", TALK)
     system = [{"messages": [{"role": "system", "content": "s"}, *row["messages"]]} for row in TALK]
     for label, only in ((True, "true"), (0, "false")):
-        labelled = keep(tmp_path / f"{only}.jsonl", [row | {"label": label} for row in TALK])
+        labelled = write(tmp_path / f"{only}.jsonl", [row | {"label": label} for row in TALK])
         assert tell(lambda given=labelled: load(chat, given, "unpaired")) == (
             f"data.train: every row's label is {only}: give rows of both labels, true and false"
         )
@@ -70,10 +58,10 @@ def test_a_source_that_would_train_nothing_is_told(chat, tmp_path):
         "data.train_on names the role tool, and no row of data.train has a turn of it; there are turns of assistant, "
         "user"
     )
-    assert tell(lambda: load(chat, keep(tmp_path / "system.jsonl", system), system_prompt="t")) == (
+    assert tell(lambda: load(chat, write(tmp_path / "system.jsonl", system), system_prompt="t")) == (
         "data.system_prompt: every row of data.train has a system turn of its own: leave it out"
     )
-    mixed = keep(tmp_path / "mixed.jsonl", [*system, TALK[0]])
+    mixed = write(tmp_path / "mixed.jsonl", [*system, TALK[0]])
     [*_, last] = load(chat, mixed, system_prompt="t").all()
     assert last[0].prompt.messages[0] == {"role": "system", "content": "t"}
 
@@ -82,7 +70,7 @@ def test_a_feed_says_what_it_uses_and_counts_what_it_draws(chat, tmp_path):
     asks = [{"messages": [user(f"{n}+1=")], "id": f"r{n % 3}", "x": n} for n in range(4)]
     long = [{"messages": [user("1" * 40)]}]
     for name, rows in (("a", [*asks, *long]), ("b", asks[:2])):
-        keep(tmp_path / f"{name}.jsonl", rows)
+        write(tmp_path / f"{name}.jsonl", rows)
     paths = [{"path": str(tmp_path / f"{name}.jsonl"), "ratio": ratio} for name, ratio in (("a", 3), ("b", 1))]
     feed = load(chat, paths, "prompts", max_invalid_fraction=0.2)
     assert (feed.rows, feed.mixed) == (6, ["a", "b"])
@@ -112,13 +100,13 @@ def test_a_feed_says_what_it_uses_and_counts_what_it_draws(chat, tmp_path):
     assert (alone.mixed, alone.count_draws(9), [prompt.id for prompt in alone.all()]) == ([], {}, ["r0", "r1"])
     examples = load_examples(PromptDataConfig(train=paths, max_prompt_tokens=30), chat, "prompts", rows=1)
     assert [prompt.id for prompt in examples.all()] == ["a/r0", "b/r0"]
-    talk = keep(tmp_path / "talk.jsonl", TALK)
+    talk = write(tmp_path / "talk.jsonl", TALK)
     shown = load_examples(RowDataConfig(train=talk, max_tokens=30, train_on=["user"]), chat, "conversations", rows=2)
     assert [group[0].n_trained > 0 for group in shown.all()] == [True, True]
 
 
 def test_held_out_rows_are_named_and_cut_off(chat, tmp_path):
-    talk = keep(tmp_path / "talk.jsonl", TALK)
+    talk = write(tmp_path / "talk.jsonl", TALK)
     data = {"eval": HoldOutConfig(from_train=1)}
     [note] = load(chat, talk, which="eval", **data).sources[0].notes
     assert note == f"data.eval: 1 rows of data.train={talk} are held out of training"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups
 from unit_tests.helpers.chat_families import assistant, user
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.prompt_files import write
 from unit_tests.helpers.runs import folder_of
 
 ROWS = [{"id": f"r{n}", "messages": [user(f"{n}+1="), assistant(str(n + 1))]} for n in range(30)]
@@ -25,11 +25,6 @@ ROWS = [{"id": f"r{n}", "messages": [user(f"{n}+1="), assistant(str(n + 1))]} fo
 @pytest.fixture(scope="module")
 def chat(tiny_path: str) -> ChatTokenizer:
     return ChatTokenizer(tiny_path, "chat")
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def split(chat: ChatTokenizer, train: Any, rows: int) -> tuple[list[str], list[str]]:

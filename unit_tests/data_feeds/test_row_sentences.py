@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.data_schema import PromptDataConfig, RowDataConfig, SourceConfig
-from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
 from data_feeds.rows.invalid_rows import InvalidRow
@@ -18,13 +16,7 @@ from data_feeds.rows.open_rows import open_disk_rows
 from data_feeds.rows.read_files import load_saved, read_rows
 from data_feeds.rows.sources import Record, find_folder, read_extra
 from unit_tests.helpers.chat_families import assistant, call, result, user
-
-
-def tell(function: Callable[[], Any], kind: type[Exception] = UserError) -> str:
-    """Return the sentence of the error that a function raises."""
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
+from unit_tests.helpers.sentences import tell
 
 
 def read(path: Path, **source: Any) -> list[dict[str, Any]]:

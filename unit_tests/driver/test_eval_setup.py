@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import main_eval
-from core.errors import RunStopped, UserError
+from core.errors import RunStopped
 from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.eval_sets import load_sets
@@ -28,6 +28,7 @@ from rollouts.second_reward import AUTHOR, FAILED, PREFIX
 from tools.benchmarks.simulated_run import answer
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import folder_of
+from unit_tests.helpers.sentences import tell
 
 RAW: dict[str, Any] = {
     "name": "eval",
@@ -38,12 +39,6 @@ RAW: dict[str, Any] = {
     "samples": 4,
     "pass_reward": 0.5,
 }
-
-
-def tell(function: Any, kind: type[Exception] = UserError) -> str:
-    with pytest.raises(kind) as raised:
-        function()
-    return str(raised.value)
 
 
 def test_an_evaluation_explains_what_follows_from_it(monkeypatch):

@@ -49,6 +49,13 @@ def sample_of(ids: list[int], mask: list[bool], **more: Any) -> Sample:
     return make_sample(token_ids=ids, action_mask=mask, **there | more)
 
 
+def six_tokens(n: int = 6, *, chosen: str = "001101", **more: Any) -> Sample:
+    """A sample of tokens 10, 11, ... of the source "a". chosen: the action mask as text."""
+    there: dict[str, Any] = {"prompt": Prompt(id="p", messages=[], source="a"), "token_ids": range(10, 10 + n)}
+    there |= {"action_mask": [one == "1" for one in chosen], "rollout_logp": [0.0] * n, "versions": [-1] * n}
+    return make_sample(**there | more)
+
+
 def with_routes(groups: list[Group], *, layers: int, experts: int, k: int) -> list[Group]:
     """Add routes by chance; those of every fifth token are unknown."""
     rng = np.random.default_rng(0)
