@@ -136,11 +136,12 @@ def attend_blocks(
     largest = placed.new_full((*placed.shape[:-1], 1), LOWEST)
     total = torch.zeros_like(largest)
     mean = placed.new_zeros((*placed.shape[:-1], v.shape[-1]))
+    last = int(first.max())
     # where all rows have padding, the last blocks are beyond every tile
-    seen_blocks = -(-(int(first.max()) + tiles * TILE) // key_block)
+    seen_blocks = -(-(last + tiles * TILE) // key_block)
     for number in range(min(keys.shape[2], seen_blocks)):
         # tiles before the block do not see it
-        seeing = slice(max(0, (number * key_block - int(first.max())) // TILE), None)
+        seeing = slice(max(0, (number * key_block - last) // TILE), None)
         own = tuple(x[:, :, seeing] for x in (largest, total, mean))
         block = number * key_block + torch.arange(key_block, device=q.device)
         seen = block <= positions[:, :, seeing]

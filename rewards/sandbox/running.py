@@ -47,26 +47,9 @@ class Running:
 
     async def begin(self) -> None:
         """Wait until a process inside exists and can be killed, or bwrap has ended."""
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        # a blocking read would stop the event loop, which serves other sandboxes too
-        os.set_blocking(self._status, False)
-        loop.add_reader(self._status, ready.set)
         try:
-            try:
-                async with asyncio.timeout(SANDBOX_CHECK_TIMEOUT_S):
-                    # bwrap's first line has the id of the process inside
-                    while b"\n" not in self._reports:
-                        await ready.wait()
-                        ready.clear()
-                        with suppress(BlockingIOError):
-                            piece = os.read(self._status, CHUNK)
-                            if not piece:
-                                break
-                            self._reports += piece
-            finally:
-                # before `close`, after which there is no pipe
-                loop.remove_reader(self._status)
+            async with asyncio.timeout(SANDBOX_CHECK_TIMEOUT_S):
+                await self._read_begin()
         except TimeoutError:
             await self.close()
             raise SandboxUnavailable(f"bwrap has not begun within {SANDBOX_CHECK_TIMEOUT_S:g} s") from None
@@ -76,6 +59,25 @@ class Running:
                 self._inside = os.pidfd_open(pid)
         # again: the start of the sandbox does not count towards the code's time
         self._began = time.monotonic()
+
+    async def _read_begin(self) -> None:
+        """Read bwrap's first report, which has the id of the process inside; return at its end, too."""
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        # a blocking read would stop the event loop, which serves other sandboxes too
+        os.set_blocking(self._status, False)
+        loop.add_reader(self._status, ready.set)
+        try:
+            while b"\n" not in self._reports:
+                await ready.wait()
+                ready.clear()
+                with suppress(BlockingIOError):
+                    piece = os.read(self._status, CHUNK)
+                    if not piece:
+                        break
+                    self._reports += piece
+        finally:
+            loop.remove_reader(self._status)
 
     @property
     def seconds(self) -> float:
