@@ -77,7 +77,7 @@ class Algorithm(Stateful):
 
     @property
     def teachers(self) -> dict[str, Teacher]:
-        """Models whose log-probabilities are columns, by name: that of the column, unless a teacher names another."""
+        """Teachers: models whose log-probabilities are columns, by the column's name unless a teacher names another."""
         return {"ref_logp": Teacher(START)} if "ref_logp" in self.required_columns else {}
 
     @property
@@ -98,7 +98,7 @@ class Algorithm(Stateful):
         return groups
 
     def totals(self, policy: Policy, tokens: Tokens) -> Stage | Stages:
-        """Return what the loss needs of the whole update, as `tokens.totals`: sums, or reductions (algs/reductions.py).
+        """Return the totals of an update for `tokens.totals`: sums, or reductions (algs/reductions.py).
 
         As a generator it yields one dict after another, and is sent the results so far. It costs a forward pass.
         """

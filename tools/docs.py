@@ -38,6 +38,8 @@ from tools.zoo.page import make_page, read_lines
 
 ROOT = Path(__file__).parent.parent
 MADE = "<!-- made by `python -m tools.docs --write`; a test compares it with the code -->"
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""Words for the names that pydantic gives to bounds."""
 
 
 def pages() -> dict[Path, str]:
@@ -299,9 +301,6 @@ def summarize(file: str) -> str:
     said = " ".join((ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or "").split())
     # a dot after a word and before a space: `core.types` is no end of a sentence
     return escape(re.split(r"(?<=\w)\.(?:\s|$)", said, maxsplit=1)[0])
-
-
-BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def begin_page(title: str, text: str) -> list[str]:
