@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from core.errors import UserError, quote
+from core.numbers import is_finite
 from core.text.text_files import read_text
 from rewards.scored import Failed
 
@@ -90,7 +90,7 @@ def _read_anchor(line: str, where: str, bounds: tuple[float, float]) -> Anchor:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{where} is no JSON object with prompt, reply and score: correct it") from error
     low, high = bounds
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+    if not is_finite(score):
         raise UserError(f"{where}: score must be a number, found {quote(score)}")
     if not low <= score <= high or not all(isinstance(text, str) for text in (prompt, reply, answer)) or not reply:
         raise UserError(f"{where}: prompt and reply must be texts, and score from {low:g} to {high:g}")

@@ -20,7 +20,7 @@ from rewards.judging.anchors import Anchors, read_anchors
 from rewards.judging.cache import Answer, VerdictCache, hash_request
 from rewards.judging.client import JudgeClient, find_server
 from rewards.judging.prompts import ask_for_verdict, enclose, fill_template, hash_text, show_question
-from rewards.judging.readings import Unreadable, read_text, read_verdict
+from rewards.judging.readings import Unreadable, find_choice, read_text, read_verdict
 from rewards.judging.settings import JudgeSettings
 from rewards.scored import Failed
 
@@ -148,14 +148,15 @@ class Judge:
             "tokens_in": _read_tokens(usage, "prompt_tokens"),
             "tokens_out": _read_tokens(usage, "completion_tokens"),
         }
-        try:
-            choice = found["choices"][0]
-            answer["text"] = self._client.clean(read_text(choice))
-            answer["value"] = read_verdict(choice, self.settings, key)
-        except (KeyError, IndexError, TypeError, AttributeError):
+        choice = find_choice(found)
+        if choice is None:
             answer["why"] = "the server's answer has no choices"
             # an error of a gateway used no tokens
             answer["tokens_in"], answer["tokens_out"] = answer["tokens_in"] or 0, answer["tokens_out"] or 0
+            return answer
+        answer["text"] = self._client.clean(read_text(choice))
+        try:
+            answer["value"] = read_verdict(choice, self.settings, key)
         except Unreadable as error:
             answer["why"] = self._client.clean(str(error))
         return answer

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from core.numbers import is_finite
 from rewards.judging.settings import JudgeSettings
 from rewards.replies import cut_reasoning
 
@@ -47,6 +48,13 @@ def read_verdict(choice: Choice, settings: JudgeSettings, key: str) -> float:
     if settings.verdict != "letter" and not settings.scale[0] <= values[0] <= settings.scale[1]:
         raise Unreadable(f"the verdict {values[0]:g} is outside of scale")
     return values[0]
+
+
+def find_choice(answer: Mapping[str, Any]) -> Choice | None:
+    """Return the first choice of a chat completion; None if it has none, as an error of a gateway."""
+    choices = answer.get("choices")
+    first: Any = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, dict) else None
 
 
 def read_text(choice: Choice) -> str:
@@ -97,8 +105,7 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_number(value: Any) -> float:
-    # JSON in Python knows NaN, and a boolean is an integer
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite(value):
         raise Unreadable(f"the verdict {value!r:.60} is not a number")
     return float(value)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from configs.agent_schema import SLOW, TIMEOUTS
 from configs.gateway_schema import GatewayConfig
 from core.errors import UserError
+from core.numbers import is_finite
 from core.tasks import start_task
 from core.text.plain_text import escape_controls
 from core.timing.phases import Activity
@@ -99,7 +100,7 @@ class AgentRunner:
         given = prompt.extra.get(TIMEOUT_COLUMN)
         if given is None:
             return self.timeout_s
-        if type(given) not in (int, float) or not 0 < given < float("inf"):
+        if not is_finite(given) or given <= 0:
             raise UserError(f"row {prompt.id}: {TIMEOUT_COLUMN} is {given!r:.80}: give a number of seconds above 0")
         return min(float(given), self.timeout_s)
 

@@ -28,6 +28,7 @@ from aiohttp.typedefs import Handler
 from configs.agent_schema import AgentConfig
 from core.cli import Parser, run_guarded
 from core.errors import UserError, quote
+from core.numbers import is_finite
 from core.tasks import start_task
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_HOST_POLL_S
 from core.timing.progress import say
@@ -132,12 +133,12 @@ class AgentHost:
 
 def read_start(body: Any) -> tuple[str, Task, float]:
     """Return id, task and deadline of an episode. Raises ValueError, TypeError or KeyError for any other body."""
-    name, task, timeout_s = body["id"], Task(**body["task"]), float(body["timeout_s"])
+    name, task, timeout_s = body["id"], Task(**body["task"]), body["timeout_s"]
     if not isinstance(name, str) or not all(isinstance(text, str) for text in (task.base_url, task.api_key)):
         raise TypeError("id, base_url and api_key must be texts")
-    if not 0 < timeout_s < float("inf"):
+    if not is_finite(timeout_s) or timeout_s <= 0:
         raise ValueError("timeout_s must be a number of seconds above 0")
-    return name, task, timeout_s
+    return name, task, float(timeout_s)
 
 
 def read_options(argv: list[str] | None) -> argparse.Namespace:

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 from configs.agent_schema import TIMEOUTS
 from core.errors import UserError
+from core.numbers import is_finite
 from core.types.messages import Message
 from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
@@ -254,7 +255,7 @@ def find_timeout(prompt: Prompt) -> float:
     given = prompt.extra.get("timeout_s")
     if given is None:
         return float("inf")
-    if type(given) not in (int, float) or not 0 < given < float("inf"):
+    if not is_finite(given) or given <= 0:
         raise UserError(f"row {prompt.id}: timeout_s is {given!r:.80}: give a number of seconds above 0")
     return float(given)
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from contextlib import suppress
 from typing import Any, ClassVar
 
 import aiohttp
 
 from core.errors import UserError, name_error, quote
+from core.numbers import is_finite
 from core.timing.deadlines import OPENENV_CLOSE_TIMEOUT_S
 from core.types.messages import Message, ToolSpec
 from core.types.samples import Prompt
@@ -97,7 +97,7 @@ class OpenEnv(Env):
     async def _act(self, action: Any) -> dict[str, Any]:
         seen = await self._ask("step", action)
         reward = seen.get("reward")
-        if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+        if reward is not None and not is_finite(reward):
             raise BrokenServer(f"{self.url}: the reward is {reward!r:.80}, where a number is expected")
         self.earned[-1] += float(reward or 0.0)
         self.steps += 1

@@ -147,7 +147,7 @@ def read_arm(prompt: Prompt) -> Arm:
     try:
         (shoulder, elbow), (x, y) = given["angles"], given["dot"]
         return Arm(angles=(float(shoulder), float(elbow)), dot=(float(x), float(y)))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"rollout.env=reach: the row {prompt.id} must have a column arm with angles and dot, two numbers each, "
             f"found {given!r:.100}: make rows with data_prep/reach.py"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from core.errors import UserError
+from core.errors import UserError, quote
 from core.types.samples import Prompt
 from rewards import Failed, RewardRun, RunJudge, Scored, rubric
 from rewards.judging.anchors import Anchor, Anchors, read_anchors
@@ -166,7 +166,7 @@ def test_a_file_of_anchors_is_read_or_its_line_named(tmp_path):
         ),
         *(
             (row | {"score": score}, f"{key}, line 1: score must be a number, found {said}")
-            for score, said in ((True, "True"), ("3", "3"), (float("nan"), "nan"))
+            for score, said in ((True, "True"), ("3", "3"), (float("nan"), "nan"), (10**400, quote(10**400)))
         ),
         *(
             (row | more, f"{key}, line 1: prompt and reply must be texts, and score from 1 to 10")

@@ -253,6 +253,7 @@ VERDICTS: list[tuple[dict[str, Any], Any, float | str]] = [
     (JSON, answer('{"verdict_k": 7, "verdict_k": 8}'), NONE),
     (JSON, answer('{"verdict_k": true}'), "the verdict True is not a number"),
     (JSON, answer('{"verdict_k": NaN}'), "the verdict nan is not a number"),
+    (JSON, answer(f'{{"verdict_k": {10**400}}}'), f"the verdict {10**400!r:.60} is not a number"),
     (JSON, answer('{"verdict_j": 7}'), NONE),
     (PROBABILITY, weigh((" Yes", 0.6), ("no", 0.15), ("yes", 0.0001), ("x", 0.2)), 0.6001 / 0.7501),
     (PROBABILITY, weigh(("yes", 0.3), ("no", 0.2)), 0.6),

@@ -314,6 +314,7 @@ def test_rows_without_a_task_or_an_image_are_refused(rows, tmp_path):
     for extra, words in (
         ({}, "must have the folder of a task in its column task"),
         (rows["count-lines"] | {"timeout_s": "1"}, "timeout_s is '1': give a number"),
+        (rows["count-lines"] | {"timeout_s": 10**400}, "timeout_s is 1000"),
         ({"task": str(tmp_path)}, "has no tests/test.sh"),
         ({"task": rows["count-lines"]["task"]}, "names no image, and task.toml no docker_image"),
     ):

@@ -87,11 +87,12 @@ WRONG = {
     "no observation": (SAID + '{"reward": 1}}', "which has no observation"),
     "no number": (SAID + '{"observation": {}, "reward": "much"}}', "the reward is 'much', where a number is expected"),
     "not finite": (SAID + '{"observation": {}, "reward": NaN}}', "the reward is nan, where a number is expected"),
+    "too large": (SAID + f'{{"observation": {{}}, "reward": {10**400}}}}}', "the reward is 1000"),
     "an error": ('{"type": "error", "data": {"message": "no such piece", "code": "E"}}', "no such piece (E)"),
     "hangs": ("", "no answer to a AT within 0.2 s"),
 }
 
-OF_STEPS = ("no number", "not finite")
+OF_STEPS = ("no number", "not finite", "too large")
 """Faults of a reward, which a reset has not."""
 
 

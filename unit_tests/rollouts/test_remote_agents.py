@@ -213,7 +213,13 @@ def test_an_episode_that_nobody_asks_for_is_ended(tmp_path, monkeypatch):
 
         async with aiohttp.ClientSession() as http:
             good = {"id": "1", "task": task, "timeout_s": 99}
-            wrong = ({"id": ["1"]}, {"timeout_s": float("nan")}, {"task": None}, {"task": task | {"base_url": 1}})
+            wrong = (
+                {"id": ["1"]},
+                {"timeout_s": float("nan")},
+                {"timeout_s": 10**400},
+                {"task": None},
+                {"task": task | {"base_url": 1}},
+            )
             for body, status in ((good, 200), ({"id": "2"}, 400), *((good | one, 400) for one in wrong)):
                 async with http.post(f"{address}/episodes", json=body) as answer:
                     assert answer.status == status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -291,9 +292,11 @@ def test_an_episode_at_its_deadline_is_scored_by_its_last_numbers(qwen, tmp_path
     assert measure_counts([sample])["rollout/timeouts"] == 1 and measure_counts([sample])["rollout/failed/slow"] == 0
 
 
-def test_a_deadline_that_is_no_number_names_its_row(qwen, tmp_path):
-    with pytest.raises(UserError, match=r"^row p: timeout_s is 'soon': give a number of seconds above 0$"):
-        play(write_agent(tmp_path, ""), Policy(qwen, []), prompt=replace(PROMPT, extra={"timeout_s": "soon"}))
+@pytest.mark.parametrize("given", ["soon", 0, True, 10**400], ids=["text", "none", "bool", "huge"])
+def test_a_deadline_that_is_no_number_names_its_row(given, qwen, tmp_path):
+    sentence = re.escape(f"row p: timeout_s is {given!r:.80}: give a number of seconds above 0")
+    with pytest.raises(UserError, match=f"^{sentence}$"):
+        play(write_agent(tmp_path, ""), Policy(qwen, []), prompt=replace(PROMPT, extra={"timeout_s": given}))
 
 
 def test_episodes_wait_for_a_place(qwen, tmp_path):
