@@ -106,7 +106,8 @@ class DPO(Pairwise):
             gained = gained - tokens.ref_logp
         # The advantage is +-token_share, so the sum over a pair is the margin.
         signed = tokens.advantage * gained
-        is_chosen = tokens.advantage > 0
+        # by sequence: with length_decay 0 the last tokens of a chosen completion have the advantage 0
+        is_chosen = sequence_sum(tokens.advantage, tokens.seq_ids) > 0
         chosen, rejected = pair_sum(signed * is_chosen, tokens), -pair_sum(signed * ~is_chosen, tokens)
         loss = self.compare(*(f_divergence(gain, self.divergence) for gain in (chosen, rejected)))
         if self.nll_coef:

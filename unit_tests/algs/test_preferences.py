@@ -177,3 +177,17 @@ def test_a_pair_without_a_preference_teaches_nothing(rewards):
     pair = [replace(answer(b), reward=r) for b, r in zip((0, 1), rewards, strict=True)]
     [[one, other]] = DPO().compute_advantages([pair])
     assert not any(one.loss_mask) and not any(other.loss_mask)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_the_likelihood_of_the_chosen_reply_is_of_all_its_tokens(decay):
+    """Three tokens of log-probability -1, -2 and -3, of which the third is beyond the rejected reply's two."""
+    ids, logp = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0])
+    tokens = Tokens(
+        weight=torch.ones(5), advantage=torch.tensor([1, 1, decay, -1, -1]), seq_ids=ids, group_ids=torch.zeros_like(ids)
+    )
+    with_it, without = (
+        DPO(reference_free=True, length_decay=decay, nll_coef=coef).loss(Policy(logp=logp), tokens)[0]
+        for coef in (1.0, 0.0)
+    )
+    assert (with_it - without).tolist() == pytest.approx([2.0] * 5)
