@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import yaml
 
 from core import metrics as names
 from core.errors import UserError, first_line, quote
+from core.numbers import is_finite
 from core.text.text_files import parse_json, read_text
 
 Row = dict[str, Any]
@@ -76,6 +76,8 @@ def read_run_config(file: Path) -> dict[str, Any]:
         config = yaml.safe_load(read_text(file, str(file)))
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not YAML: {first_line(error)}") from error
+    except RecursionError as error:
+        raise UserError(f"{file} is nested too deeply: name the folder of a run") from error
     if not isinstance(config, dict):
         raise UserError(f"{file} holds no keys: name the folder of a run")
     return config
@@ -90,7 +92,7 @@ def read_metrics(file: Path) -> tuple[list[dict[str, float]], dict[int, dict[str
         if not isinstance(line, dict) or names.STEP_NUMBER not in line:
             raise UserError(f"{where} has no {names.STEP_NUMBER}: metrics.jsonl has one JSON object per step")
         for name, value in line.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if not is_finite(value):
                 raise UserError(f"{where}: {quote(name)} is {quote(value)}, and a finite number is expected")
         if len(line) > 1 and names.is_evaluation(line):
             evaluations[int(line[names.STEP_NUMBER])] = line
@@ -117,16 +119,33 @@ def read_samples(file: Path) -> list[Row]:
         try:
             # called for NaN and Infinity, which are no JSON; append returns None, which becomes the value
             row = json.loads(text, parse_constant=odd.append)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = parse_json(text, where)
         if not isinstance(row, dict):
             raise UserError(f"{where} is no sample, which is a JSON object")
         if missing := [key for key in NEEDED if key not in row]:
             raise UserError(f"{where} is no sample, it has no {missing[0]}")
+        check_sample(row, where)
         if odd:
             row["failure"] = row.get("failure") or f"a number of this sample is {odd[0]}"
         rows.append(row)
     return rows
+
+
+def check_sample(row: Row, where: str) -> None:
+    """Raise UserError if a value that the page computes with is of another type than a run writes."""
+    parts = row.get("reward_parts")
+    for key in ("reward_parts", "counts"):
+        if row.get(key) is not None and not isinstance(row[key], dict):
+            raise UserError(f"{where}: {key} is {quote(row[key])}, and an object of numbers is expected")
+    numbers = {"reward": row["reward"], "advantage": row.get("advantage"), "new_tokens": row.get("new_tokens")}
+    for key, value in (*numbers.items(), *(parts or {}).items()):
+        if value is not None and not is_finite(value):
+            raise UserError(f"{where}: {quote(key)} is {quote(value)}, and a finite number is expected")
+    if type(row["group"]) is not int:
+        raise UserError(f"{where}: group is {quote(row['group'])}, and a whole number is expected")
+    if not isinstance(row.get("id", ""), str):
+        raise UserError(f"{where}: id is {quote(row['id'])}, and a text is expected")
 
 
 def is_unfinished(run: RunRecord, step: int) -> bool:

@@ -184,7 +184,10 @@ def test_the_likelihood_of_the_chosen_reply_is_of_all_its_tokens(decay):
     """Three tokens of log-probability -1, -2 and -3, of which the third is beyond the rejected reply's two."""
     ids, logp = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0])
     tokens = Tokens(
-        weight=torch.ones(5), advantage=torch.tensor([1, 1, decay, -1, -1]), seq_ids=ids, group_ids=torch.zeros_like(ids)
+        weight=torch.ones(5),
+        advantage=torch.tensor([1, 1, decay, -1, -1]),
+        seq_ids=ids,
+        group_ids=torch.zeros_like(ids),
     )
     with_it, without = (
         DPO(reference_free=True, length_decay=decay, nll_coef=coef).loss(Policy(logp=logp), tokens)[0]

@@ -113,6 +113,8 @@ def test_the_same_run_makes_the_same_bytes(run, tmp_path):
     assert pages[0] == pages[1]
 
 
+HUGE = 10**400
+"""JSON can hold it, and no float can."""
 BAD = {
     "no such folder": (lambda run: shutil.rmtree(run), "is no folder"),
     "not a run": (lambda run: (run / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
@@ -120,6 +122,9 @@ BAD = {
     "a broken line": (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n{"st\n'), "line 2 is not JSON"),
     "not a number": (lambda run: (run / "metrics.jsonl").write_text('{"step": 0, "a/b": "1"}'), "a/b is 1"),
     "not finite": (lambda run: (run / "metrics.jsonl").write_text('{"step": 0, "a/b": NaN}'), "a/b is nan"),
+    "too large": (lambda run: (run / "metrics.jsonl").write_text(f'{{"step": 0, "a/b": {HUGE}}}'), "a/b is 1000"),
+    "deep": (lambda run: (run / "samples" / "step_00000.jsonl").write_text("[" * 5000), "is nested too deeply"),
+    "a deep recipe": (lambda run: (run / "config.yaml").write_text("[" * 5000), "config.yaml is nested too deeply"),
     "no step number": (lambda run: (run / "metrics.jsonl").write_text("[]"), "has no step"),
     "two runs": (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 1}'), "step 1 comes after"),
     "no recipe": (lambda run: (run / "config.yaml").unlink(), "config.yaml cannot be read"),
@@ -145,6 +150,28 @@ def test_bad_input_is_one_sentence(run, what):
     spoil(run)
     code, err = run_here(program, str(run))
     assert code == 2 and err.startswith("error: ") and said in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("group", {}, "group is {}, and a whole number is expected"),
+        ("id", [], "id is [], and a text is expected"),
+        ("reward", "x", "reward is x, and a finite number is expected"),
+        ("reward", [1.0], "reward is [1.0], and a finite number is expected"),
+        ("reward", HUGE, "reward is 1000"),
+        ("new_tokens", "3", "new_tokens is 3, and a finite number is expected"),
+        ("advantage", {}, "advantage is {}, and a finite number is expected"),
+        ("reward_parts", 3, "reward_parts is 3, and an object of numbers is expected"),
+        ("reward_parts", {"a": "x"}, "a is x, and a finite number is expected"),
+        ("counts", [], "counts is [], and an object of numbers is expected"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_a_sample_that_no_run_wrote_is_one_sentence(run, key, value, said):
+    rewrite_sample(run, 1, 1, **{key: value})
+    code, err = run_here(program, str(run))
+    assert code == 2 and f"step_00001.jsonl, line 2: {said}" in err and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize(
