@@ -27,7 +27,7 @@ Then = Callable[[Output, list[int]], None]
 
 
 def read(result: list[bytes], log: list[bytes], *, stays: bool = False, then: Then | None = None, **how: Any) -> Output:
-    """Let a process write these bytes. stays: it keeps its ends open. then: is given the ends of result and log at last."""
+    """Let a process write these bytes. stays: it keeps its ends open. then: is given both ends at last."""
     output = Output(bytearray(), **how)
     mine = [os.dup(end) for end in output.far_ends]
     output.begin()
