@@ -194,7 +194,7 @@ class Server:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+            protocol_version, wbufsize = "HTTP/1.1", -1  # an answer is one packet
 
             def respond(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
