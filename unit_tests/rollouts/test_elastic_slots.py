@@ -51,7 +51,7 @@ def elastic(slots: Slots, said: list[str], *, most: int = 2, budget: int = 0) ->
     return ElasticAvailability(bounds, slots, budget=budget, say=said.append)
 
 
-def test_a_slot_is_filled_when_a_place_is_free_and_again_after_each_death():
+def test_a_slot_is_filled_when_a_place_is_free_and_after_each_death():
     said: list[str] = []
 
     async def body() -> None:

@@ -67,7 +67,7 @@ def test_a_single_reply_is_not_counted():
     assert play(Scripted([5]), max_turns=1)[0].counts == {}
 
 
-def test_a_reply_without_the_templates_end_of_turn_is_closed_before_the_answer():
+def test_a_reply_without_an_end_of_turn_is_closed_before_the_answer():
     class Chat(Words):
         def __init__(self):
             self.stop_token_ids, self.turn_end, self.written_ids = [2], [2, 6], frozenset(range(99))

@@ -130,7 +130,7 @@ def test_a_group_is_asked_of_another_engine_and_given_up_after_two(
         assert requests.engines.groups == [asked[:-1].count(rank) for rank in range(len(engines))]
 
 
-def test_a_group_that_waits_for_places_has_no_deadline_while_the_engine_lives():
+def test_a_group_that_waits_for_places_has_no_deadline_by_itself():
     engines = Engines([100.0], [1.0])
     requests, got, took = ask(engines, waits_for_places=True)
     assert (got, took, engines.asked_health) == (0, 100.0, [0] * 11) and engines.deadlines == [(float("inf"), "")]
@@ -238,7 +238,7 @@ def test_a_run_generates_groups_until_it_is_held_or_ends():
     run_in_virtual_time(body())
 
 
-def test_work_beside_the_generation_ends_with_it_and_its_error_ends_the_run():
+def test_work_beside_the_generation_ends_with_it_or_ends_the_run():
     ended: list[str] = []
 
     async def add(a: int, b: int) -> int:

@@ -56,7 +56,7 @@ def read(result: list[bytes], log: list[bytes], *, stays: bool = False, then: Th
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_result_and_log_are_read_to_the_end_whether_or_not_the_process_stays(shown, stays):
+def test_result_and_log_are_read_to_the_end_also_if_the_process_stays(shown, stays):
     log = b"one\n\n\ttwo \x1b[31mred\xff\nthree"
     output = read([b"answer ", b"42\n"], [log], stays=stays)
     assert (output.result, output.is_too_long, bytes(output.log), output.printed) == (

@@ -75,7 +75,7 @@ def test_a_step_that_takes_text_is_refused(tmp_path, before, hint, is_text):
     )
 
 
-def test_a_step_that_returns_text_in_its_annotation_is_no_step_that_takes_it(tmp_path):
+def test_a_step_that_returns_text_by_its_annotation_is_not_refused(tmp_path):
     code = ENV.format(before="", hint="").replace("reply)", "reply) -> str")
     assert load_env_class(resolve_env(file_of(tmp_path / "mine.py", code))).__name__ == "Mine"
 

@@ -132,7 +132,7 @@ def pool_of(source: int, first: int, n: int) -> list[int]:
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("resumes", [False, True])
-def test_a_block_sees_the_results_before_its_bound_in_the_order_of_tickets(staleness, resumes):
+def test_a_block_sees_the_results_before_its_bound_in_ticket_order(staleness, resumes):
     sampled, notes = make(staleness)
     plain, order, blocks = Plain({}, staleness), random.Random(staleness), 6
     seeds, noted = Counter[int](), set[int]()

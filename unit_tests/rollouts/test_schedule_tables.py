@@ -100,7 +100,7 @@ def test_rejected_groups_are_replaced_after_a_round_or_at_once():
     asyncio.run(body())
 
 
-def test_a_step_gives_up_after_twenty_rejected_groups_for_each_that_it_needs():
+def test_a_step_gives_up_after_twenty_rejected_groups_for_each_it_needs():
 
     async def body() -> None:
         buffer = ReplayBuffer(Schedule(steps=9, per_step=2, max_staleness=2))
@@ -117,7 +117,7 @@ def test_a_step_gives_up_after_twenty_rejected_groups_for_each_that_it_needs():
     asyncio.run(body())
 
 
-def test_a_reused_group_is_drawn_once_and_leaves_after_the_last_step_that_uses_it():
+def test_a_reused_group_is_drawn_once_and_leaves_after_its_last_step():
     async def body() -> None:
         buffer = ReplayBuffer(Schedule(steps=4, per_step=4, sample_reuse=2, max_staleness=3))
         rejected = {1, 4, 6}
@@ -176,7 +176,7 @@ def test_a_checkpoint_has_the_tickets_that_run_and_the_groups_that_wait():
     asyncio.run(body())
 
 
-def test_several_that_wait_are_all_served_and_one_that_gives_up_takes_nothing():
+def test_all_that_wait_are_served_and_one_that_gives_up_takes_nothing():
     async def body() -> None:
         buffer = ReplayBuffer(Schedule(steps=3, per_step=2))
         assert await reserve_all(buffer) == [0, 1]

@@ -69,7 +69,7 @@ def test_a_server_must_name_its_only_model(monkeypatch, found, said):
     assert tell(lambda: served(monkeypatch, found)) == said
 
 
-def test_a_server_is_asked_as_a_chat_and_its_answer_is_a_reply_or_a_sentence(monkeypatch):
+def test_a_server_is_asked_as_a_chat_and_its_answer_is_a_reply(monkeypatch):
     made: list[Any] = []
     answers: list[Any] = []
 

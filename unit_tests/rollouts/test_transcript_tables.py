@@ -117,7 +117,7 @@ def test_tokens_are_spent_until_none_is_left():
     ]
 
 
-def test_messages_that_are_too_long_end_the_episode_before_they_are_encoded():
+def test_messages_that_are_too_long_end_the_episode_unencoded():
     asked: list[Any] = []
 
     class Bounding(Words):

@@ -51,7 +51,7 @@ def test_sets_are_asked_of_our_processor_on_a_cpu_and_of_vllm_on_a_gpu():
         assert (reports.make_params("k"), reports.make_probe_params()) == (params, probe)
 
 
-def test_stored_sets_are_those_of_the_rank_that_sampled_and_are_forgotten_once():
+def test_stored_sets_are_those_of_the_rank_that_sampled():
     asked: list[Any] = []
 
     async def rpc(method: str, **more: Any) -> list[Any]:

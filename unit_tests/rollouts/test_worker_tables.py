@@ -186,7 +186,7 @@ class Turns(Words):
         return ()
 
 
-def test_the_demonstration_and_the_recorded_episodes_come_last_and_are_rewarded():
+def test_demonstration_and_recorded_episodes_come_last_and_are_rewarded():
     recorded = RecordedEpisode(
         messages=[{"role": "assistant", "content": "8"}],
         completion="8",
