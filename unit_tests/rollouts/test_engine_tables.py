@@ -7,6 +7,7 @@ import json
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -18,8 +19,10 @@ import pytest
 
 from core.errors import ProcessDied, RunStopped, UserError
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineLacks
+from rollouts.engines.hf import HfEngine
 from rollouts.engines.http import COMMAND, EXTENSION, TRANSFER, HttpEngine
 from rollouts.engines.sleeping import Sleeper, SleepState
+from rollouts.engines.vllm import VllmEngine
 from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.sentences import tell
 
@@ -107,6 +110,17 @@ def test_a_recipe_that_needs_more_than_an_engine_has_is_refused():
     Able.check_truncation(recipe, **kept)
     Able.check_routes(recipe, **kept)
     Able.check_adapter(engine="my.py", dtype="float32", on_gpu=False)
+
+
+def test_a_recipe_may_ask_of_each_engine_what_it_can_do():
+    def features(engine: type[Engine]) -> set[str]:
+        return {name for name, there in asdict(engine.capabilities).items() if there}
+
+    every = {*asdict(Capabilities())}
+    assert features(Bare) == set()
+    assert every - features(HfEngine) == {"tensor_parallel", "nccl", "adapter", "file_names", "ipc"}
+    assert every - features(VllmEngine) == {"batch_invariant"}
+    assert features(HttpEngine) == {"tensor_parallel", "broadcast", "chunks", "deltas", "file_names"}
 
 
 AWAKE, ASLEEP, HALF = SleepState.AWAKE, SleepState.ASLEEP, SleepState.WEIGHTS_AWAKE
