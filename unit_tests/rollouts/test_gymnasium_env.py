@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -13,9 +14,18 @@ from gymnasium import spaces
 from core.errors import UserError
 from core.types.messages import Message
 from core.types.samples import Prompt
-from rollouts.envs.gymnasium import BadAction, Gymnasium, describe_actions, read_action
+from rollouts.envs.gymnasium import (
+    BadAction,
+    Gymnasium,
+    describe_actions,
+    make_gym,
+    read_action,
+    read_form,
+    write_value,
+)
 from rollouts.registry import load_env_class, resolve_env
 from unit_tests.helpers.episodes import said
+from unit_tests.helpers.sentences import tell
 
 
 def prompt_of(**extra) -> Prompt:
@@ -221,3 +231,117 @@ def test_tokens_name_bins_and_choices():
 def test_a_row_that_cannot_be_seen_is_one_sentence(extra, words):
     with pytest.raises(UserError, match=words):
         asyncio.run(Gymnasium(prompt_of(**SEEN | extra)).open())
+
+
+FORM = (
+    "rollout.env=gymnasium: the row row may have gym_observe: text or image, and gym_bins: 1 to 1000, found {} and {}"
+)
+
+
+def test_what_a_row_says_of_its_environment_is_read_or_refused_whole():
+    forms = [
+        ({}, (False, 0)),
+        ({"gym_observe": "image", "gym_bins": 1}, (True, 1)),
+        ({"gym_bins": 1000}, (False, 1000)),
+    ]
+    for extra, form in forms:
+        assert read_form(prompt_of(**extra)) == form
+    for observe, bins in (("smell", 0), ("text", -1), ("text", 1001), ("image", True), ("text", 1.5)):
+        extra = {"gym_observe": observe, "gym_bins": bins}
+        assert tell(lambda extra=extra: read_form(prompt_of(**extra))) == FORM.format(repr(observe), repr(bins))
+    for name, args in ((None, {}), (3, {"a": 1}), ("A-v1", [1])):
+        assert tell(lambda name=name, args=args: make_gym(prompt_of(gym=name, gym_args=args))) == (
+            "rollout.env=gymnasium: the row row must name an environment in its column gym (and its arguments as an "
+            f"object in gym_args), found {name!r} and {args!r}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is", "as it is"),
+        ({"a": np.array([1, 2]), "b": (True, 0.00004)}, "a: 1 2, b: 1; 0"),
+        ((1, "x", np.array([[0.5], [1.23456]])), "1; x; 0.5 1.2346"),
+        (np.uint8(200), "200"),
+        (np.array([]), ""),
+    ],
+)
+def test_an_observation_is_written_in_order(value, text):
+    assert write_value(value) == text
+
+
+def test_an_observation_of_another_kind_is_refused():
+    assert tell(lambda: write_value(np.array(["a"]), spaces.Discrete(2))) == (
+        "rollout.env=gymnasium: observations of Discrete(2) are neither text nor numbers"
+    )
+
+
+def test_tokens_of_an_action_are_within_its_choices():
+    most = "the action is 2 tokens from <act_0> to <act_2>"
+    space = spaces.MultiDiscrete([3, 2], start=[1, 5])
+    assert read_action("<act_2><act_1>", space, 9).tolist() == [3, 6]
+    for reply, found in {
+        "<act_0><act_2>": f"{most}, found <act_0><act_2>",
+        " <act_3><act_0> ": f"{most}, found <act_3><act_0>",
+        "<act_0>": f"{most}, found <act_0>",
+        "<act_1>" * 10: f"{most}, found {('<act_1>' * 10)[:60]}",
+        "up": f"{most}: 'up' is no action token such as <act_0>",
+    }.items():
+        assert tell(lambda reply=reply: read_action(reply, space, 9), BadAction) == found
+    half = spaces.Box(np.array([-1.0, -np.inf]), np.array([1.0, 1.0]))
+    assert tell(lambda: read_action("<act_0>", half, 4)) == (
+        "rollout.env=gymnasium: a Box without bounds has no bins: leave gym_bins out"
+    )
+
+
+class Frames(gymnasium.Env):
+    """Environment whose frames are as its row says; it ends as cut off after its second step."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 1}  # noqa: RUF012
+    observation_space, action_space = spaces.Discrete(9), spaces.Discrete(2)
+    closed = 0
+
+    def __init__(self, render_mode: str | None = None, *, frame: Any = None):
+        self.render_mode, self.frame, self.at = render_mode, frame, 0
+
+    def reset(self, *, seed=None, options=None):
+        return seed, {}
+
+    def step(self, action):
+        self.at += 1
+        return 3, np.float32(0.25), False, self.at == 2, {}
+
+    def render(self):
+        return self.frame
+
+    def close(self):
+        Frames.closed += 1
+
+
+gymnasium.register("FeynRLFrames-v0", Frames, disable_env_checker=True, order_enforce=False)
+
+
+def test_only_frames_of_colours_are_shown():
+    for shape, kind in (((2, 2, 3), np.float32), ((2, 2), np.uint8), ((2, 2, 4), np.uint8), (None, None)):
+        frame = [[0]] if shape is None else np.zeros(shape, kind)
+        env = Gymnasium(prompt_of(gym="FeynRLFrames-v0", gym_args={"frame": frame}, gym_observe="image"))
+        assert tell(lambda env=env: asyncio.run(env.open())) == (
+            "rollout.env=gymnasium: the row row: FeynRLFrames-v0 renders no image (rgb_array): leave gym_observe out"
+        )
+
+
+def test_an_episode_of_text_counts_steps_and_ends_when_it_is_cut_off():
+    async def play() -> Gymnasium:
+        env = Gymnasium(prompt_of(gym="FeynRLFrames-v0"))
+        await env.close()
+        said_first = await env.open()
+        assert said_first == [{"role": "user", "content": "observation: 0\nactions: a whole number from 0 to 1"}]
+        assert await env.step(said("1")) == [{"role": "user", "content": "observation: 3\nreward: 0.25"}]
+        assert await env.step(said("0")) is None
+        await env.close()
+        return env
+
+    before = Frames.closed
+    env = asyncio.run(play())
+    assert env.turn_scores(0) == [{"return": 0.25}] * 2 and Frames.closed == before + 1
+    assert env.scores() == {"return": 0.5, "steps": 2.0, "invalid_actions": 0.0}

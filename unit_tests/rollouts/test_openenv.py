@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import WSCloseCode
@@ -11,12 +13,23 @@ from core.errors import UserError
 from core.types.samples import Prompt
 from rollouts.engines.base import Completion
 from rollouts.envs import openenv
-from rollouts.envs.openenv import CALL, OpenEnv, describe_tool
+from rollouts.envs.openenv import (
+    CALL,
+    BrokenServer,
+    NoSession,
+    OpenEnv,
+    describe_tool,
+    is_text,
+    read_answer,
+    read_observation,
+)
+from rollouts.envs.openenv import read_url as read_address
 from rollouts.episode import run_episode
 from rollouts.registry import load_env_class, resolve_env
 from rollouts.turns import EpisodeRules
-from unit_tests.helpers.episodes import Words, calls_of
+from unit_tests.helpers.episodes import Words, calls_of, said
 from unit_tests.helpers.openenv_server import Server
+from unit_tests.helpers.sentences import tell
 
 MOVE = {"row": {"type": "integer"}, "column": {"type": "integer"}}
 
@@ -144,3 +157,122 @@ def test_an_action_of_several_fields_is_a_tool():
 def test_a_row_without_an_address_is_refused():
     with pytest.raises(UserError, match=r"^rollout\.env=openenv: the row 1 must have the address .* found None$"):
         OpenEnv(Prompt(id="1", messages=[]))
+
+
+def row(**extra: Any) -> Prompt:
+    return Prompt(id="r", messages=[], extra=extra)
+
+
+TEXT = {"type": "string"}
+
+
+def test_an_answer_of_a_server_is_its_data_or_a_sentence():
+    good = '{"type": "observation", "data": {"observation": {}, "reward": 1}}'
+    assert read_answer(good, "u") == {"observation": {}, "reward": 1}
+    with pytest.raises(NoSession):
+        read_answer('{"type": "error", "data": {"code": "CAPACITY_REACHED"}}', "u")
+    no_object = ", where a JSON object with type and data is expected"
+    for text, sentence in {
+        "what?": f"u answered 'what?'{no_object}",
+        "[1]": f"u answered '[1]'{no_object}",
+        '{"data": 3}': f"u answered '{{\"data\": 3}}'{no_object}",
+        "x" * 99: f"u answered '{'x' * 79}{no_object}",
+        '{"type": "error", "data": {"message": "no", "code": "E"}}': "u answered with an error: no (E)",
+        '{"type": "x", "data": {"observation": 3}}': 'u answered \'{"type": "x", "data": {"observation": 3}}\', '
+        "which has no observation",
+    }.items():
+        assert tell(lambda text=text: read_answer(text, "u"), BrokenServer) == sentence
+
+
+def test_an_observation_is_its_messages_or_its_text_or_json():
+    message = {"role": "system", "content": "a"}
+    for observation, found in (
+        ({"messages": [message | {"name": "b"}, message], "text": "t"}, [message, message]),
+        ({"messages": [], "text": "t", "prompt": "p"}, [{"role": "user", "content": "t"}]),
+        ({"messages": [message, {"role": "user"}], "text": 3, "prompt": "p"}, [{"role": "user", "content": "p"}]),
+        ({"messages": [{"role": 1, "content": "a"}]}, None),
+        ({"messages": message, "board": "é"}, None),
+        ({"messages": ["user"], "text": None}, None),
+    ):
+        as_json = openenv.json.dumps(observation, ensure_ascii=False)
+        assert read_observation({"observation": observation}) == (found or [{"role": "user", "content": as_json}])
+    assert "é" in read_observation({"observation": {"board": "é"}})[0]["content"]
+    for fields, alone in (({}, False), ({"a": TEXT}, True), ({"a": {}}, False), ({"a": TEXT, "b": TEXT}, False)):
+        assert is_text(fields) is alone
+    function = {"name": "act", "description": "Act in the environment."}
+    function["parameters"] = {"type": "object", "properties": {"a": TEXT}, "required": ["a"]}  # type: ignore[assignment]
+    assert describe_tool({"a": TEXT}, ["a"]) == {"type": "function", "function": function}
+    for url in ("http://h:1/", "https://h//"):
+        assert read_address(row(env_url=url)) == url.rstrip("/")
+    for wrong in (None, 3, "ws://h"):
+        assert tell(lambda wrong=wrong: read_address(row(env_url=wrong))) == (
+            "rollout.env=openenv: the row r must have the address of a server in its column env_url "
+            f"(http://localhost:8000), found {wrong}"
+        )
+
+
+class Wire:
+    """HTTP session and socket of a server: says each answer in turn, and notes what it is told."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.answers, self.asked, self.addresses, self.closed = list(answers), list[Any](), list[Any](), False
+        self.n_closed = 0
+
+    async def ws_connect(self, address: str, *, max_msg_size: int, timeout: Any) -> Wire:
+        self.addresses.append((address, max_msg_size, timeout.ws_close))
+        return self
+
+    async def send_str(self, text: str) -> None:
+        self.asked.append(openenv.json.loads(text))
+
+    async def receive(self) -> Any:
+        kind = openenv.aiohttp.WSMsgType.TEXT
+        return SimpleNamespace(type=kind, data=openenv.json.dumps(self.answers.pop(0)))
+
+    async def close(self) -> None:
+        self.n_closed += 1
+
+
+def of(data: dict[str, Any], kind: str = "observation") -> dict[str, Any]:
+    return {"type": kind, "data": data}
+
+
+def test_a_full_server_is_asked_again_ever_more_rarely(monkeypatch):
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(openenv.asyncio, "sleep", sleep)
+    wire: Any = Wire(*[of({"code": openenv.CAPACITY}, "error")] * 7, of({"observation": {"text": "hi"}}))
+    env = OpenEnv(row(env_url="https://http/a/", reset={"seed": 3}))
+    assert asyncio.run(env._reset(wire)) == {"observation": {"text": "hi"}}
+    assert waited == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0] and wire.n_closed == 7
+    assert {*wire.addresses} == {("wss://http/a/ws", 100 * 2**20, openenv.OPENENV_CLOSE_TIMEOUT_S)}
+    assert wire.asked == [{"type": "reset", "data": {"seed": 3}}] * 8
+
+
+def test_rewards_of_a_reply_add_up_and_only_true_ends_the_episode():
+    async def play() -> OpenEnv:
+        env = OpenEnv(row(env_url="http://h"))
+        steps = [{"reward": 2}, {"reward": None, "done": 1}, {}, {"reward": 0.5, "done": True}]
+        env._socket = wire = Wire(*(of({"observation": {"text": "t"}} | one) for one in steps))  # type: ignore[assignment]
+        told = await env.step(calls_of(("act", {"a": 1}), ("act", {"a": 2})))
+        assert told == [{"role": "tool", "content": "t", "tool_call_id": f"call_{n}"} for n in (0, 1)]
+        assert await env.step(calls_of()) == [{"role": "user", "content": "Call the tool act to act."}]
+        env.field = "move"
+        assert await env.step(said("up")) == [{"role": "user", "content": "t"}]
+        assert env.scores()["finished"] == 0.0
+        assert await env.step(said("down")) is None
+        actions = [{"a": 1}, {"a": 2}, {"move": "up"}, {"move": "down"}]
+        assert wire.asked == [{"type": "step", "data": action} for action in actions]
+        await env.close()
+        assert wire.asked[-1] == {"type": "close"} and wire.n_closed == 1
+        return env
+
+    env = asyncio.run(play())
+    assert env.turn_scores(0) == [{"return": n} for n in (2.0, 0.0, 0.0, 0.5)]
+    assert env.scores() == {"return": 2.5, "steps": 4.0, "finished": 1.0}
+    env._socket = Wire(of({"observation": {}, "reward": True}))  # type: ignore[assignment]
+    expected = "http://h: the reward is True, where a number is expected"
+    assert tell(lambda: asyncio.run(env.step(said("up"))), BrokenServer) == expected
