@@ -1,0 +1,103 @@
+"""Which numbers a setting of an algorithm may have: the bounds of its interval, each just inside and just outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from algs import find_algorithm
+from algs.divergences import Divergence
+from algs.schedules import Schedule
+from algs.terms import KL, Correction, Overlong
+from core.strict_model import StrictModel
+from unit_tests.helpers.variants import NEEDED, OFF
+
+CLIP = {"clip_low": "(0 1)", "clip_high": "(0"}
+INTERVALS: dict[str, dict[str, str]] = {
+    "aot": {"beta": "(0"},
+    "bco": {"beta": "(0"},
+    "chord": {"mu": "[0 1]"},
+    "cispo": {"max_weight": "(0", "min_weight": "[0"},
+    "clip_cov": {**CLIP, "fraction": "[0 1]"},
+    "dpo": {
+        "beta": "(0",
+        "label_smoothing": "[0 0.5)",
+        "target_margin": "[0",
+        "nll_coef": "[0",
+        "length_decay": "[0 1]",
+    },
+    "dpo_nll": {"nll_mean": "(0"},
+    "dppo": {"delta_low": "(0", "delta_high": "(0", "max_weight": "(0"},
+    "dro": {"tau": "(0"},
+    "echo": {"alpha": "[0"},
+    "erc": {"beta_low": "(0 1)", "beta_high": "(0"},
+    "gmpo": {"clip": "(0"},
+    "grpo": {**CLIP, "dual_clip": "(1", "entropy_coef": "[0"},
+    "gspo": CLIP,
+    "ipo_rl": {"delta": "(0", "kl_tau": "[0"},
+    "kl_cov": {"fraction": "[0 1]", "coef": "[0"},
+    "kto": {"beta": "(0", "desirable_weight": "(0", "undesirable_weight": "(0"},
+    "luffy": {"gamma": "(0"},
+    "m2po": {"threshold": "(0"},
+    "offline_dro": {"beta": "(0"},
+    "opd": {"coef": "(0", "early": "[0"},
+    "opsd": {"delta": "(0", "kl_coef": "[0"},
+    "orpo": {"lam": "(0"},
+    "passk": {**CLIP, "k": "[2"},
+    "positive_nll": {"mu": "[0"},
+    "ppo": {
+        **CLIP,
+        **{"dual_clip": "(1", "gamma": "(0 1]", "lam": "[0 1]", "critic_lam": "[0 1]"},
+        **{"value_clip": "(0", "critic_warmup": "[0"},
+    },
+    "qae": {**CLIP, "quantile": "(0 1)"},
+    "rae": {"decay": "[0 1)"},
+    "raft": {"clip": "(0 1)"},
+    "reinforce_pp": {**CLIP, "gamma": "(0 1]"},
+    "reward_model": {"target_margin": "[0", "center": "[0"},
+    "sapo": {"tau_pos": "(0", "tau_neg": "(0"},
+    "sdpo": {"max_weight": "(0", "ema": "(0 1)"},
+    "tilted": {"beta": "(0"},
+    "top_entropy": {"quantile": "[0 1)"},
+    "vespo": {"k_pos": "(0", "k_neg": "(0", "lambda_pos": "(0", "lambda_neg": "(0", "rollout_cap": "(0"},
+}
+TURNS = {"credit": "turn"}
+OTHERS: dict[str, dict[str, Any]] = NEEDED | {"vespo": OFF}
+"""Other settings with which the numbers of an algorithm are allowed."""
+SECTIONS: list[tuple[type[StrictModel], dict[str, Any], dict[str, str]]] = [
+    (Divergence, {}, {"beta": "[0 1]"}),
+    (Divergence, {"beta": 0.0}, {"topk": "[1"}),
+    (Schedule, {"start": 0.0, "end": 1.0}, {"steps": "[1"}),
+    (KL, {"coef": 0.1}, {"ema": "(0 1)", "target": "(0", "horizon": "[1", "reset_every": "[1"}),
+    (Correction, {}, {"low": "[0", "high": "(0", "token_high": "(0", "max_drift": "(0"}),
+    (Overlong, {"mode": "penalty", "buffer": 1}, {"max_tokens": "[1", "coef": "(0"}),
+    *((find_algorithm({"name": name})[1], TURNS, {"turn_discount": "[0 1]"}) for name in ("grpo", "reinforce_pp")),
+    *((find_algorithm({"name": name})[1], OTHERS.get(name, {}), keys) for name, keys in INTERVALS.items()),
+]
+
+
+def list_ends(interval: str, step: float) -> list[tuple[float, bool]]:
+    """Return the ends of an interval, and the numbers beside them, each with whether it is inside.
+
+    >>> list_ends("(0 1]", 0.1)
+    [(0.0, False), (0.1, True), (1.0, True), (1.1, False)]
+    """
+    low, _, high = interval.partition(" ")
+    ends = [(float(low[1:]), low[0] == "[", step)]
+    ends += [(float(high[:-1]), high[-1] == "]", -step)] if high else []
+    return [pair for at, has, inwards in ends for pair in ((at, has), (at - inwards if has else at + inwards, not has))]
+
+
+@pytest.mark.parametrize(("cls", "settings", "intervals"), SECTIONS)
+def test_a_number_may_be_all_of_its_interval_and_nothing_else(cls, settings, intervals):
+    for key, interval in intervals.items():
+        step = 1 if "int" in str(cls.model_fields[key].annotation) else 1e-9
+        for number, is_inside in list_ends(interval, step):
+            given = settings | {key: int(number) if step == 1 else number}
+            if is_inside:
+                assert getattr(cls(**given), key) == number, (key, number)
+            else:
+                with pytest.raises(ValidationError, match=rf"(?m)^{key}$"):
+                    cls(**given)
