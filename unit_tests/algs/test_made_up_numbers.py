@@ -63,17 +63,15 @@ def list_metrics(alg: Algorithm, batch: Batch, tables: dict[str, torch.Tensor]) 
 def describe(alg: Algorithm) -> dict[str, Any]:
     step = made_up_step(alg)
     told: dict[str, Any] = {"accepted": sum(alg.accept_group(g) << n for n, g in enumerate(step.groups))}
-    for when, stale in (("at once", False), ("later", True)):
-        groups: list[Group] = compute_advantages(alg, step.groups, stale=stale)
-        samples = [s for g in groups for s in g]
-        rows = [s.columns | ({} if s.advantage is None else {"advantage": s.advantage}) for s in samples]
-        given = set[str]().union(*(s.columns for g in step.groups for s in g))
-        for name in sorted({name for row in rows for name in row.keys() - given}):
-            there = [row[name][s.loss_mask].ravel() for row, s in zip(rows, samples, strict=True) if name in row]
-            told[f"{when} column {name}"] = shorten(np.concatenate(there))
-        [batch] = plan_batches(alg, groups, step.now)
-        made = [*list_metrics(alg, batch, step.now)]
-        told |= {f"{when} {name}": shorten(x.detach()) for name, x in made if stale or name.endswith("loss")}
+    groups: list[Group] = compute_advantages(alg, step.groups, stale=True)
+    samples = [s for g in groups for s in g]
+    rows = [s.columns | ({} if s.advantage is None else {"advantage": s.advantage}) for s in samples]
+    given = set[str]().union(*(s.columns for g in step.groups for s in g))
+    for name in sorted({name for row in rows for name in row.keys() - given}):
+        there = [row[name][s.loss_mask].ravel() for row, s in zip(rows, samples, strict=True) if name in row]
+        told[f"column {name}"] = shorten(np.concatenate(there))
+    [batch] = plan_batches(alg, groups, step.now)
+    told |= {name: shorten(x.detach()) for name, x in list_metrics(alg, batch, step.now)}
     if alg.has_state:
         state = alg.after(make_up_step_seen(alg, step, 0)).state
         told |= {f"state {name}": shorten(value) for name, value in state.items()}

@@ -99,8 +99,7 @@ def test_terms_add_up_at_their_tokens_with_weights_of_their_own():
     assert not bare.loss.requires_grad and bare.loss.tolist() == done.loss.tolist()
     assert not any(x.requires_grad for _, metrics in bare.of_terms for x in metrics.values())
     assert [[*metrics] for _, metrics in bare.of_terms] == [[*one], [*two]]
-    plain = Objective(loss=policy.logp, metrics={"x": 2 * policy.logp}).detach()
-    assert not plain.metrics["x"].requires_grad and plain.metrics["x"].tolist() == [-2, -4, -6, -8]
+    assert not Objective(loss=policy.logp, metrics={"x": 2 * policy.logp}).detach().metrics["x"].requires_grad
 
     seen, own = view_first(policy, batch)
     assert (seen.logp.tolist(), own) == ([-1, -2, -3], batch.terms["one"].tokens)
@@ -156,8 +155,6 @@ def test_terms_and_demonstrations_are_refused_in_a_sentence():
     assert tell(lambda: check_terms(WithValues())) == (
         "WithValues: a value or reward model has no terms: leave `terms` out"
     )
-    for alg in (PPO(), CHORD(), TwoTerms()):
-        check_terms(alg)
 
 
 def splitmix(x: int) -> int:
@@ -237,7 +234,7 @@ def test_credit_of_groups_by_hand():
     """Rewards of three replies of which one failed, with parts, thresholds and ties."""
     scored = [a_reply(reward=r) for r in (1.0, 0.0, 0.5)]
     failed = replace(a_reply(), reward=None, failure="timeout")
-    [best] = [replace(a_reply(), reward=2.0)]
+    best = a_reply(reward=2.0)
     std = math.sqrt(0.25) + 1e-6
     for alg, groups, want in (
         (PassK(form="best"), [scored], [0.5 / std, 0, 0]),
