@@ -272,7 +272,6 @@ def test_parts_of_a_reward_count_the_same_whatever_their_size():
     scale = math.sqrt(sum((z - sum(sums) / 3) ** 2 for z in sums) / 2) + 1e-4
     got = GDPO().compute_advantages([[*group, replace(a_reply(), reward=None, failure="timeout")]])[0]
     assert [s.advantage[1] for s in got] == pytest.approx([(z - sum(sums) / 3) / scale for z in sums] + [0], rel=1e-5)
-    assert GDPO().sum_parts([a_reply(reward=r) for r in (1.0, 1.0)]) == [0, 0]
     same = [parts(1, 2), parts(1, 2)]
     assert [GDPO(dynamic_sampling=on).accept_group(same) for on in (False, True)] == [True, False]
     assert GDPO(dynamic_sampling=True).accept_group(group)
