@@ -117,7 +117,7 @@ def test_terms_add_up_at_their_tokens_with_weights_of_their_own():
     assert ([*alone.tokens.totals], [*alone.tokens.first]) == (["t"], ["t"])
 
 
-def test_the_loss_of_terms_is_the_sum_of_those_that_have_a_coefficient_and_a_loss():
+def test_the_loss_of_terms_is_the_sum_of_those_that_are_told():
     means = {
         "term/a/coef": 2.0,
         "term/a/loss": 3.0,
@@ -181,7 +181,7 @@ def test_a_key_depends_on_seed_prompt_and_the_tokens_before(seed):
     assert ready.columns["clip_key"].tolist() == draw_keys(sample, seed).tolist()
 
 
-def test_clip_cov_drops_the_smallest_keys_among_free_tokens_between_its_bounds():
+def test_clip_cov_drops_the_smallest_keys_of_free_tokens():
     """Covariances 1 1 2 2 3 3 2 2; ratios 1.3 at token 2, 1 / 1.3 at token 3, and 1.6 at token 4."""
     advantage, logp = tensor(1, -1, 1, -1, 1, -1, 2, -2), tensor(1, -1, 2, -2, 3, -3, 1, -1)
     prox = logp - tensor(1, 1, 1.3, 1 / 1.3, 1.6, 1, 1, 1).log()
