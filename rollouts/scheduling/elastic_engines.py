@@ -117,18 +117,19 @@ class ElasticAvailability(EngineAvailability):
             process = self.process_of(rank)
             n = self.groups[rank]
             self._say(f"engine {rank} leaves{f', when its {n} groups are done' if n else ''}: {why}")
-            self._idle[process] = asyncio.Event()
+            idle = self._idle[process] = asyncio.Event()
             self._set_state(rank, EngineState.LEAVING)
-            self._start_task(self._guard(self._let_go(process)))
+            # the event is handed over: if the process dies before the task runs, _lose() has removed it
+            self._start_task(self._guard(self._let_go(process, idle)))
 
     def end_group(self, process: Process) -> None:
         super().end_group(process)
         if process in self._idle and not self.groups[process[0]]:
             self._idle[process].set()
 
-    async def _let_go(self, process: Process) -> None:
+    async def _let_go(self, process: Process, idle: asyncio.Event) -> None:
         """End a drained engine, unless it dies first."""
-        rank, idle = process[0], self._idle[process]
+        rank, _ = process
         if self.groups[rank]:
             with suppress(TimeoutError):
                 await asyncio.wait_for(idle.wait(), self.bounds.leave_s)

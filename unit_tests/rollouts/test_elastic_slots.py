@@ -127,13 +127,17 @@ def test_a_leaving_engine_ends_with_its_groups_or_at_its_deadline(busy, ends_at)
     assert said == [f"engine 0 leaves{when}: its machine is to go"]
 
 
-def test_a_leaving_engine_that_dies_is_replaced_once():
+@pytest.mark.parametrize("dies_after", [0.0, 1.0])
+def test_a_leaving_engine_that_dies_is_replaced_once(dies_after):
+    """With 0, in the same turn of the event loop."""
+
     async def body() -> None:
         slots = Slots()
         engines = elastic(slots, [], budget=1)
         engines.begin_group(0)
         engines.drain(0, "its machine is to go")
-        await asyncio.sleep(1.0)
+        if dies_after:
+            await asyncio.sleep(dies_after)
         engines.report_death(died(0), engines.deaths)
         slots.places.put_nowait(False)
         assert [*await engines.wait_for(engines.needing_weights)] == [0]
