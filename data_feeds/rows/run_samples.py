@@ -45,6 +45,13 @@ def _read_step(file: Path, where: str) -> Iterator[dict[str, Any]]:
                 f"{where} has samples of an agent's branches or of a game's players, which are no episodes alone: "
                 "replay runs of one conversation per episode"
             )
+        if type(record["group"]) is not int or not all(
+            map(_is_conversation, (record["prompt"], record.get("turns", [])))
+        ):
+            raise UserError(
+                f"{where} has a sample whose group is no whole number, or whose prompt or turns are no list of "
+                "objects: it is no sample file of a run"
+            )
         if any("parts" in message for message in [*record["prompt"], *record.get("turns", [])]):
             raise UserError(f"{where} has images, which sample files do not hold: replay runs of text")
         groups.setdefault(record["group"], []).append(record)
@@ -59,6 +66,10 @@ def _read_step(file: Path, where: str) -> Iterator[dict[str, Any]]:
                 "extra": first.get("extra"),
                 "episodes": episodes,
             }
+
+
+def _is_conversation(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(message, dict) for message in given)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _make_episode(record: dict[str, Any]) -> dict[str, Any]:

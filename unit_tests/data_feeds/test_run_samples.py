@@ -66,6 +66,10 @@ ALONE = (
     "data.train=x, step_3.jsonl has samples of an agent's branches or of a game's players, which are no episodes "
     "alone: replay runs of one conversation per episode"
 )
+ODD = (
+    "data.train=x, step_3.jsonl has a sample whose group is no whole number, or whose prompt or turns are no list of "
+    "objects: it is no sample file of a run"
+)
 IMAGES = "data.train=x, step_3.jsonl has images, which sample files do not hold: replay runs of text"
 
 
@@ -80,6 +84,7 @@ IMAGES = "data.train=x, step_3.jsonl has images, which sample files do not hold:
         ({"player": 1}, ALONE),
         ({"prompt": [{**ASKED[0], "parts": []}]}, IMAGES),
         ({"turns": [{**ASKED[0], "parts": []}]}, IMAGES),
+        *((more, ODD) for more in ({"group": [1]}, {"prompt": "hi"}, {"prompt": ["hi"]}, {"turns": 3}, {"turns": [3]})),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(more, sentence, tmp_path):

@@ -1,4 +1,4 @@
-"""Tasks in Harbor's format on the disk, and files of verifiers: what is read, and whole sentences of what is refused."""
+"""Tasks in Harbor's format and files of verifiers: what is read, and whole sentences of what is refused."""
 
 from __future__ import annotations
 
