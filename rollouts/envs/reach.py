@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
+from core.numbers import is_finite
 from core.types.action_tokens import NotActions, find_bins, find_centres, read_action_tokens
 from core.types.images import encode_image
 from core.types.messages import Message
@@ -146,8 +147,10 @@ def read_arm(prompt: Prompt) -> Arm:
     given: Any = prompt.extra.get("arm")
     try:
         (shoulder, elbow), (x, y) = given["angles"], given["dot"]
+        if not all(map(is_finite, (shoulder, elbow, x, y))):
+            raise TypeError("a number is expected")
         return Arm(angles=(float(shoulder), float(elbow)), dot=(float(x), float(y)))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"rollout.env=reach: the row {prompt.id} must have a column arm with angles and dot, two numbers each, "
             f"found {given!r:.100}: make rows with data_prep/reach.py"
