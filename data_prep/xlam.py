@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from core.text.json_text import decode_json
 from core.types.messages import FunctionCall, Message, ToolSpec
 from data_feeds.chat.tool_specs import check_tools, find_misfit
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows, Reason
@@ -70,8 +71,8 @@ def _read_list(record: Record, column: str, reason: Reason) -> list[Any]:
     given = record.get(column)
     if isinstance(given, str):
         try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
+            given = decode_json(given)
+        except ValueError as error:
             raise InvalidRow(reason, f"{column} is no JSON: {error}") from error
     if not isinstance(given, list):
         raise InvalidRow(reason, f"{column} must be JSON text of a list, found {given!r:.60}")

@@ -26,6 +26,7 @@ from typing import Any
 from core.cluster.workers import Workers
 from core.errors import RunStopped, UserError, first_line, writing
 from core.text.atomic_write import PARTIAL, flush_folder, flush_path, measure_sizes
+from core.text.json_text import decode_json
 from core.text.plain_text import print_line
 from trainers.checkpoint.state import rank_file
 from trainers.trainer import Trainer
@@ -110,7 +111,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
         return None
     _check_sizes(folder)
     try:
-        state = RunState(**json.loads((folder / PROGRESS).read_text(encoding="utf-8")))
+        state = RunState(**decode_json((folder / PROGRESS).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"the checkpoint {folder} is damaged: {PROGRESS}: {first_line(error)}") from error
     return Checkpoint(folder=folder, state=state)
@@ -119,7 +120,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 def _check_sizes(folder: Path) -> None:
     """Raise UserError for a file that is missing or has another size than when the checkpoint was written."""
     try:
-        then: dict[str, int] = dict(json.loads((folder / COMPLETE).read_text(encoding="utf-8")))
+        then: dict[str, int] = dict(decode_json((folder / COMPLETE).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"the checkpoint {folder} is damaged: {COMPLETE}: {first_line(error)}") from error
     # Sizes instead of hashes, because reading hundreds of GB again would take minutes.

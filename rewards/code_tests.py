@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from core.text.json_text import decode_json
 from rewards.replies import cut_reasoning
 from rewards.sandbox import Limits, Ran, Sandbox, SandboxUnavailable
 from rewards.sandbox.base import last_line
@@ -95,7 +96,7 @@ def _read_pairs(row: str, given: Any) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return json.loads(given)
+        return decode_json(given)
     except ValueError as error:
         raise ValueError(f"{row}: pairs is no JSON: {given:.80}") from error
 

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, suggest_name
+from core.text.json_text import decode_json
 from rewards.replies import cut_reasoning
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def is_harmless(name: str, answer: str) -> bool:
 def read_row(prompt: Prompt) -> tuple[str, str, dict[str, Any]]:
     """Return the data set of a row, its arguments as JSON, and the entry."""
     try:
-        found = json.loads(prompt.answer)
+        found = decode_json(prompt.answer)
         return found["dataset"], json.dumps(found["settings"], sort_keys=True), unpack(found["entry"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

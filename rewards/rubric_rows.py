@@ -6,10 +6,11 @@ weight).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from core.text.json_text import decode_json
 
 TEXTS, POINTS = ("criterion", "description"), ("points", "weight")
 
@@ -27,7 +28,7 @@ def read_rubric(row: str, extra: Mapping[str, Any]) -> list[Item]:
     """Parse a row's rubric. Raises ValueError if it is missing or malformed."""
     given = extra.get("rubric")
     try:
-        listed = json.loads(given) if isinstance(given, str) else given
+        listed = decode_json(given) if isinstance(given, str) else given
     except ValueError as error:
         raise ValueError(f"{row}: rubric is no JSON: {given!r:.80}") from error
     if not isinstance(listed, list) or not listed:

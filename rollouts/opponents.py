@@ -9,6 +9,7 @@ from typing import Any
 
 from core.errors import UserError, name_error, shorten
 from core.loading import needs_part
+from core.text.json_text import decode_json
 from core.types.messages import Message, ToolSpec, find_images
 from data_feeds.chat.tool_parsing import ParsedReply
 from rewards.calls import call_user_code
@@ -129,7 +130,7 @@ class ServedOpponent:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise UserError(f"rollout.opponent={self.url} does not answer ({name_error(error)}): start it") from error
         try:
-            names = [str(model["id"]) for model in answer.json()["data"]]
+            names = [str(model["id"]) for model in decode_json(answer.text)["data"]]
         except (ValueError, KeyError, TypeError):
             names = []
         if len(names) != 1:

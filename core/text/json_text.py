@@ -1,4 +1,4 @@
-"""JSON of values that may hold NaN or infinity, which Python writes and most other readers refuse."""
+"""JSON whose depth is bounded when it is read, and that has null for NaN and infinity when it is written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import json
 import math
 from collections.abc import Callable
 from typing import Any
+
+
+def decode_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError for anything else, and for JSON that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def dump_json(value: Any, *, default: Callable[[Any], Any] | None = None) -> str:

@@ -13,12 +13,12 @@ call, which ends the reply. https://github.com/openai/harmony
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import UserError, first_line
+from core.text.json_text import decode_json
 from core.types.messages import FunctionCall, ToolSpec
 from data_feeds.chat.decoding import decode_exactly
 from data_feeds.chat.parsed_reply import ParsedReply, finish_reply
@@ -177,8 +177,8 @@ def _read_call(message: ChannelMessage) -> FunctionCall:
     if message.end != CALL:
         raise NotHarmony(f"the call of {name} does not end with {CALL}")
     try:
-        arguments = json.loads(message.text)
-    except (ValueError, RecursionError) as error:
+        arguments = decode_json(message.text)
+    except ValueError as error:
         raise NotHarmony(f"the JSON of the call of {name} is not valid ({first_line(error)})") from error
     if not isinstance(arguments, dict):
         raise NotHarmony(f"the arguments of {name} are no JSON object")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from core.text.json_text import decode_json
 from data_feeds.rows.invalid_rows import InvalidRow, Reason
 
 EXACT = 2**53
@@ -46,10 +46,7 @@ def to_text(value: Any, column: str, reason: Reason) -> str:
 
 def load_json(text: str) -> Any:
     """Parse JSON text of a row. Raises ValueError for other text, and InvalidRow for a lone surrogate in it."""
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    value = decode_json(text)
     check_characters(value)
     return value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 
 from core.errors import UserError, quote
 from core.numbers import is_finite
+from core.text.json_text import decode_json
 from core.text.text_files import read_text
 from rewards.scored import Failed
 
@@ -84,7 +84,7 @@ def read_anchors(path: str | None, bounds: tuple[float, float]) -> list[Anchor]:
 
 def _read_anchor(line: str, where: str, bounds: tuple[float, float]) -> Anchor:
     try:
-        row = json.loads(line)
+        row = decode_json(line)
         prompt, reply, score = row["prompt"], row["reply"], row["score"]
         answer = row.get("answer", "")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import writing
+from core.text.json_text import decode_json
 
 FOLDER = "judge_cache"
 Answer = dict[str, Any]
@@ -76,7 +77,7 @@ def _read_folder(folder: Path) -> Iterator[tuple[str, Answer]]:
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").split("\n"):
             try:
-                answer = json.loads(line)
+                answer = decode_json(line)
                 yield answer.pop("key"), answer
             except (ValueError, KeyError, AttributeError):
                 continue  # the line that a killed process was writing

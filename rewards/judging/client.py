@@ -11,6 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, name_error, shorten
+from core.text.json_text import decode_json
 from core.text.secrets import HIDDEN, hide_secrets
 from rewards import RunJudge
 from rewards.judging.settings import JudgeSettings
@@ -128,7 +129,7 @@ class JudgeClient:
         if status != 200:
             raise Failed(f"{who} refused the request with status {status}{self._quote(response)}")
         try:
-            found = response.json()
+            found = decode_json(response.text)
         except ValueError:
             found = None
         return found if isinstance(found, dict) else (f"no JSON{self._quote(response)}", None)

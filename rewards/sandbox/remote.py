@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from core.errors import UserError, name_error
+from core.text.json_text import decode_json
 from core.timing.deadlines import SANDBOX_HTTP_GRACE_S
 from rewards.sandbox.base import Limits, Ran, SandboxUnavailable, check_names
 
@@ -114,7 +115,7 @@ def _make_request(command: Sequence[str], files: dict[str, bytes], stdin: bytes,
 def _read_answer(answer: bytes, limits: Limits, url: str, seconds: float) -> Ran:
     """Parse a response. Raises SandboxUnavailable for a response without a result."""
     try:
-        told = json.loads(answer)
+        told = decode_json(answer)
         status, message = told["status"], told.get("message")
         # code that does not compile has no result of a run
         result = told.get("run_result") or told.get("compile_result")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from core.text.json_text import decode_json
 from rewards.sandbox.base import Limits
 from rewards.sandbox.bubblewrap import Bubblewrap
 from rewards.sandbox.running import Running
@@ -45,7 +46,7 @@ class PythonSession:
             await self.close()
             raise
         try:
-            return str(json.loads(line or b"")["output"])
+            return str(decode_json(line or b"")["output"])
         except (ValueError, LookupError, TypeError):  # the process ended, or code of the session wrote to its pipe
             reason = self._box.killed_for
             await self.close()

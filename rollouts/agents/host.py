@@ -30,6 +30,7 @@ from core.cli import Parser, run_guarded
 from core.errors import UserError, quote
 from core.numbers import is_finite
 from core.tasks import start_task
+from core.text.json_text import decode_json
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_HOST_POLL_S
 from core.timing.progress import say
 from rollouts.agents.launching import check_agent
@@ -78,7 +79,7 @@ class AgentHost:
 
     async def _begin(self, http: web.Request) -> web.Response:
         try:
-            name, task, timeout_s = read_start(await http.json())
+            name, task, timeout_s = read_start(await http.json(loads=decode_json))
         except (ValueError, TypeError, KeyError) as error:
             raise web.HTTPBadRequest(text=f"no episode can be read: {error}") from error
         if name in self.episodes:  # the answer to an earlier request was lost

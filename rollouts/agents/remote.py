@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 
 from core.errors import UserError, name_error, shorten
+from core.text.json_text import decode_json
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_HOST_POLL_S
 from rollouts.agents.processes import AgentProcesses, write_task
 from rollouts.agents.results import AgentResult, hide_keys, read_fields
@@ -132,7 +133,7 @@ class RemoteAgents:
         try:
             async with self._http.request(method, host + path, json=body) as answer:
                 text = await answer.text()
-                return answer.status, json.loads(text) if answer.status == 200 and text else None
+                return answer.status, decode_json(text) if answer.status == 200 and text else None
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise _HostFailed(host, f"cannot be reached: {name_error(error)}") from error
 

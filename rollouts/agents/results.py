@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from dataclasses import dataclass, field
@@ -77,9 +76,9 @@ def read_so_far(written: bytes, *, is_file: bool) -> dict[str, float]:
     """Return the last numbers that the process of one episode wrote before it was killed."""
     lines = written.decode(errors="replace").split("\n")[:-1]  # a line without an end may have been cut
     for line in reversed(lines):
-        found = json.loads(line).get("so_far") if is_file else read_rewards(line).parts
-        if found:
-            return found
+        found = read_fields({"parts": _read_object(line).get("so_far")}) if is_file else read_rewards(line)
+        if found.parts:
+            return found.parts
     return {}
 
 
@@ -88,10 +87,23 @@ def read_result(written: bytes, *, is_file: bool) -> AgentResult:
     lines = written.decode(errors="replace").splitlines()
     if not is_file:
         return read_rewards(lines[-1] if lines else "")
-    found = json.loads(lines[-1]) if lines else {}
-    if "parts" not in found:
-        return AgentResult(failure="the agent ended its process before run() had returned")
-    return AgentResult(parts=found["parts"], failure=found["failure"])
+    found = _read_object(lines[-1]) if lines else {}
+    if "parts" in found:
+        return read_fields(found)
+    what = "ended its process before run() had returned"
+    # its code may write there too
+    if lines and "so_far" not in found:
+        what = f"wrote {lines[-1]!r:.80} to file descriptor {RESULT_FD}, which is for the result of run()"
+    return AgentResult(failure=f"the agent {what}")
+
+
+def _read_object(line: str) -> dict[str, Any]:
+    """Parse a JSON object; {} for any other line."""
+    try:
+        found = read_json(line)
+    except Unreadable:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_rewards(line: str) -> AgentResult:

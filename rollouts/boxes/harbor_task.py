@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import UserError, quote
+from core.text.json_text import decode_json
 from core.text.text_files import read_text
 from rollouts.boxes.base import check_variables, is_text
 
@@ -134,11 +135,11 @@ def read_rewards(as_json: bytes | None, as_text: bytes | None) -> dict[str, floa
         return {"reward": _read_number(as_text or b"")}
     alone = None if as_text is None else _read_number(as_text)
     try:
-        found = json.loads(as_json)
+        found = decode_json(as_json)
         numbers = found if isinstance(found, dict) else {"reward": found}
         # other fields are reports
         rewards = {name: float(value) for name, value in numbers.items() if type(value) in (int, float)}
-    except (ValueError, RecursionError, OverflowError):
+    except (ValueError, OverflowError):
         rewards = dict[str, float]()
     # code of the policy that the tests execute can write a file too
     if alone is not None and rewards and abs(rewards.setdefault("reward", alone) - alone) > ROUNDING:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import platform
 import re
@@ -22,6 +21,7 @@ from typing import Any
 
 from core.cache_folder import find_cache_folder
 from core.errors import PARTIAL, UserError, first_line, quote
+from core.text.json_text import decode_json
 from rollouts.boxes.base import check_variables, is_text
 
 HOST = "host"
@@ -152,8 +152,8 @@ def _read_blob(folder: Path, digest: str) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = decode_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} of an image cannot be read: {first_line(error)}; copy it again") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} of an image cannot be read: it is no table; copy it again")

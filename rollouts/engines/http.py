@@ -8,13 +8,13 @@ trainers' broadcast, in requests or from a store, with the same checksums. Promp
 from __future__ import annotations
 
 import asyncio
-import json
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from core.errors import ProcessDied, RunStopped, UserError, name_error, shorten
+from core.text.json_text import decode_json
 from core.timing.deadlines import ENGINE_RPC_GRACE_S
 from core.types.images import PlacedImage
 from core.types.weights import Bucket
@@ -61,7 +61,7 @@ class HttpEngine(Engine):
     def _check_answer(self, text: str) -> None:
         """Raise UserError if the answer of a server is not that of vLLM with the recipe's settings."""
         try:
-            self._check_settings(json.loads(text)["vllm_config"])
+            self._check_settings(decode_json(text)["vllm_config"])
         # of another server, or another vLLM
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._refuse("does not tell its settings as vLLM does") from error
@@ -192,4 +192,7 @@ class HttpEngine(Engine):
             raise ProcessDied(f"rollout.servers: {self.address} does not answer: {name_error(error)}") from error
         if answer.status_code != 200:
             raise RunStopped(f"{self.address} answered {path} with {answer.status_code}: {shorten(answer.text)}")
-        return json.loads(answer.text)
+        try:
+            return decode_json(answer.text)
+        except ValueError as error:
+            raise RunStopped(f"{self.address} answered {path} with no JSON: {shorten(answer.text)}") from error

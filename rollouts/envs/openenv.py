@@ -18,6 +18,7 @@ import aiohttp
 
 from core.errors import UserError, name_error, quote
 from core.numbers import is_finite
+from core.text.json_text import decode_json
 from core.timing.deadlines import OPENENV_CLOSE_TIMEOUT_S
 from core.types.messages import Message, ToolSpec
 from core.types.samples import Prompt
@@ -108,7 +109,7 @@ class OpenEnv(Env):
         """Return the JSON schemas of the action's fields, and those that are required."""
         try:
             async with asyncio.timeout(self.timeout_s), http.get(f"{self.url}/schema") as answer:
-                found = json.loads(await answer.text())
+                found = decode_json(await answer.text())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise BrokenServer(f"{self.url}/schema cannot be read: {name_error(error)}") from error
         action = found.get("action") if isinstance(found, dict) else None
@@ -177,7 +178,7 @@ def read_url(prompt: Prompt) -> str:
 def read_answer(text: str, url: str) -> dict[str, Any]:
     """Return the data of an answer with an observation. Raises BrokenServer and NoSession."""
     try:
-        found = json.loads(text)
+        found = decode_json(text)
     except ValueError:
         found = None
     data = found.get("data") if isinstance(found, dict) else None

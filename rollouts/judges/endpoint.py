@@ -19,6 +19,7 @@ from aiohttp import web
 
 from core.cluster.addresses import listen_at
 from core.errors import RunStopped, quote
+from core.text.json_text import decode_json
 from core.types.messages import Message, ToolSpec
 from rollouts.engines.base import Completion, Engine
 
@@ -105,7 +106,7 @@ class JudgeEndpoint:
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._served.key.encode()):
                 raise Refused("the key is not that of this run", status=401)
             try:
-                body = await http.json()
+                body = await http.json(loads=decode_json)
             except ValueError as error:
                 raise Refused("the body is no JSON") from error
             return web.json_response(await self._answer(body))
@@ -178,7 +179,7 @@ def read_messages(body: Any, served: Served) -> list[Message]:
         raise Refused("messages must be a list of objects with a role and a text as content")
     for name in ("max_tokens", "seed"):
         value = given.get(name)
-        if value is not None and (type(value) is not int or value < 0):
+        if value is not None and (type(value) is not int or not 0 <= value < 2**63):  # as in vLLM
             raise Refused(f"{name} must be a number, found {quote(value)}")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 

@@ -162,7 +162,7 @@ def test_a_file_of_anchors_is_read_or_its_line_named(tmp_path):
         ("\n", f"{key} has no rows: write one, or leave the setting out"),
         *(
             (text, f"{key}, line 2 is no JSON object with prompt, reply and score: correct it")
-            for text in ("\n[]", "\n{", "\n3", '\n{"prompt": "a"}')
+            for text in ("\n[]", "\n{", "\n3", "\n" + "[" * 5000, '\n{"prompt": "a"}')
         ),
         *(
             (row | {"score": score}, f"{key}, line 1: score must be a number, found {said}")

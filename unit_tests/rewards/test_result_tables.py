@@ -87,6 +87,9 @@ RESULTS: list[tuple[Any, dict[str, Any]]] = [
     ("x" * 400, {"failure": f"f must return a dict of named numbers, it returned {'x' * 400!r}"[:300]}),
 ]
 
+DEEP = "[" * 5000
+"""JSON that Python's parser refuses for its depth."""
+
 
 @pytest.mark.parametrize(("returned", "result"), RESULTS)
 def test_a_result_is_read_or_fails_the_sample_in_one_sentence(returned, result):
@@ -146,6 +149,7 @@ def test_a_rubric_is_read_from_a_list_or_its_json():
     cases: list[tuple[Any, str]] = [
         *((given, missing) for given in (None, [], {}, "[]", 3)),
         ("[", "row: rubric is no JSON: '['"),
+        (DEEP, f"row: rubric is no JSON: {DEEP!r:.80}"),
         *(
             ([one], f"row: a criterion must have a text and points, found {one!r}")
             for one in ("x", {"criterion": " ", "points": 1}, {"criterion": "a"}, {"criterion": "a", "points": 1.1e6})
@@ -192,6 +196,7 @@ NO_SUITES: list[tuple[dict[str, Any], str]] = [
         for test in ("", "# x", "pass", "'x'")
     ),
     ({"pairs": "["}, "r: pairs is no JSON: ["),
+    ({"pairs": DEEP}, f"r: pairs is no JSON: {DEEP:.80}"),
     ({"pairs": [3]}, "r: pairs must be objects with stdin and stdout, found 3"),
     ({"pairs": [{"stdin": "x"}]}, "r: pairs must be objects with stdin and stdout, found {'stdin': 'x'}"),
     (

@@ -251,7 +251,7 @@ class Box:
         (None, "its process ended"),
     ],
 )
-@pytest.mark.parametrize("answer", [None, b"", b"no JSON", b"{}", b"[]", b"3"])
+@pytest.mark.parametrize("answer", [None, b"", b"no JSON", b"{}", b"[]", b"3", b"[" * 5000])
 def test_a_session_that_ends_says_why_and_begins_anew(killed_for, why, answer, monkeypatch):
     boxes = [Box([b'{"output": "1\\n"}', answer], killed_for), Box([b'{"output": 2}'])]
     opened: list[Any] = []

@@ -60,7 +60,8 @@ def post(*bodies: Any, key: str = KEY, choices: tuple[int, ...] = ()) -> list[tu
         endpoint: Any = JudgeEndpoint(Echo(), Letters(), served)  # pyright: ignore[reportArgumentType]
         await endpoint.start()
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
-            found = [await client.post(endpoint.url + "/chat/completions", json=body) for body in bodies]
+            texts = [body if isinstance(body, bytes) else json.dumps(body) for body in bodies]
+            found = [await client.post(endpoint.url + "/chat/completions", content=text) for text in texts]
         await endpoint.close()
         return [(response.status_code, response.json()) for response in found]
 
@@ -83,7 +84,9 @@ REFUSED: list[tuple[Any, int, str]] = [
     (ASKED | {"messages": [{"role": "user"}]}, 400, "messages must be"),
     (ASKED | {"logprobs": True}, 400, "set judge.allowed_tokens"),
     (ASKED | {"seed": "1"}, 400, "seed must be a number"),
+    (ASKED | {"seed": 2**63}, 400, "seed must be a number"),
     ([], 400, "must be a JSON object"),
+    (b"[" * 5000, 400, "the body is no JSON"),
 ]
 
 

@@ -19,6 +19,7 @@ from rollouts.agents.results import (
 )
 
 EXPECTED = ' to file descriptor 3, where one line such as {"solved": 1.0} is expected'
+OF_OTHERS = ("3", "x", "[1]", '"parts"', "{}", "[" * 5000)
 NO_NUMBERS = "the agent must return a dict of named numbers, it returned "
 
 
@@ -72,6 +73,7 @@ def test_the_last_numbers_of_a_killed_process_are_kept():
     of_file = [{"so_far": {"a": 1.0}}, {"so_far": {"a": 2.0}}, {"other": 3}]
     assert read_so_far(written(*of_file), is_file=True) == {"a": 2.0}
     assert read_so_far(written({"other": 3}), is_file=True) == {}
+    assert read_so_far(written(*of_file, {"so_far": "x"}, *OF_OTHERS), is_file=True) == {"a": 2.0}
 
 
 def test_the_last_line_of_a_process_that_ended_well_is_the_result():
@@ -84,6 +86,12 @@ def test_the_last_line_of_a_process_that_ended_well_is_the_result():
     lines = [{"so_far": {}}, {"parts": {"a": 1.0}, "failure": ""}]
     assert read_result(written(*lines), is_file=True) == AgentResult(parts={"a": 1.0})
     assert read_result(written({"parts": {}, "failure": "why"}), is_file=True) == AgentResult(failure="why")
+
+
+@pytest.mark.parametrize("line", OF_OTHERS, ids=lambda line: line[:5])
+def test_a_line_that_the_agents_own_code_writes_is_no_result(line):
+    why = f"the agent wrote {line!r:.80} to file descriptor 3, which is for the result of run()"
+    assert read_result(written(line), is_file=True) == AgentResult(failure=why)
 
 
 def test_the_end_of_a_process_is_described_with_its_last_line():

@@ -201,7 +201,7 @@ class Server:
             self.asked.append((path, body))
         found = self.answers.get(name, {})
         found = found.pop(0) if isinstance(found, list) else found
-        return self.status.get(name, 200), json.dumps(found).encode()
+        return self.status.get(name, 200), found if isinstance(found, bytes) else json.dumps(found).encode()
 
     @contextmanager
     def running(self) -> Iterator[str]:
@@ -284,6 +284,10 @@ def test_an_answer_that_is_no_completion_stops_the_run():
     ):
         address, told = play(Server(generate=answer), lambda e: e.generate([1, 2], max_new_tokens=9, seed=5))
         assert told == f"RunStopped: {said.format(address)}"
+    for answer in (b"hello", b"[" * 5000):
+        address, told = play(Server(generate=answer), lambda e: e.generate([1], max_new_tokens=9, seed=5))
+        said = f"{address} answered /inference/v1/generate with no JSON: {answer.decode():.40}"
+        assert told.startswith(f"RunStopped: {said}")
     refusing = Server(generate="x" * 9)
     refusing.status["generate"] = 500
     address, told = play(refusing, lambda e: e.generate([1], max_new_tokens=9, seed=5))

@@ -101,6 +101,7 @@ WRONG = {
     "no number": (SAID + '{"observation": {}, "reward": "much"}}', "the reward is 'much', where a number is expected"),
     "not finite": (SAID + '{"observation": {}, "reward": NaN}}', "the reward is nan, where a number is expected"),
     "too large": (SAID + f'{{"observation": {{}}, "reward": {10**400}}}}}', "the reward is 1000"),
+    "deep": ("[" * 5000, f"answered {'[' * 5000!r:.80}, where a JSON object with type and data is expected"),
     "an error": ('{"type": "error", "data": {"message": "no such piece", "code": "E"}}', "no such piece (E)"),
     "hangs": ("", "no answer to a AT within 0.2 s"),
 }

@@ -223,6 +223,8 @@ def test_an_episode_that_nobody_asks_for_is_ended(tmp_path, monkeypatch):
             for body, status in ((good, 200), ({"id": "2"}, 400), *((good | one, 400) for one in wrong)):
                 async with http.post(f"{address}/episodes", json=body) as answer:
                     assert answer.status == status
+            async with http.post(f"{address}/episodes", data="[" * 5000) as answer:
+                assert answer.status == 400 and "nested too deeply" in await answer.text()
 
     with serving(make) as address:
         asyncio.run(begin(address))

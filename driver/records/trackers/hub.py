@@ -13,6 +13,7 @@ from typing import Any
 
 from core.errors import RunStopped, UserError, first_line
 from core.text.atomic_write import write_whole
+from core.text.json_text import decode_json
 from core.timing.deadlines import TRACKER_FINISH_TIMEOUT_S
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 from driver.records.trackers.feeder import Feeder
@@ -100,7 +101,7 @@ def find_previous(run_folder: Path) -> dict[str, Identity]:
     if not path.is_file():
         return {}
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = decode_json(path.read_text(encoding="utf-8"))
         return {name: Identity(**fields) for name, fields in given.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
