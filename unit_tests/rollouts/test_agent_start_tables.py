@@ -1,0 +1,186 @@
+"""Start of agents' episodes to the letter: options of a host, requests to it, and what a process is given."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from core.errors import UserError
+from rollouts.agents.bounded_json import Unreadable, read_json
+from rollouts.agents.host import check_options, read_options, read_start
+from rollouts.agents.launching import check_ready
+from rollouts.agents.processes import name_endpoint, write_memory, write_task
+from rollouts.agents.remote import RemoteAgents
+from rollouts.agents.run_file import describe_error, make_task
+from rollouts.agents.served import share_endpoint
+from rollouts.agents.task import AgentPlan, Task
+from rollouts.agents.verifiers_agent import is_policy_limit
+
+GIVEN = {"base_url": "http://h:1/s/7/v1", "api_key": "k", "model": "policy", "messages": []}
+START = {"id": "e", "task": GIVEN, "timeout_s": 2}
+OPEN = "--listen 10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "said"),
+    [
+        ("--file f", "", None),
+        ("--port 0 --most 1 -- program --with it", "", None),
+        ("--file f --port 65535 --listen ::1", "k", None),
+        (f"--file f {OPEN} --insecure", "k", None),
+        ("--file f --listen there", "", "--listen there must be an IP address, such as 127.0.0.1"),
+        ("--file f --port=-1", "", "--port -1 must be from 0 to 65535; 0 is any free port"),
+        ("--file f --port 65536", "", "--port 65536 must be from 0 to 65535; 0 is any free port"),
+        ("--file f --most 0", "", "--most 0 must be at least 1"),
+        (
+            f"--file f {OPEN} --insecure",
+            "",
+            f"{OPEN} lets anybody start episodes: set FEYNRL_AGENT_KEY here and for the run",
+        ),
+        (
+            f"--file f {OPEN}",
+            "k",
+            f"{OPEN} is plain HTTP on an address that other machines reach, where keys and texts can be read: listen "
+            "on 127.0.0.1 behind a proxy with TLS, or give --insecure",
+        ),
+        (
+            "--file f --insecure",
+            "k",
+            "--insecure has no effect, because only this machine reaches 127.0.0.1: leave it out",
+        ),
+        ("", "", "give --file or a command, and not both"),
+        ("--file f -- program", "", "give --file or a command, and not both"),
+    ],
+)
+def test_options_that_open_a_machine_or_cannot_be_used_are_refused(given, key, said):
+    options = read_options(given.split())
+    if said is None:
+        return check_options(options, key)
+    with pytest.raises(UserError) as refused:
+        check_options(options, key)
+    assert str(refused.value) == said
+
+
+def test_a_request_for_an_episode_is_read_or_refused():
+    assert read_start(START) == ("e", Task(**GIVEN), 2.0)
+    texts, seconds = "id, base_url and api_key must be texts", "timeout_s must be a number of seconds above 0"
+    for changes, said in (
+        ({"id": 3}, texts),
+        ({"task": GIVEN | {"base_url": 3}}, texts),
+        ({"task": GIVEN | {"api_key": None}}, texts),
+        *(({"timeout_s": value}, seconds) for value in (0, -1, float("inf"), float("nan"), "2", None)),
+    ):
+        with pytest.raises((TypeError, ValueError)) as refused:
+            read_start(START | changes)
+        assert str(refused.value) == said, changes
+
+
+def test_a_process_is_given_its_task_and_one_endpoint(monkeypatch):
+    task = Task(**GIVEN, id="7", extra={"x": 1})
+    handle = write_memory(write_task(task) + "é")
+    with open(handle, encoding="utf-8") as file:
+        text = file.read()
+    assert json.loads(text.removesuffix("é")) == task.as_json() and "report" not in text
+    with pytest.raises(UserError, match=r"^row 7: a column cannot be given to an agent as JSON \(.*\): leave the col"):
+        write_task(Task(**GIVEN, id="7", extra={"x": b""}))
+    for upper, lower, before in ((None, None, ""), ("a", "b", "a,"), ("", "b", "b,")):
+        for name, value in (("NO_PROXY", upper), ("no_proxy", lower)):
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        direct = f"{before}127.0.0.1,localhost,h"
+        given = name_endpoint(task)
+        assert given == {
+            **{"OPENAI_BASE_URL": "http://h:1/s/7/v1", "OPENAI_API_BASE": "http://h:1/s/7/v1", "OPENAI_API_KEY": "k"},
+            **{"ANTHROPIC_BASE_URL": "http://h:1/s/7", "ANTHROPIC_API_KEY": "k", "ANTHROPIC_AUTH_TOKEN": "k"},
+            **{"NO_PROXY": direct, "no_proxy": direct},
+        }
+    shared = share_endpoint(given | {"MORE": "1"})
+    assert shared["OPENAI_BASE_URL"] == "http://h:1/s/use-base_url-of-the-task/v1"
+    assert (shared["MORE"], shared["NO_PROXY"]) == ("1", direct)
+    assert shared["OPENAI_API_KEY"].startswith("use-api_key-of-the-task-")
+    assert shared["OPENAI_API_KEY"] != share_endpoint(given)["OPENAI_API_KEY"], "the key marks the processes"
+
+
+def test_a_launcher_says_whether_it_serves_or_why_not():
+    plan = AgentPlan(command=("program", "x"))
+    assert check_ready(b'{"serves": true}', plan) is True and check_ready(b'{"serves": false}', plan) is False
+    for given, said in (
+        (b"", "rollout.agent.file: program ended the process that imported it"),
+        (b'{"refusal": "no run()", "serves": true}', "no run()"),
+    ):
+        with pytest.raises(UserError) as refused:
+            check_ready(given, plan)
+        assert str(refused.value) == said
+    assert AgentPlan(address=("http://a", "http://b")).name == "http://a"
+
+
+def test_the_least_busy_host_that_was_not_lost_lately_is_chosen():
+    agents = RemoteAgents(AgentPlan(address=("a", "b", "c")))
+    agents._in_flight.update(a=2, b=1, c=1)
+    assert agents._choose() == "b"
+    lost = agents._lose("b", "is gone")
+    assert (lost.failure, lost.was_lost, agents._choose()) == ("rollout.agent.address: b is gone", True, "c")
+    agents._lost_at["b"] -= 3600
+    assert agents._choose() == "b"
+    for host in "abc":
+        agents._lose(host, "is gone")
+    assert agents._choose() == "b", "all were lost: any is better than none"
+
+
+def test_errors_of_an_agent_name_its_line():
+    assert describe_error(SystemExit("x"), "f") == "the agent ended its process by sys.exit('x')"
+    assert describe_error(ValueError("a\n b"), "f") == "ValueError: a b"
+    group = ExceptionGroup("g", [ExceptionGroup("h", [KeyError("k")]), ValueError("v")])
+    assert describe_error(group, "f") == "KeyError: 'k'"
+    source = "def run():\n    import json\n    json.loads('x')\n"
+    names: dict = {}
+    exec(compile(source, "/there/mine.py", "exec"), names)
+    with pytest.raises(ValueError) as raised:
+        names["run"]()
+    said = "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+    assert describe_error(raised.value, "/there/mine.py") == f"{said} (mine.py, line 3)"
+    assert describe_error(raised.value, "other").startswith(f"{said} (decoder.py, line ")
+
+
+def test_numbers_so_far_are_written_or_refused():
+    lines: list = []
+    task = make_task(GIVEN, lines.append)
+    task.report({"a": 1})
+    with pytest.raises(ValueError, match=r"^task\.report\(\) must return numbers"):
+        task.report({"a": "x"})  # type: ignore[dict-item]
+    assert lines == [{"so_far": {"a": 1.0}}]
+
+
+def test_json_is_bounded_in_depth_and_digits():
+    deep, long = "[" * 64 + "]" * 64, "9" * 400
+    assert json.dumps(read_json(deep)) == deep and read_json(long) == int(long) and read_json("1.5") == 1.5
+    for text, said in (
+        (f"[{deep}]", "has more than 64 lists and objects in each other"),
+        (f"{long}9", "has a number of more than 400 digits"),
+        ('{"a": ["\\ud800"]}', "has a text that holds half of a character"),
+        ('{"\\udfff": 1}', "has a text that holds half of a character"),
+        ("{", "must be JSON"),
+    ):
+        with pytest.raises(Unreadable) as refused:
+            read_json(text)
+        assert str(refused.value) == said
+    assert read_json('"\\ud83d\\ude00\\ue000"') == "\U0001f600\ue000"
+
+
+def test_the_policys_limits_are_no_failure_of_the_environment():
+    limit, other = "max_turns_exceeded", "boom"
+    for turns, last, calls, want in (
+        (1, limit, [], True),
+        (0, limit, [], False),
+        (1, other, [], False),
+        (1, other, [None, "context_length_exceeded"], True),
+        (1, other, [limit, None], False),
+    ):
+        errors = [None if call is None else SimpleNamespace(message=call) for call in calls]
+        trace = SimpleNamespace(
+            num_turns=turns,
+            last_error=SimpleNamespace(message=last),
+            calls=[SimpleNamespace(error=error) for error in errors],
+        )
+        assert is_policy_limit(trace) is want, (turns, last, calls)
