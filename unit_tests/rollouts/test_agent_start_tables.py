@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from rollouts.agents.bounded_json import Unreadable, read_json
 from rollouts.agents.host import check_options, read_options, read_start
 from rollouts.agents.launching import check_ready
 from rollouts.agents.processes import name_endpoint, write_memory, write_task
-from rollouts.agents.remote import RemoteAgents
 from rollouts.agents.run_file import describe_error, make_task
 from rollouts.agents.served import share_endpoint
 from rollouts.agents.task import AgentPlan, Task
@@ -115,26 +115,13 @@ def test_a_launcher_says_whether_it_serves_or_why_not():
     assert AgentPlan(address=("http://a", "http://b")).name == "http://a"
 
 
-def test_the_least_busy_host_that_was_not_lost_lately_is_chosen():
-    agents = RemoteAgents(AgentPlan(address=("a", "b", "c")))
-    agents._in_flight.update(a=2, b=1, c=1)
-    assert agents._choose() == "b"
-    lost = agents._lose("b", "is gone")
-    assert (lost.failure, lost.was_lost, agents._choose()) == ("rollout.agent.address: b is gone", True, "c")
-    agents._lost_at["b"] -= 3600
-    assert agents._choose() == "b"
-    for host in "abc":
-        agents._lose(host, "is gone")
-    assert agents._choose() == "b", "all were lost: any is better than none"
-
-
 def test_errors_of_an_agent_name_its_line():
     assert describe_error(SystemExit("x"), "f") == "the agent ended its process by sys.exit('x')"
     assert describe_error(ValueError("a\n b"), "f") == "ValueError: a b"
     group = ExceptionGroup("g", [ExceptionGroup("h", [KeyError("k")]), ValueError("v")])
     assert describe_error(group, "f") == "KeyError: 'k'"
     source = "def run():\n    import json\n    json.loads('x')\n"
-    names: dict = {}
+    names: dict[str, Any] = {}
     exec(compile(source, "/there/mine.py", "exec"), names)
     with pytest.raises(ValueError) as raised:
         names["run"]()
@@ -144,7 +131,7 @@ def test_errors_of_an_agent_name_its_line():
 
 
 def test_numbers_so_far_are_written_or_refused():
-    lines: list = []
+    lines: list[dict[str, Any]] = []
     task = make_task(GIVEN, lines.append)
     task.report({"a": 1})
     with pytest.raises(ValueError, match=r"^task\.report\(\) must return numbers"):
