@@ -1,4 +1,4 @@
-"""Which numbers a setting of an algorithm may have: the bounds of its interval, each just inside and just outside."""
+"""Which numbers a setting of an algorithm, a sampler or a judge may have: each bound just inside and just outside."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from algs.divergences import Divergence
 from algs.schedules import Schedule
 from algs.terms import KL, Correction, Overlong
 from core.strict_model import StrictModel
+from data_feeds.samplers.no_positive import NoPositive
+from data_feeds.samplers.pools import Pools
+from data_feeds.samplers.priority import Priority
+from data_feeds.samplers.thompson import Thompson
+from rewards.judging.settings import JudgeSettings
 from unit_tests.helpers.variants import NEEDED, OFF
 
 CLIP = {"clip_low": "(0 1)", "clip_high": "(0"}
@@ -66,6 +71,7 @@ INTERVALS: dict[str, dict[str, str]] = {
 TURNS = {"credit": "turn"}
 OTHERS: dict[str, dict[str, Any]] = NEEDED | {"vespo": OFF}
 """Other settings with which the numbers of an algorithm are allowed."""
+JUDGE = {"base_url": "http://h/v1", "model": "j", "temperature": 1.0, "anchors": "a.jsonl"}
 SECTIONS: list[tuple[type[StrictModel], dict[str, Any], dict[str, str]]] = [
     (Divergence, {}, {"beta": "[0 1]"}),
     (Divergence, {"beta": 0.0}, {"topk": "[1"}),
@@ -73,6 +79,12 @@ SECTIONS: list[tuple[type[StrictModel], dict[str, Any], dict[str, str]]] = [
     (KL, {"coef": 0.1}, {"ema": "(0 1)", "target": "(0", "horizon": "[1", "reset_every": "[1"}),
     (Correction, {}, {"low": "[0", "high": "(0", "token_high": "(0", "max_drift": "(0"}),
     (Overlong, {"mode": "penalty", "buffer": 1}, {"max_tokens": "[1", "coef": "(0"}),
+    (Thompson, {}, {"forget": "(0 1]"}),
+    (NoPositive, {}, {"threshold": "(0 1]", "least_samples": "[1"}),
+    (Pools, {}, {"unseen": "(0", "hard": "[0", "normal": "[0", "easy": "[0", "hard_below": "[0"}),
+    (Priority, {}, {"alpha": "[0", "epsilon": "(0"}),
+    (JudgeSettings, JUDGE, {"votes": "[1 99]", "seed": "[0", "parse_retries": "[0", "max_concurrency": "[1"}),
+    (JudgeSettings, JUDGE, {"max_tokens": "[1", "anchors_every": "[1", "temperature": "[0 2]"}),
     *((find_algorithm({"name": name})[1], TURNS, {"turn_discount": "[0 1]"}) for name in ("grpo", "reinforce_pp")),
     *((find_algorithm({"name": name})[1], OTHERS.get(name, {}), keys) for name, keys in INTERVALS.items()),
 ]
