@@ -210,7 +210,7 @@ SILENT = "it wrote neither reward.json nor reward.txt to /logs/verifier; it prin
         (Scripted(ran(), ran(b" so\n")), f"the verifier of task failed: {SILENT}"),
     ],
 )
-def test_a_policy_that_spoils_the_verifier_gets_nothing_if_a_new_box_is_verified(task, opened, spoilt, why):
+def test_a_policy_that_spoils_the_verifier_gets_nothing(task, opened, spoilt, why):
     make, specs = opened
     again = Scripted(ran(), files=REWARD)
     env = make(task, spoilt, again)
