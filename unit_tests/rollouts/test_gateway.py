@@ -61,6 +61,21 @@ def test_the_script_is_spelt_otherwise_than_the_tokenizer_would(qwen):
     assert qwen.encode(TWO_CALLS) != spell(qwen, TWO_CALLS)[:-1]
 
 
+def test_an_episode_that_has_ended_takes_no_request(qwen):
+    async def run() -> tuple[str, httpx.Response]:
+        session, gateway = make_session(Policy(qwen, ["7"])), Gateway()
+        async with gateway.serving(session) as url:
+            pass
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {session.key}"}) as client:
+            late = await client.post(f"{url}/chat/completions", json={"model": "policy", "messages": [USER]})
+        await gateway.close()
+        return late.json()["error"]["message"], late
+
+    said, late = asyncio.run(run())
+    assert late.status_code == 404
+    assert said == "there is no such episode, or it has ended: each one has a base URL of its own"
+
+
 def test_parallel_calls_and_their_results_are_one_branch(qwen):
     policy = Policy(qwen, [TWO_CALLS, "It is colder in Oslo."])
     seen = []
