@@ -139,7 +139,7 @@ def learn(args: argparse.Namespace, work: Work, side: str, machine: Machine) -> 
         values=[round(value, 4) for value in done.values],
         seconds=[round(seconds, 3) for seconds in done.seconds],
         held_out=round(held_out, 4),
-        cores=os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0)),
         load=round(load, 1),
         device=machine.device,
     )
