@@ -1,20 +1,18 @@
-"""Draw docs/learning_curves.svg from docs/learning_curves.json: python -m tools.benchmarks.learning_curves
+"""Draw docs/learning_curves.svg from the numbers in docs/: python -m tools.benchmarks.learning_curves
 
-    python -m tools.benchmarks.learning_matrix --curves docs/learning_curves.json
-    python -m tools.benchmarks.learning_curves --smollm2 runs/smollm2-arithmetic-...
-
-The first fills in the left panel; the second the right one, from a run of configs/smollm2_arithmetic.yaml, and draws.
+The left panel is of docs/learning_curves.json, which `python -m tools.benchmarks.learning_matrix --curves` writes. The
+right panel has our seeds of `python -m tools.benchmarks.learn_vs_trl run --task smollm2`. Their steps, samples and
+learning rates are those of configs/smollm2_arithmetic.yaml.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.benchmarks.processes import ROOT, read_metrics
+from tools.benchmarks.processes import ROOT
 
 DOCS = ROOT / "docs"
 CURVES, IMAGE = DOCS / "learning_curves.json", DOCS / "learning_curves.svg"
@@ -160,15 +158,16 @@ def text(x: float, y: float, what: str, *, size: int = 13, bold: bool = False, a
     return f'<text x="{x:.1f}" y="{y:g}" {how}>{escape(what)}</text>'
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks.learning_curves", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--smollm2", type=Path, metavar="RUN_FOLDER", help="draw this run on the right")
-    args = parser.parse_args(argv)
-    if args.smollm2:
-        keep(CURVES, "smollm2", BOLD, [row["reward/mean"] for row in read_metrics(args.smollm2)])
-    IMAGE.write_text(draw(json.loads(CURVES.read_text())))
+def read_curves() -> dict[str, Runs]:
+    """Return the runs of both panels."""
+    seeds = sorted((DOCS / "learn_vs_trl").glob("smollm2-grpo-ours-*.json"))
+    return json.loads(CURVES.read_text()) | {
+        "smollm2": {f"{BOLD}, seed {n}": json.loads(file.read_text())["values"] for n, file in enumerate(seeds)}
+    }
+
+
+def main() -> None:
+    IMAGE.write_text(draw(read_curves()))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools.benchmarks.learning_curves import CURVES, IMAGE, draw, keep, running_mean
+from tools.benchmarks.learning_curves import IMAGE, draw, keep, read_curves, running_mean
 
 SVG = "{http://www.w3.org/2000/svg}"
 PANELS = {"quickstart": (65, 455), "smollm2": (540, 930)}
@@ -14,7 +14,7 @@ PANELS = {"quickstart": (65, 455), "smollm2": (540, 930)}
 
 @pytest.fixture(scope="module")
 def curves() -> dict[str, dict[str, list[float]]]:
-    return json.loads(CURVES.read_text())
+    return read_curves()
 
 
 def points_of(image: str) -> list[tuple[float, float]]:
