@@ -227,8 +227,10 @@ class Server:
         with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as there:
             there.daemon_threads = True
             Thread(target=there.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-            yield f"http://127.0.0.1:{there.server_port}"
-            there.shutdown()
+            try:
+                yield f"http://127.0.0.1:{there.server_port}"
+            finally:
+                there.shutdown()
 
 
 def play(server: Server, body: Callable[[HttpEngine], Awaitable[Any]], **settings: Any) -> tuple[str, Any]:
