@@ -63,7 +63,7 @@ def test_an_arm_is_drawn_over_its_dot():
 
 
 def test_a_row_has_an_arm_or_is_refused():
-    assert read_arm(row(arm={"angles": [1, "2"], "dot": [3, 4]})) == Arm(angles=(1.0, 2.0), dot=(3.0, 4.0))
+    assert read_arm(row(arm={"angles": [1, 2], "dot": [3, 4]})) == Arm(angles=(1.0, 2.0), dot=(3.0, 4.0))
     for given in (None, {}, {"angles": [1, 2]}, {"angles": [1], "dot": [3, 4]}, {"angles": ["a", 2], "dot": [3, 4]}):
         assert tell(lambda given=given: read_arm(row(arm=given))) == (
             "rollout.env=reach: the row r must have a column arm with angles and dot, two numbers each, found "
