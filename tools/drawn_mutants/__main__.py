@@ -11,6 +11,8 @@ that import the module, make whole runs or compare the generated pages. A line t
 slow tier, where one that no test runs counts as a bug that survived. equivalent.yaml explains bugs that nobody could
 notice; they leave the count. It prints the share noticed by folder with its 95 % interval (Wilson). Exit code 1 where
 the lower end is below 0.90, or where more than 5 % of the sample are explained away.
+
+Run it on a machine that you can lose, not as root: a bug in code that removes or shuts folders has done so with /tmp.
 """
 
 from __future__ import annotations
