@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from configs.agent_schema import SLOW, TIMEOUTS
 from configs.gateway_schema import GatewayConfig
-from core.errors import UserError
-from core.numbers import is_finite
 from core.tasks import start_task
 from core.text.plain_text import escape_controls
 from core.timing.phases import Activity
@@ -23,11 +21,9 @@ from rollouts.agents.session import AgentSession, Sampler
 from rollouts.agents.task import AgentPlan, Task
 from rollouts.agents.trace import Branch, Trace
 from rollouts.agents.wire import MODEL
+from rollouts.row_timeout import find_timeout
 from rollouts.transcript import Tokenizer, find_places
 from rollouts.turns import Played
-
-TIMEOUT_COLUMN = "timeout_s"
-"""Column of a row that lowers the deadline of an episode."""
 
 
 class AgentRunner:
@@ -54,7 +50,7 @@ class AgentRunner:
 
         A failing harness yields failed samples of the requests made so far. Raises the engine's errors.
         """
-        deadline_s, log = self._find_deadline(prompt), bytearray()
+        deadline_s, log = min(find_timeout(prompt), self.timeout_s), bytearray()
         session, result = await self._run_session(prompt, seed_of_turn, deadline_s, log)
         # No reply was requested, so the episode begins again as it was. A session of its own shuts out the agent of the
         # lost machine, which may still run there.
@@ -94,15 +90,6 @@ class AgentRunner:
         """Kill the agents and close the endpoint."""
         await self.gateway.close()
         await self.processes.close()
-
-    def _find_deadline(self, prompt: Prompt) -> float:
-        """Return the deadline of an episode, in seconds. Raises UserError for an invalid column."""
-        given = prompt.extra.get(TIMEOUT_COLUMN)
-        if given is None:
-            return self.timeout_s
-        if not is_finite(given) or given <= 0:
-            raise UserError(f"row {prompt.id}: {TIMEOUT_COLUMN} is {given!r:.80}: give a number of seconds above 0")
-        return min(float(given), self.timeout_s)
 
     async def _run_session(
         self, prompt: Prompt, seed_of_turn: Callable[[int | str], int], deadline_s: float, log: bytearray
@@ -200,16 +187,15 @@ def judge_timeout(
     was idle for most of the time, or the episode waited for a machine: it cannot have caused it. busy_s: seconds in
     which the policy was sampling.
     """
-    given = prompt.extra.get(TIMEOUT_COLUMN)
     # agent.timeout_s may be lower than the row's
-    of_row = given if given is not None and given <= deadline_s else None
-    chosen = plan.on_timeout or ("fail" if of_row is None else "score")
+    is_of_row = find_timeout(prompt) <= deadline_s
+    chosen = plan.on_timeout or ("score" if is_of_row else "fail")
     is_slow = busy_s < deadline_s / 2 or result.waited_s > deadline_s / 10
     if chosen == "score" and not is_slow:
         return result
     key = "rollout.timeout_s" if plan.timeout_s is None else "rollout.agent.timeout_s"
     idle = f", and the policy was idle for {deadline_s - busy_s:.3g} s of them" if chosen == "score" else ""
-    why = f"the agent has not ended after {deadline_s:g} s (see {'the column timeout_s' if of_row else key}){idle}"
+    why = f"the agent has not ended after {deadline_s:g} s (see {'the column timeout_s' if is_of_row else key}){idle}"
     return replace(result, failure=why, was_slow=is_slow)
 
 

@@ -14,7 +14,6 @@ from typing import ClassVar, Literal
 
 from configs.agent_schema import TIMEOUTS
 from core.errors import UserError
-from core.numbers import is_finite
 from core.types.messages import Message
 from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
@@ -29,6 +28,7 @@ from rollouts.boxes.harbor_task import (
     read_rewards,
     read_task,
 )
+from rollouts.row_timeout import find_timeout
 from rollouts.tools.calls import ToolUnavailable
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import tool
@@ -248,16 +248,6 @@ def find_image(prompt: Prompt, task: HarborTask) -> str:
             "of environment/Dockerfile, and name it in the column image"
         )
     return image
-
-
-def find_timeout(prompt: Prompt) -> float:
-    """Return the seconds of a row's column timeout_s; infinity without it. Raises UserError for other values."""
-    given = prompt.extra.get("timeout_s")
-    if given is None:
-        return float("inf")
-    if not is_finite(given) or given <= 0:
-        raise UserError(f"row {prompt.id}: timeout_s is {given!r:.80}: give a number of seconds above 0")
-    return float(given)
 
 
 def shorten_middle(text: str, most: int) -> str:

@@ -15,7 +15,8 @@ from rewards.sandbox.base import Ran, SandboxUnavailable
 from rollouts.boxes.base import LIMITS, BoxSpec
 from rollouts.boxes.harbor_task import NoReward, check_network, read_task
 from rollouts.envs import harbor
-from rollouts.envs.harbor import Harbor, find_fault, find_image, find_task, find_timeout, shorten_middle
+from rollouts.envs.harbor import Harbor, find_fault, find_image, find_task, shorten_middle
+from rollouts.row_timeout import find_timeout
 from rollouts.tools.calls import ToolUnavailable
 from unit_tests.helpers.episodes import calls_of, said
 from unit_tests.helpers.sentences import tell
