@@ -1,4 +1,4 @@
-"""JSON whose depth is bounded when it is read, and that has null for NaN and infinity when it is written."""
+"""JSON text: read with an error for deep nesting, and written with null for NaN and infinity."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Arm:
 
     @property
     def is_there(self) -> bool:
-        """Whether the tip is on the dot."""
+        """True if the tip is on the dot."""
         return math.dist(self.joints[-1], self.dot) <= NEAR
 
     def turn_to(self, wanted: Pair) -> Arm:
