@@ -23,6 +23,7 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.types.weights import Bucket
 from data_feeds.packing.batches import micro_batches
 from tools.benchmarks.beside_trl import SMOLLM2, make_smollm2
+from tools.benchmarks.processes import print_row
 from tools.benchmarks.random_task import make_groups
 from trainers.local import LocalTrainer
 from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
@@ -70,13 +71,39 @@ def main() -> int:
     args = parser.parse_args()
     make_smollm2(args.model)
     print("lr       changed  by XOR  deltas                whole                 faster below")
+    cells: list[str] = []
     for lr in args.lr:
-        print(measure(args.model, lr, args.steps), flush=True)
+        found = measure(args.model, lr, args.steps)
+        print(found.describe(lr), flush=True)
+        sizes = f"{found.mib:.1f} MiB instead of {found.whole_mib:.0f}"
+        cells.append(f"{lr:g}: {sizes}, {found.seconds:.1f} s instead of {found.whole_s:.1f}")
+    print_row(f"learning rate {'; '.join(cells)} (without a network between)")
     return 0
 
 
-def measure(model: str, lr: float, steps: int) -> str:
-    """Return the line of a learning rate: means over the steps after the first."""
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Means of a learning rate over the steps after the first."""
+
+    changed: float
+    """Share of the values."""
+    by_xor: float
+    """Share of the tensors."""
+    mib: float
+    seconds: float
+    whole_mib: float
+    whole_s: float
+
+    def describe(self, lr: float) -> str:
+        speed = (self.whole_mib - self.mib) / max(self.seconds - self.whole_s, 1e-9)
+        return (
+            f"{lr:<8g} {self.changed:7.2%}  {self.by_xor:6.0%}  {self.mib:7.1f} MiB {self.seconds:6.2f} s  "
+            f"{self.whole_mib:7.1f} MiB {self.whole_s:6.2f} s  {speed:,.0f} MiB/s"
+        )
+
+
+def measure(model: str, lr: float, steps: int) -> Means:
+    """Train with a learning rate, and sync after each step in both ways."""
     trainer = LocalTrainer(
         ModelConfig(path=model, dtype="bfloat16"),
         TrainerConfig(lr=lr, micro_batch_tokens=2048),
@@ -95,12 +122,7 @@ def measure(model: str, lr: float, steps: int) -> str:
         changes = coded.encoder.changes
         shares = changes.changed / changes.values, changes.by_xor / changes.tensors
         rows.append((*shares, coded.sender.sent_bytes / 2**20, seconds, whole.sender.sent_bytes / 2**20, plain))
-    changed, by_xor, mib, seconds, whole_mib, plain = map(fmean, zip(*rows[1:], strict=True))
-    speed = (whole_mib - mib) / max(seconds - plain, 1e-9)
-    return (
-        f"{lr:<8g} {changed:7.2%}  {by_xor:6.0%}  {mib:7.1f} MiB {seconds:6.2f} s  "
-        f"{whole_mib:7.1f} MiB {plain:6.2f} s  {speed:,.0f} MiB/s"
-    )
+    return Means(*map(fmean, zip(*rows[1:], strict=True)))
 
 
 if __name__ == "__main__":

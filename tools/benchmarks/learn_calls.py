@@ -1,58 +1,52 @@
-"""Function calls in one turn, for tools/benchmarks/learn_vs_trl.py: a question about two numbers, and the call as JSON.
+"""Function calls in one turn, for tools/benchmarks/learn_vs_trl.py: the questions of data_prep.function_calls.
 
-Four turns before the question show a call of each function. SmolLM2-135M-Instruct copies their form, and often names
-another function, so that it begins at a reward of about 0.2. The reward is `arithmetic`, which compares the reply with
-the answer word for word.
+The reply is the call as JSON text. The model learns this form by supervised training on a careless teacher's calls, of
+which 6 in 10 are wrong, so that it begins at a reward of about 0.3 (see data_prep/function_calls.py). The reward is
+`arithmetic`, which compares the reply with the answer word for word.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-from data_prep.function_calls import write_jsonl
+from data_prep import function_calls
 
-FORMS = {
-    "sub": "{a} minus {b}",
-    "max": "the larger of {a} and {b}",
-    "add": "the sum of {a} and {b}",
-    "min": "the smaller of {a} and {b}",
+WRONG_SHARE = 0.6
+SUPERVISED: dict[str, Any] = {
+    "name": "learn-calls",
+    "backend": "local",
+    "steps": 30,
+    "rows_per_step": 16,
+    "display": "quiet",
+    "alg": {"name": "sft"},
+    "trainer": {"lr": 1e-4, "lr_schedule": "cosine", "warmup_updates": 4, "micro_batch_tokens": 2048},
 }
-"""Question that each function answers."""
-SHOWN = {"sub": (7, 2), "max": (5, 8), "add": (3, 4), "min": (9, 6)}
-"""Numbers of the examples. Those of the rows have two digits."""
-TASK = "Answer with a call of add, sub, max or min, and nothing else."
 
 
-def make_calls(folder: Path, *, train: int, held_out: int) -> None:
-    """Write train.jsonl and eval.jsonl, without a question twice."""
-    rng, drawn = random.Random(0), dict[tuple[str, int, int], None]()
-    while len(drawn) < train + held_out:
-        drawn.setdefault((rng.choice(list(FORMS)), rng.randint(10, 99), rng.randint(10, 99)))
-    rows = [make_row(f"calls/{i}", *problem) for i, problem in enumerate(drawn)]
-    # the training rows last: a folder with them is complete
-    write_jsonl(folder / "eval.jsonl", rows[:held_out])
-    write_jsonl(folder / "train.jsonl", rows[held_out:])
+def make_calls(folder: Path, *, train: int, held_out: int, sft: int) -> None:
+    """Write train.jsonl, eval.jsonl and sft.jsonl, without a question twice."""
+    made = function_calls.make(train=train, held_out=held_out, sft=sft, wrong_share=WRONG_SHARE)
+    for split, rows in made.items():
+        function_calls.write_jsonl(folder / f"{split}.jsonl", [make_row(row, taught=split == "sft") for row in rows])
 
 
-def make_row(name: str, function: str, a: int, b: int) -> dict[str, Any]:
-    """Return a row whose answer is the call."""
-    messages = [{"role": "system", "content": TASK}]
-    for shown, numbers in SHOWN.items():
-        messages += [ask(shown, *numbers), {"role": "assistant", "content": write_call(shown, *numbers)}]
-    return {"id": name, "messages": [*messages, ask(function, a, b)], "answer": write_call(function, a, b)}
+def make_row(row: dict[str, Any], *, taught: bool) -> dict[str, Any]:
+    """Return the question with the expected call as its answer, or with the teacher's call as the reply."""
+    question, *turns = row["messages"]
+    if not taught:
+        return {"id": row["id"], "messages": [question], "answer": json.dumps(row["call"])}
+    reply = json.dumps(turns[0]["tool_calls"][0]["function"])
+    return {"id": row["id"], "messages": [question, {"role": "assistant", "content": reply}]}
 
 
-def ask(function: str, a: int, b: int) -> dict[str, str]:
-    return {"role": "user", "content": FORMS[function].format(a=a, b=b)}
+def warm_up(model: Path, folder: Path) -> None:
+    """Train the model on `folder`/sft.jsonl, and save it in `folder`/sft."""
+    import main_sl
 
-
-def write_call(function: str, a: int, b: int) -> str:
-    """Return the JSON text of a call.
-
-    >>> write_call("add", 3, 4)
-    '{"name": "add", "arguments": {"a": 3, "b": 4}}'
-    """
-    return json.dumps({"name": function, "arguments": {"a": a, "b": b}})
+    file = folder / "sft.json"
+    places = {"run_dir": str(folder / "runs"), "save_to": str(folder / "sft")}
+    data = {"data": {"train": str(folder / "sft.jsonl"), "max_tokens": 96}}
+    file.write_text(json.dumps(SUPERVISED | places | data | {"model": {"path": str(model), "dtype": "float32"}}))
+    main_sl.run(str(file), [])

@@ -14,7 +14,7 @@ from typing import Any
 
 from core.timing.phases import STEP, time_metric
 from tools.benchmarks.beside_trl import SMOLLM2, Row, make_smollm2, run_trl, say
-from tools.benchmarks.learn_calls import make_calls
+from tools.benchmarks.learn_calls import make_calls, warm_up
 from tools.benchmarks.learn_machine import Machine
 from tools.benchmarks.processes import ROOT, read_metrics
 
@@ -130,15 +130,17 @@ WORKS: dict[tuple[str, str], Work] = {
     ("calls", "grpo"): Work(
         recipe=SMOLLM2_GRPO
         | {
-            "data": {"train": f"{CALLS}/train.jsonl", "max_prompt_tokens": 224},
+            "steps": 8,
+            "model": {"path": f"{CALLS}/sft", "dtype": "float32"},
+            "data": {"train": f"{CALLS}/train.jsonl", "max_prompt_tokens": 64},
             "reward": {"function": "arithmetic"},
-            "rollout": {"max_new_tokens": 48},
+            "rollout": {"max_new_tokens": 32},
         },
         held_out=f"{CALLS}/eval.jsonl",
-        new_tokens=48,
+        new_tokens=32,
         reward="arithmetic",
         trl=SAME_GRPO,
-        trl_rows=8,
+        trl_rows=16,
     ),
 }
 """Comparisons by task and method. Supervised ones draw every row at most once, so that the loss or the accuracy of a
@@ -167,8 +169,9 @@ def prepare(task: str) -> None:
 
     if task in ("smollm2", "calls"):
         make_smollm2(SMOLLM2)
-        if task == "calls" and not (ROOT / CALLS / "train.jsonl").is_file():
-            make_calls(ROOT / CALLS, train=150, held_out=50)
+        if task == "calls" and not (ROOT / CALLS / "sft" / "config.json").is_file():
+            make_calls(ROOT / CALLS, train=150, held_out=50, sft=480)
+            warm_up(ROOT / SMOLLM2, ROOT / CALLS)
         elif task == "smollm2" and not (ROOT / SUMS / "train.jsonl").is_file():
             sizes = ["--max", "20", "--train", "150", "--eval", "50", "--prompt-form", SUMS_FORM]
             arithmetic.main(["--out", str(ROOT / SUMS), "--jsonl", *sizes])

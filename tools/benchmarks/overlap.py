@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 from data_prep import arithmetic, tiny_model
-from tools.benchmarks.processes import ROOT, read_metrics
+from tools.benchmarks.processes import ROOT, print_row, read_metrics
 from tools.benchmarks.simulate import forecast, times_of
 
 GOAL, TOLERANCE = 1.8, 0.1
@@ -86,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--real", action="store_true", help="the quickstart's model and task, nothing simulated")
     args = parser.parse_args(argv)
     missed = False
+    faster: list[str] = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         recipe = ROOT / "configs" / "quickstart.yaml" if args.real else sleepy(folder, args.seconds, args.steps)
@@ -108,11 +109,14 @@ def main(argv: list[str] | None = None) -> int:
             off = predicted.step_seconds / seconds - 1
             row = f"{max_staleness:>8}{seconds:>9.2f}{base / seconds:>10.2f}{predicted.step_seconds:>18.2f}{off:>8.1%}"
             print(row, flush=True)
+            if max_staleness:
+                faster.append(f"{base / seconds:.2f} times the steps per second with `max_staleness={max_staleness}`")
             # without staleness there is nothing to overlap, and only the prediction is judged
             missed |= abs(off) > TOLERANCE or (max_staleness > 0 and base / seconds < GOAL)
     if args.real:
         print("the prediction gives trainer and engine devices of their own; where they share cores it does not hold")
         return 0
+    print_row(", ".join(faster))
     print(f"goal, {GOAL:g} times as fast and predicted within {TOLERANCE:.0%}: {'missed' if missed else 'reached'}")
     return int(missed)
 

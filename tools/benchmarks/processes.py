@@ -11,6 +11,8 @@ from typing import Any
 from core.metrics import is_evaluation
 
 ROOT = Path(__file__).parent.parent.parent
+ROW = "row of docs/results.md: "
+"""Begins the line with which a benchmark prints its result for tools/benchmarks/results.py."""
 
 
 def run_for_json(command: list[str], *, cwd: Path = ROOT) -> Any:
@@ -20,6 +22,11 @@ def run_for_json(command: list[str], *, cwd: Path = ROOT) -> Any:
         print(done.stderr, file=sys.stderr)
         raise SystemExit(f"error: {' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_row(result: str) -> None:
+    """Print the result as the page of results tells it."""
+    print(ROW + result, flush=True)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from typing import Any
 from core.metrics import REWARD_MEAN, ROLLOUT_TOKENS_MEAN
 from core.timing.phases import STEP, Phase, time_metric
 from tools.benchmarks.beside_trl import SMOLLM2, make_smollm2, run_trl, say, trl_environment
-from tools.benchmarks.processes import ROOT, read_metrics, run_for_json
+from tools.benchmarks.processes import ROOT, print_row, read_metrics, run_for_json
 from tools.benchmarks.rl_ceiling import CEILINGS
 from tools.benchmarks.rl_work import LR, WORKLOADS, make_sums, read_phases, read_steps, run_ours, write_prompts
 
@@ -187,6 +187,8 @@ def find_missed(sides: dict[str, Measured], work: str) -> list[str]:
     }
     goal = {"short": 2.2, "long": 4.0}[work]
     print(f"TRL / ours: {trl:.2f} (goal: at least {goal})")
+    times = f"{ours.median:.1f} s, TRL {sides['TRL'].median:.1f} s: {trl:.2f} times as fast ({len(ours.seconds)} steps)"
+    print_row(f"{times}; {ours.median / once:.2f} times bare vLLM and torch that compute each prompt once")
     strict = generation / sides["generate-once"].median
     print(f"our generation / bare vLLM with each prompt once: {strict:.2f} (no goal)")
     for name, (ratio, bound) in at_most.items():

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ import yaml
 from core.timing.phases import STEP, Phase, time_metric
 from tools.benchmarks import rl_ceiling
 from tools.benchmarks.beside_trl import run_trl, say, trl_environment
-from tools.benchmarks.processes import ROOT, read_metrics, run_for_json
+from tools.benchmarks.processes import ROOT, print_row, read_metrics, run_for_json
 from tools.benchmarks.rl_vs_trl import prompts_of
 from tools.benchmarks.rl_work import Workload, read_steps
 from tools.gpu_day.runs import make_quickstart
@@ -117,6 +118,8 @@ def main() -> int:
             print(describe_iterations(work, Path(scratch)), flush=True)
         if args.growth:
             print_growth(args.growth, work, Path(scratch))
+    if {*SIDES, "TRL", "bare vLLM"} <= rounds[0].keys():
+        print_row(describe_rounds(rounds))
     missed = find_missed(rounds)
     print("\n".join(missed) or "every goal of a measured side is reached")
     return 1 if missed else 0
@@ -296,6 +299,25 @@ def print_growth(growth: list[int], work: Workload, scratch: Path) -> None:
         each = [1000 * cpu.get(place, 0.0) / (samples * (steps - 2)) for place in PLACES]
         seconds = statistics.median(row[time_metric(STEP)] for row in read_metrics(run)[1:])
         print(f"{samples:>8}{seconds:>9.2f}" + "".join(f"{ms:>14.3f}" for ms in each), flush=True)
+
+
+def describe_rounds(rounds: list[dict[str, Side]]) -> str:
+    """Return the medians over the rounds, of seconds and of ratios."""
+
+    def median(number: Callable[[dict[str, Side]], float]) -> float:
+        return statistics.median(map(number, rounds))
+
+    def of_trl(name: str) -> str:
+        seconds, ratio = median(lambda r: r[name].step), median(lambda r: r[name].step / r["TRL"].step)
+        return f"{seconds:.2f} s ({ratio:.2f} of TRL's)"
+
+    ours, alone = of_trl("vllm"), of_trl("local")
+    generation = median(lambda r: r["vllm"].generation)
+    bare = median(lambda r: r["vllm"].generation / r["bare vLLM"].step)
+    return (
+        f"{ours} on Ray with vLLM, {alone} with `backend: local`, TRL {median(lambda r: r['TRL'].step):.2f} s; "
+        f"generation {generation:.2f} s, {bare:.2f} times bare vLLM's"
+    )
 
 
 def find_missed(rounds: list[dict[str, Side]]) -> list[str]:

@@ -12,9 +12,10 @@ import pytest
 
 from configs.schema import RLConfig
 from core.gpus import Gpu, Gpus
+from data_prep.function_calls import WORDS
 from rewards.arithmetic import score
 from tools.benchmarks import learn_machine, learn_vs_trl
-from tools.benchmarks.learn_calls import FORMS, make_calls
+from tools.benchmarks.learn_calls import make_calls
 from tools.benchmarks.learn_machine import ON_ONE_GPU, TRL_ON_GPU, Machine, find_machine
 from tools.benchmarks.learn_report import (
     Learnt,
@@ -142,16 +143,31 @@ def test_a_gpus_keys_are_in_the_recipe_and_not_in_the_digest():
 
 
 def test_the_answer_of_a_function_call_is_scored_on_both_sides(tmp_path):
-    make_calls(tmp_path, train=6, held_out=2)
-    rows = [json.loads(line) for file in ("train", "eval") for line in (tmp_path / f"{file}.jsonl").open()]
-    questions = [row["messages"][-1]["content"] for row in rows]
-    assert len(set(questions)) == 8
-    for row in rows:
+    make_calls(tmp_path, train=6, held_out=2, sft=40)
+    train, held_out, taught = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("train", "eval", "sft")
+    )
+    assert [len(rows) for rows in (train, held_out, taught)] == [6, 2, 40]
+    assert len({row["messages"][0]["content"] for row in train + held_out + taught}) == 48
+    for row in train + held_out:
+        [question] = row["messages"]
         call, prompt = json.loads(row["answer"]), SimpleNamespace(id=row["id"], answer=row["answer"])
-        assert FORMS[call["name"]].format(**call["arguments"]) == row["messages"][-1]["content"]
-        shown = row["messages"][2]["content"]
-        found = [score(prompt, [{"role": "assistant", "content": reply}]) for reply in (row["answer"], shown)]
+        word, a, b = question["content"].split()
+        assert word in WORDS[call["name"]] and call["arguments"] == {"a": int(a), "b": int(b)}
+        other = json.dumps(call | {"arguments": {"a": int(b) + 100, "b": int(a)}})
+        found = [score(prompt, [{"role": "assistant", "content": reply}]) for reply in (row["answer"], other)]
         assert found == [{"correct": 1.0}, {"correct": 0.0}]
+
+
+def test_the_teacher_of_function_calls_errs_in_six_of_ten(tmp_path):
+    make_calls(tmp_path, train=1, held_out=1, sft=400)
+    right = 0
+    for row in map(json.loads, (tmp_path / "sft.jsonl").open()):
+        (question, reply), call = row["messages"], json.loads(row["messages"][1]["content"])
+        word, a, b = question["content"].split()
+        assert (question["role"], reply["role"], list(call)) == ("user", "assistant", ["name", "arguments"])
+        right += word in WORDS[call["name"]] and call["arguments"] == {"a": int(a), "b": int(b)}
+    assert right / 400 == pytest.approx(0.4, abs=0.08)
 
 
 def test_a_result_names_the_gpu_and_several_gpus_are_refused(monkeypatch):
