@@ -7,7 +7,7 @@ Both sides start from the same weights and train on the same rows in the same or
 loss, optimizer, and learning rate of every update (learn_work.py). `tiny` is the quickstart's model and its sums, in
 one process with transformers' generation on both sides. `smollm2` is SmolLM2-135M-Instruct on sums, ours on Ray,
 DeepSpeed and vLLM; TRL generates with transformers, because its vLLM backend needs a GPU, so equal seconds say nothing
-about GPUs. `calls` is the same model on function calls of one turn (learn_calls.py).
+about GPUs. `calls` is that model after supervised training on function calls of one turn (learn_calls.py).
 
 These differ in GRPO: the sampled tokens; TRL 1.16 shuffles the samples of a step over its updates, and we deal whole
 groups to them (--sides trl_groups runs TRL without the shuffle); TRL divides the loss of an update by the mean number
