@@ -23,6 +23,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tools.benchmarks.processes import print_row
+
 BATCH = 100_000
 DRAWS, CONVERTED = 50_000, 5_000
 CONVERSATIONS, TOKENS, PER_STEP = 4_000, 900, 200
@@ -141,6 +143,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tiny_model.make(folder / "model")
         os.environ["FEYNRL_CACHE"] = str(folder / "cache")
+        found: dict[str, dict[str, float]] = {}
         for size, suffix, rows in product(args.bytes, ("jsonl", "parquet"), (1000, args.rows)):
             path = folder / f"{rows}-{size}.{suffix}"
             if not path.is_file():
@@ -152,10 +155,26 @@ def main() -> None:
                     shutil.rmtree(folder / "cache", ignore_errors=True)
                 if cache != "warm":
                     drop_cache(path)
-                show(f"{path.name}, {cache}", measure_apart(path, folder / "model"))
+                numbers = found[f"{rows} {size} {suffix} {cache}"] = measure_apart(path, folder / "model")
+                show(f"{path.name}, {cache}", numbers)
         path = folder / "conversations.jsonl"
         write_rows(path, make_rows(20_000, TOKENS + 110, reply=True))
-        show(f"{TOKENS} tokens a row", measure_apart(path, folder / "model", reply=True))
+        numbers = measure_apart(path, folder / "model", reply=True)
+        show(f"{TOKENS} tokens a row", numbers)
+    cells: list[str] = []
+    for size, suffix in product(args.bytes, ("parquet", "jsonl")):
+        few, cold, warm = (
+            found[f"{key} {size} {suffix} {cache}"]
+            for key, cache in ((1000, "warm"), (args.rows, "cold"), (args.rows, "warm"))
+        )
+        more = cold["anonymous MiB"] - few["anonymous MiB"]
+        cells.append(
+            f"{suffix}, {size} bytes a row: first prompt after {cold['first draw, s']:.1f} s, {more:.0f} MiB more than "
+            f"with a thousand rows; draws a second from the disk {cold['draws/s']:,.0f}, from the page cache "
+            f"{warm['draws/s']:,.0f}"
+        )
+    tokenised = f"conversations of {TOKENS} tokens: {numbers['tokenised rows/s']:,.0f} rows a second"
+    print_row("; ".join([*cells, tokenised]))
 
 
 def show(name: str, numbers: dict[str, float]) -> None:

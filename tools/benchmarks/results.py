@@ -27,7 +27,7 @@ PAGE = "docs/results.md"
 COMMAND = re.compile(r"`python -m (tools\.[\w.]+)[^`]*` \|$")
 SPEEDS = (
     *("sample_cost", "rl_vs_trl", "sft_vs_trl", "dpo_vs_trl"),
-    *("driver_cost", "distill_cost", "delta_sync", "overlap"),
+    *("driver_cost", "distill_cost", "delta_sync", "overlap", "data_size"),
 )
 """Benchmarks that print their row."""
 SUPERVISED = ("algs", "core", "data_feeds", "driver/sl", "modeling", "trainers")

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from core.timing.phases import STEP, Phase, time_metric
@@ -40,6 +39,7 @@ from tools.benchmarks.beside_trl import run_trl, say, trl_environment
 from tools.benchmarks.processes import ROOT, print_row, read_metrics, run_for_json
 from tools.benchmarks.rl_vs_trl import prompts_of
 from tools.benchmarks.rl_work import Workload, read_steps
+from tools.benchmarks.watched_run import PLACES, Watched, watch
 from tools.gpu_day.runs import make_quickstart
 
 MODEL = ROOT / "build" / "sample_cost"
@@ -53,7 +53,6 @@ SIDES = {
     "local": ("backend=local", "rollout.engine=hf"),
 }
 BARE = ("bare vLLM", "bare generate")
-PLACES: tuple[str, ...] = ("driver", "engine actor", "rewards", "trainer", "Ray")
 
 COUNTING_ENGINE = """
 import json
@@ -88,10 +87,12 @@ class Side:
 
     step: float
     generation: float
+    start: float = 0.0
+    """Seconds from the command to the first step; 0 if unknown."""
 
     @classmethod
-    def of(cls, seconds: list[float], generation: list[float] | None = None) -> Side:
-        return cls(statistics.mean(seconds[1:]), statistics.mean(generation[1:]) if generation else 0.0)
+    def of(cls, seconds: list[float], generation: list[float] | None = None, *, start: float = 0.0) -> Side:
+        return cls(statistics.mean(seconds[1:]), statistics.mean(generation[1:]) if generation else 0.0, start)
 
 
 def main() -> int:
@@ -150,10 +151,11 @@ def measure_rounds(args: argparse.Namespace, work: Workload, scratch: Path) -> l
 def measure_side(name: str, args: argparse.Namespace, work: Workload, scratch: Path, runs: list[Path]) -> Side:
     """Run a side. runs: the folders of our runs so far, to which a run of ours is added."""
     if name in SIDES:
-        run, _ = run_ours(work, args.steps, scratch, *SIDES[name])
+        run, watched = run_ours(work, args.steps, scratch, *SIDES[name])
         runs.append(run)
         rows = read_metrics(run)
-        return Side.of(*([row[time_metric(key)] for row in rows] for key in (STEP, Phase.WAIT_FOR_DATA)))
+        seconds, generation = ([row[time_metric(key)] for row in rows] for key in (STEP, Phase.WAIT_FOR_DATA))
+        return Side.of(seconds, generation, start=watched.first_end - seconds[0])
     if not runs:
         raise SystemExit(f"error: {name} needs the prompts of one of our runs before it in --sides: {[*SIDES]}")
     if name == "TRL":
@@ -163,8 +165,8 @@ def measure_side(name: str, args: argparse.Namespace, work: Workload, scratch: P
     return Side.of(seconds, seconds)
 
 
-def run_ours(work: Workload, steps: int, scratch: Path, *overrides: str) -> tuple[Path, dict[str, float]]:
-    """Run main_rl.py; return the run folder, and the CPU seconds of all steps but the first and the last, by place."""
+def run_ours(work: Workload, steps: int, scratch: Path, *overrides: str) -> tuple[Path, Watched]:
+    """Run main_rl.py; return the run folder, and what was seen of the run."""
     folder = Path(tempfile.mkdtemp(dir=scratch))
     recipe: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
     recipe |= {"steps": steps, "groups_per_step": work.prompts, "group_size": work.samples, "run_dir": str(folder)}
@@ -175,52 +177,11 @@ def run_ours(work: Workload, steps: int, scratch: Path, *overrides: str) -> tupl
     file.write_text(yaml.safe_dump(recipe))
     command = [sys.executable, "main_rl.py", "--config", str(file), "display=quiet", *overrides]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        before, after = watch_cpu(process, folder, steps)
+        watched = watch(process, folder, steps)
     if process.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with exit code {process.returncode}")
     [metrics] = folder.glob("*/metrics.jsonl")
-    # the first step loads, compiles and warms up, and is not counted
-    return metrics.parent, {place: after[place] - before.get(place, 0.0) for place in after}
-
-
-def watch_cpu(process: subprocess.Popen[bytes], folder: Path, steps: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the CPU seconds by process after the first step, and after the last but one: the last ends the engine."""
-    before, after = dict[str, float](), dict[str, float]()
-    while process.poll() is None:
-        done = sum(len(file.read_bytes().splitlines()) for file in folder.glob("*/metrics.jsonl"))
-        if done and not before:
-            before = read_cpu(process.pid)
-        if done >= steps - 1 and not after:
-            after = read_cpu(process.pid)
-        time.sleep(0.05)
-    return before, after
-
-
-def read_cpu(pid: int) -> dict[str, float]:
-    """Return the CPU seconds so far of a process and its descendants, by place."""
-    seconds = dict.fromkeys(PLACES, 0.0)
-    root = psutil.Process(pid)
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            times = process.cpu_times()
-            seconds[find_place(process, pid)] += times.user + times.system
-        # a process may end between the listing and the reading
-        except psutil.NoSuchProcess:
-            continue
-    return seconds
-
-
-def find_place(process: psutil.Process, driver: int) -> str:
-    """Return the place of a process. The actors of Ray have one title; an engine's has reward processes below it."""
-    line = " ".join(process.cmdline())
-    if process.pid == driver:
-        return "driver"
-    if "rewards.worker" in line:
-        return "rewards"
-    if "ray::Actor" not in line:
-        return "Ray"
-    is_engine = any("rewards.worker" in " ".join(child.cmdline()) for child in process.children())
-    return "engine actor" if is_engine else "trainer"
+    return metrics.parent, watched
 
 
 def measure_trl(args: argparse.Namespace, work: Workload, run: Path, scratch: Path) -> list[float]:
@@ -295,7 +256,8 @@ def print_growth(growth: list[int], work: Workload, scratch: Path) -> None:
             prompts=prompts, samples=work.samples, new_tokens=work.new_tokens, max_prompt=work.max_prompt, solved=0
         )
         few = ["updates_per_step=4"] if prompts < 8 else []
-        run, cpu = run_ours(sized, steps, scratch, *few)
+        run, watched = run_ours(sized, steps, scratch, *few)
+        cpu = watched.count_cpu()
         each = [1000 * cpu.get(place, 0.0) / (samples * (steps - 2)) for place in PLACES]
         seconds = statistics.median(row[time_metric(STEP)] for row in read_metrics(run)[1:])
         print(f"{samples:>8}{seconds:>9.2f}" + "".join(f"{ms:>14.3f}" for ms in each), flush=True)
@@ -316,7 +278,7 @@ def describe_rounds(rounds: list[dict[str, Side]]) -> str:
     bare = median(lambda r: r["vllm"].generation / r["bare vLLM"].step)
     return (
         f"{ours} on Ray with vLLM, {alone} with `backend: local`, TRL {median(lambda r: r['TRL'].step):.2f} s; "
-        f"generation {generation:.2f} s, {bare:.2f} times bare vLLM's"
+        f"generation {generation:.2f} s, {bare:.2f} times bare vLLM's; start {median(lambda r: r['vllm'].start):.0f} s"
     )
 
 
