@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
+import threading
+from contextlib import suppress
 from typing import Any, Literal
 
 import pytest
@@ -170,3 +174,60 @@ def test_a_specification_is_the_signature_with_null_as_a_type():
             },
         },
     }
+
+
+# Threads --------------------------------------------------------------------------------------------------------------
+
+WHO = contextvars.ContextVar("WHO", default="nobody")
+
+
+def test_a_function_has_a_thread_that_sees_the_caller_s_variables():
+    def look() -> list[Any]:
+        """Look."""
+        thread = threading.current_thread()
+        return [WHO.get(), thread.daemon, thread is threading.main_thread()]
+
+    async def body() -> str:
+        WHO.set("the episode")
+        [found] = await run_calls([call("look")], {"look": make_tool(look)}, seconds=60, key="a.key")
+        return found.message["content"]
+
+    assert asyncio.run(body()) == '["the episode", true, false]'
+
+
+@pytest.mark.parametrize("during_the_run", [True, False])
+def test_a_function_that_returns_too_late_disturbs_nobody(monkeypatch, during_the_run):
+    go, threads, faults = threading.Event(), list[threading.Thread](), list[Any]()
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+
+    def hang() -> str:
+        """Hang."""
+        threads.append(threading.current_thread())
+        go.wait(60)
+        return "late"
+
+    async def body() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        [found] = await run_calls([call("hang")], {"hang": make_tool(hang)}, seconds=0.02, key="a.key")
+        assert (found.message["content"], found.error) == ("Error: hang took longer than 0.02 seconds.", "timeout")
+        if during_the_run:
+            go.set()
+            while threads[0].is_alive():
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
+
+    asyncio.run(body())
+    go.set()
+    threads[0].join()
+    assert faults == []
+
+
+def test_calls_that_never_begin_leave_no_warning(recwarn):
+    def broken() -> None:
+        """Break."""
+        raise UserError("wrong")
+
+    with suppress(UserError):
+        asyncio.run(run_calls([call("broken")] * 3, {"broken": make_tool(broken)}, seconds=5, key="k", parallel=False))
+    gc.collect()
+    assert [str(one.message) for one in recwarn] == []
