@@ -50,7 +50,7 @@ class Gymnasium(Env):
     async def open(self) -> list[Message]:
         """Create and reset the environment. Return the first observation and the possible actions."""
         self.gym = make_gym(self.prompt, sees=self.sees)
-        first, _ = self.gym.reset(seed=self.prompt.extra.get("gym_seed", 0))
+        first, _ = self.gym.reset(seed=self.prompt.extra.get("gym_seed") or 0)
         actions = describe_actions(self.gym.action_space, self.bins)
         if not self.sees:
             return [_say(f"observation: {write_value(first, self.gym.observation_space)}\nactions: {actions}")]
