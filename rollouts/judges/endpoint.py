@@ -26,6 +26,8 @@ from rollouts.engines.base import Completion, Engine
 LOOPBACK = "127.0.0.1"
 LARGEST_BODY = 2**24
 """Maximum size of a request, in bytes."""
+CLOSING_S = 0.05
+"""Seconds for the last answers when the server closes. aiohttp takes 0 for no limit."""
 READ = {"model", "messages", "max_tokens", "seed", "logprobs", "top_logprobs"}
 
 
@@ -83,7 +85,7 @@ class JudgeEndpoint:
             app = web.Application(client_max_size=LARGEST_BODY)
             app.router.add_post("/v1/chat/completions", self._complete)
             # a request whose client has gone is not sampled to its end
-            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
+            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSING_S)
             await runner.setup()
             await web.SockSite(runner, self._socket).start()
             self._runner = runner
@@ -121,8 +123,8 @@ class JudgeEndpoint:
         messages = read_messages(body, served)
         ids = self._tokenizer.render(messages, [])
         longest = served.max_model_len - len(ids)
-        asked = body.get("max_tokens") or longest
-        if asked > longest or longest < 1:
+        asked = body.get("max_tokens") or max(longest, 1)
+        if asked > longest:
             raise Refused(
                 f"the request has {len(ids)} tokens, and with max_tokens={asked} more than judge.max_model_len="
                 f"{served.max_model_len}: raise that, or lower reward.settings.max_tokens"

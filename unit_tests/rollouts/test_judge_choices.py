@@ -1,0 +1,109 @@
+"""The engine of a judge: its settings, and the two tokens that it may be left with."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from core.loading import resolve
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from rollouts.engines.base import EngineConfig
+from rollouts.judges.endpoint import Served
+from rollouts.judges.worker import JudgePlan, JudgeWorker, build_judge, find_choices
+from unit_tests.helpers.sentences import tell
+
+
+class Letters:
+    """Tokenizer with a token per character."""
+
+    stop_token_ids = (10, 13)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def render(self, messages: list[Any], tools: list[Any]) -> list[int]:
+        return self.encode(messages[0]["content"])
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+ENGINE = """
+from rollouts.engines.base import Completion, Engine
+
+class Kept(Engine):
+    def __init__(self, config):
+        self.config = config
+
+    async def generate(self, token_ids, *, max_new_tokens, seed):
+        return Completion(token_ids=[110], logp=[-0.5], versions=[0], stop="length")
+
+    async def close(self):
+        pass
+"""
+
+
+class Plan(JudgePlan):
+    """Plan with a tokenizer of characters."""
+
+    def make_tokenizer(self) -> Any:
+        return Letters()
+
+
+async def ask(worker: JudgeWorker) -> Any:
+    """Return the tokens whose probabilities the judge reports, or the status of a refusal."""
+    url, _ = await worker.listen("127.0.0.1", 0)
+    body = {"model": "j", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 1, "logprobs": True}
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer k"}, timeout=60) as client:
+        answer = await client.post(url + "/chat/completions", json=body)
+    await worker.close()
+    if answer.status_code != 200:
+        return answer.status_code
+    [first] = answer.json()["choices"][0]["logprobs"]["content"]
+    return [one["token"] for one in first["top_logprobs"]]
+
+
+@pytest.mark.parametrize(
+    ("texts", "choices", "allowed"),
+    [
+        (["y", "n"], (121, 110), AllowedTokens(allowed=(110, 121))),
+        ([], (), EVERY_TOKEN),
+    ],
+)
+def test_an_engine_of_a_judge_may_say_its_choices_alone(tmp_path, texts, choices, allowed):
+    (file := tmp_path / "kept.py").write_text(ENGINE)
+    config = EngineConfig(model_path="m", temperature=0.0, max_model_len=10, stop_token_ids=(), seed=5)
+    plan = Plan(
+        engine_spec=resolve(str(file), "rollouts.engines", offers=lambda _: True),
+        engine=config,
+        served=Served(model="j", max_model_len=10, key="k"),
+        allowed_tokens=texts,
+        template_args={},
+    )
+    worker = build_judge(plan, [2, 3])
+    engine: Any = worker.engine
+    kept = engine.config
+    assert (kept.cores, kept.stop_token_ids, kept.allowed_tokens) == ([2, 3], (10, 13), allowed)
+    assert (kept.model_path, kept.temperature, kept.max_model_len, kept.seed) == ("m", 0.0, 10, 5)
+    letters: Any = Letters()
+    assert find_choices(letters, texts) == choices
+    assert asyncio.run(ask(worker)) == (["y", "n"] if texts else 400)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (
+            ["y", "no"],
+            "judge.allowed_tokens names no, which is 2 tokens of the judge's tokenizer: name single tokens, or leave "
+            "it out and take another reward.settings.verdict",
+        ),
+        (["y", "y"], "judge.allowed_tokens names one token twice: name two that differ, such as [yes, no]"),
+    ],
+)
+def test_choices_are_two_tokens_that_differ(texts, said):
+    letters: Any = Letters()
+    assert tell(lambda: find_choices(letters, texts)) == said
