@@ -170,6 +170,8 @@ def test_arithmetic_and_calls_want_their_answer():
         ([reply("12", tool_calls=[call])], (0.0, 1.0)),
         ([reply("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 2}}}]), reply("12")], (0.0, 0.0)),
         ([reply("", tool_calls=[{"function": {"name": "sub", "arguments": {"a": 1}}}]), reply("12")], (0.0, 0.0)),
+        ([reply("", tool_calls=[{"function": {"name": "add", "arguments": {"a": True}}}]), reply("12")], (0.0, 0.0)),
+        ([reply("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1.0}}}]), reply("12")], (1.0, 1.0)),
     ):
         assert function_calls.score(row, messages) == dict(zip(("correct", "called"), parts, strict=True))
     for lacks in (prompt_of(answer="12"), prompt_of(answer=" ", extra=row.extra)):
