@@ -262,7 +262,8 @@ def test_a_result_is_shown_with_the_reason_of_its_end(task):
     result = replace(ran(b"a\xff", code=1), stderr=b"b")
     assert env.describe(result, 1.0) == "a\ufffdb\n(exit code 1)"
     assert [env.describe(ran(code=code), 1.0) for code in (0, 2)] == ["", "(exit code 2)"]
-    for text, most, found in (("abcd", 4, "abcd"), ("abcde", 4, "ab\n... 1 characters are left out ...\nde")):
+    cut = "\n... {} characters are left out ...\n"
+    for text, most, found in (("abcd", 4, "abcd"), ("abcde", 4, f"ab{cut}de".format(1)), ("abc", 1, cut.format(3))):
         assert shorten_middle(text, most) == found
 
 
