@@ -25,7 +25,7 @@ from unit_tests.helpers.processes import find_free_port, leftovers
 
 pytest.importorskip("mcp", reason="the package mcp comes with vLLM")
 from mcp import MCPError
-from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
+from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST
 
 pytestmark = pytest.mark.one_core
 
@@ -172,6 +172,7 @@ class FakeClient:
     ("error", "opened"),
     [
         (MCPError(CONNECTION_CLOSED, "gone"), 2),
+        (MCPError(INVALID_REQUEST, "no such session"), 2),
         (OSError("gone"), 2),
         (MCPError(INVALID_PARAMS, "no"), 1),
         (RuntimeError("no content"), 1),
