@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import gc
 import threading
-from contextlib import suppress
 from typing import Any, Literal
 
 import pytest
@@ -220,14 +218,3 @@ def test_a_function_that_returns_too_late_disturbs_nobody(monkeypatch, during_th
     go.set()
     threads[0].join()
     assert faults == []
-
-
-def test_calls_that_never_begin_leave_no_warning(recwarn):
-    def broken() -> None:
-        """Break."""
-        raise UserError("wrong")
-
-    with suppress(UserError):
-        asyncio.run(run_calls([call("broken")] * 3, {"broken": make_tool(broken)}, seconds=5, key="k", parallel=False))
-    gc.collect()
-    assert [str(one.message) for one in recwarn] == []
