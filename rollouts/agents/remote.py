@@ -116,7 +116,7 @@ class RemoteAgents:
                 continue
             if status != 200 or not isinstance(found, dict):
                 raise _HostFailed(host, f"answers the question for an episode by HTTP {status} and {found!r:.80}")
-            log += str(found.get("log", "")).encode()[-KEPT_OF_LOG:]
+            log += str(found.get("log", "")).encode(errors="backslashreplace")[-KEPT_OF_LOG:]
             return replace(read_fields(found), timed_out=found.get("timed_out") is True)
 
     async def _ask(self, method: str, host: str, path: str, body: Any = None) -> tuple[int, Any]:

@@ -1,0 +1,161 @@
+"""Hosts of agents in tables: what an episode gets of each answer, and which host plays the next episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollouts.agents.remote import RemoteAgents
+from rollouts.agents.results import AgentResult
+from rollouts.agents.task import AgentPlan, Task
+from rollouts.output import KEPT_OF_LOG
+
+TASK = Task(base_url="http://127.0.0.1:9/v1", api_key="k", model="policy", messages=[])
+
+
+class Host:
+    """Host that answers each question for an episode by the next of some answers, and the last one for ever."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.keys: list[str | None] = []
+        self.began: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+        self.ended: list[str] = []
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def begin(self, http: web.Request) -> web.Response:
+        self.keys.append(http.headers.get("Authorization"))
+        self.began.append(await http.json())
+        return web.json_response({})
+
+    async def wait(self, http: web.Request) -> web.Response:
+        self.asked.append(http.match_info["id"])
+        await self.goes_on.wait()
+        found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return web.Response(status=found) if isinstance(found, int) else web.json_response(found)
+
+    async def end(self, http: web.Request) -> web.Response:
+        self.ended.append(http.match_info["id"])
+        return web.json_response({})
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[str]:
+        app = web.Application()
+        app.router.add_post("/episodes", self.begin)
+        app.router.add_get("/episodes/{id}", self.wait)
+        app.router.add_delete("/episodes/{id}", self.end)
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            self.goes_on.set()
+            await runner.cleanup()
+
+
+SOLVED = {"parts": {"solved": 1}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "result", "log"),
+    [
+        (SOLVED, {"parts": {"solved": 1.0}}, b""),
+        (SOLVED | {"timed_out": True, "log": "said"}, {"parts": {"solved": 1.0}, "timed_out": True}, b"said"),
+        (SOLVED | {"timed_out": "no"}, {"parts": {"solved": 1.0}}, b""),
+        ({"failure": "no box"}, {"failure": "no box"}, b""),
+        ({"failure": f"the key feynrl-{'k' * 43}"}, {"failure": "the key ***"}, b""),
+        # the end of a log is kept, and half of a character is no text
+        (SOLVED | {"log": "x" * KEPT_OF_LOG + "end"}, {"parts": {"solved": 1.0}}, b"x" * (KEPT_OF_LOG - 3) + b"end"),
+        (SOLVED | {"log": "half \ud800"}, {"parts": {"solved": 1.0}}, b"half \\ud800"),
+    ],
+    ids=["numbers", "deadline", "no deadline", "failure", "key", "long log", "half of a character"],
+)
+def test_what_a_host_answers_is_the_result(answer, result, log):
+    async def run() -> None:
+        host, found = Host(202, 202, answer), bytearray()
+        async with host.serving() as address:
+            agents = RemoteAgents(AgentPlan(address=(address,), key="secret"))
+            played = await agents.run(TASK, timeout_s=300.0, log=found)
+            await agents.close()
+        assert played == AgentResult(**result, waited_s=played.waited_s) and 0 < played.waited_s < 300
+        assert found == log and host.keys == ["Bearer secret"]
+        [begun] = host.began
+        assert host.asked == [begun["id"]] * 3 and host.ended == [begun["id"]]
+        assert (begun["task"]["api_key"], begun["task"]["model"]) == ("k", "policy") and 0 < begun["timeout_s"] <= 300
+
+    asyncio.run(run())
+
+
+def test_without_a_key_none_is_sent():
+    async def run() -> None:
+        host = Host(SOLVED)
+        async with host.serving() as address:
+            agents = RemoteAgents(AgentPlan(address=(address,)))
+            await agents.run(TASK, timeout_s=300.0, log=bytearray())
+            await agents.close()
+        assert host.keys == [None]
+
+    asyncio.run(run())
+
+
+def test_the_least_busy_host_plays_the_next_episode():
+    async def run() -> None:
+        hosts = [Host(SOLVED) for _ in range(3)]
+        for host in hosts:
+            host.goes_on.clear()
+        async with hosts[0].serving() as one, hosts[1].serving() as two, hosts[2].serving() as three:
+            agents = RemoteAgents(AgentPlan(address=(one, two, three)))
+
+            def play() -> asyncio.Task[AgentResult]:
+                return asyncio.create_task(agents.run(TASK, timeout_s=300.0, log=bytearray()))
+
+            playing = [play() for _ in range(6)]
+            while sum(len(host.asked) for host in hosts) < 6:
+                await asyncio.sleep(0)
+            assert [len(host.began) for host in hosts] == [2, 2, 2]
+            # the second has ended both of its episodes, and gets the next two
+            hosts[1].goes_on.set()
+            while len(hosts[1].ended) < 2:
+                await asyncio.sleep(0)
+            playing += [play(), play()]
+            while sum(len(host.began) for host in hosts) < 8:
+                await asyncio.sleep(0)
+            assert [len(host.began) for host in hosts] == [2, 4, 2]
+            for host in hosts:
+                host.goes_on.set()
+            await asyncio.gather(*playing)
+            await agents.close()
+        for host in hosts:
+            assert Counter(host.ended) == Counter(begun["id"] for begun in host.began)
+
+    asyncio.run(run())
+
+
+def test_a_host_that_was_lost_gets_no_episode_while_there_is_another():
+    async def run() -> None:
+        bad, good = Host(500), Host(SOLVED)
+        async with bad.serving() as one, good.serving() as two:
+            agents = RemoteAgents(AgentPlan(address=(one, two)))
+            lost = await agents.run(TASK, timeout_s=300.0, log=bytearray())
+            why = f"rollout.agent.address: {one} answers the question for an episode by HTTP 500 and None"
+            assert lost == AgentResult(failure=why, was_lost=True)
+            for _ in range(3):
+                assert (await agents.run(TASK, timeout_s=300.0, log=bytearray())).parts == {"solved": 1.0}
+            await agents.close()
+            assert (len(bad.began), len(good.began)) == (1, 3)
+            alone = RemoteAgents(AgentPlan(address=(one,)))
+            for _ in range(2):
+                assert (await alone.run(TASK, timeout_s=300.0, log=bytearray())).was_lost
+            await alone.close()
+            assert len(bad.began) == 3, "there is no other"
+
+    asyncio.run(run())
