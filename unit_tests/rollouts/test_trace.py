@@ -218,6 +218,25 @@ def test_what_counts_as_the_same_reply(name):
     assert is_repeated(reply, sent) == same
 
 
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"tool_calls": []}, True),
+        ({"tool_calls": [call("add", a=1)]}, False),
+        ({"reasoning": ""}, True),
+        ({"reasoning": " \n"}, True),
+        ({"reasoning": "hm"}, False),
+    ],
+)
+def test_a_reply_without_calls_and_reasoning_is_repeated_without_them(changes, same):
+    assert is_repeated(assistant("7"), {**assistant("7"), **changes}) == same
+
+
+def test_reasoning_may_come_back_trimmed():
+    for kept, sent in ((" hm\n", "hm"), ("hm", " hm\n")):
+        assert is_repeated(assistant("7", reasoning=kept), assistant("7", reasoning=sent))
+
+
 def test_a_conversation_that_ends_with_the_assistant_is_refused(chat):
     trace = make_trace(chat)
     for messages in ([], [user("?"), assistant("Se")]):
