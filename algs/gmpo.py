@@ -38,4 +38,6 @@ class GMPO(GroupRelative):
         bounded = torch.where(tokens.advantage > 0, d.clamp(max=self.clip), d.clamp(min=-self.clip))
         # the mean of logs is the log of the geometric mean
         ratio = sequence_mean(bounded, tokens.seq_ids).exp()
-        return -ratio * tokens.advantage, {"clip_frac": (bounded != d).to(d.dtype)}
+        # nothing is clipped where A is 0, as with a token's clip
+        clipped = (bounded != d) & (tokens.advantage != 0)
+        return -ratio * tokens.advantage, {"clip_frac": clipped.to(d.dtype)}
