@@ -60,6 +60,11 @@ def test_pools_draw_a_row_by_the_pool_of_its_last_group():
     assert {*choose(only, history, count=2)} == {1, 4}
     assert {*choose(only | {"easy": 0, "hard": 1}, history, count=2)} == {0, 5}
     assert {*choose(only | {"easy": 0, "normal": 1}, history, count=1)} == {2}
+    # at the bounds themselves: up to hard_below is hard, and above easy_above is easy
+    at_bounds = history_of([0.25, 0.75, 0.26, 0.76])
+    for pool, rows in (("hard", {0}), ("normal", {1, 2}), ("easy", {3})):
+        chosen_now = choose(only | {"easy": 0, pool: 1}, at_bounds, count=len(rows), pool=np.arange(4))
+        assert {*chosen_now} == rows, pool
 
 
 def test_no_positive_retires_what_passes_and_keeps_the_order_of_a_pass():
