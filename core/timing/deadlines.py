@@ -44,6 +44,8 @@ AGENT_END_TIMEOUT_S = 10.0
 AGENT_CANCEL_TIMEOUT_S = 5.0
 AGENT_REQUEST_TIMEOUT_S = 60.0
 AGENT_HOST_POLL_S = 20.0
+# Of an HTTP server's open requests when it closes. aiohttp takes 0 for no limit.
+SERVER_CLOSE_GRACE_S = 0.05
 # An int, because math-verify passes it to signal.alarm, which takes whole seconds.
 MATH_VERIFY_TIMEOUT_S = 2
 MCP_START_TIMEOUT_S = 60.0

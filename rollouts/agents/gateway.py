@@ -28,7 +28,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from configs.gateway_schema import GatewayConfig
 from core.errors import UserError, shorten
-from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S
+from core.timing.deadlines import AGENT_REQUEST_TIMEOUT_S, SERVER_CLOSE_GRACE_S
 from core.timing.progress import say
 from rollouts.agents.bounded_json import Unreadable, count_marks, read_json
 from rollouts.agents.dialects.chat import CHAT
@@ -110,7 +110,7 @@ class Gateway:
                 access_log=None,
                 logger=_LOG,
                 handler_cancellation=True,
-                shutdown_timeout=0,
+                shutdown_timeout=SERVER_CLOSE_GRACE_S,
                 auto_decompress=False,
             )
             await runner.setup()

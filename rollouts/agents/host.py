@@ -31,7 +31,7 @@ from core.errors import UserError, quote
 from core.numbers import is_finite
 from core.tasks import start_task
 from core.text.json_text import decode_json
-from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_HOST_POLL_S
+from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_HOST_POLL_S, SERVER_CLOSE_GRACE_S
 from core.timing.progress import say
 from rollouts.agents.launching import check_agent
 from rollouts.agents.processes import AgentProcesses
@@ -184,7 +184,8 @@ async def serve(options: argparse.Namespace) -> None:
     plan = resolve_agent(AgentConfig(file=options.file, command=options.command, address=[], serve=options.serve))
     check_agent(plan)
     host = AgentHost(AgentProcesses(plan), most=options.most, key=key)
-    runner = web.AppRunner(host.make_app(), access_log=None, handler_cancellation=True, shutdown_timeout=0)
+    how = {"handler_cancellation": True, "shutdown_timeout": SERVER_CLOSE_GRACE_S}
+    runner = web.AppRunner(host.make_app(), access_log=None, **how)
     await runner.setup()
     over = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

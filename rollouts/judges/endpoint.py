@@ -20,14 +20,13 @@ from aiohttp import web
 from core.cluster.addresses import listen_at
 from core.errors import RunStopped, quote
 from core.text.json_text import decode_json
+from core.timing.deadlines import SERVER_CLOSE_GRACE_S
 from core.types.messages import Message, ToolSpec
 from rollouts.engines.base import Completion, Engine
 
 LOOPBACK = "127.0.0.1"
 LARGEST_BODY = 2**24
 """Maximum size of a request, in bytes."""
-CLOSING_S = 0.05
-"""Seconds for the last answers when the server closes. aiohttp takes 0 for no limit."""
 READ = {"model", "messages", "max_tokens", "seed", "logprobs", "top_logprobs"}
 
 
@@ -85,7 +84,9 @@ class JudgeEndpoint:
             app = web.Application(client_max_size=LARGEST_BODY)
             app.router.add_post("/v1/chat/completions", self._complete)
             # a request whose client has gone is not sampled to its end
-            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSING_S)
+            runner = web.AppRunner(
+                app, access_log=None, handler_cancellation=True, shutdown_timeout=SERVER_CLOSE_GRACE_S
+            )
             await runner.setup()
             await web.SockSite(runner, self._socket).start()
             self._runner = runner

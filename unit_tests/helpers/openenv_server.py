@@ -61,7 +61,7 @@ class Server:
         app = web.Application()
         app.router.add_get("/schema", self.show_schema)
         app.router.add_get("/ws", self.serve)
-        runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        runner = web.AppRunner(app, shutdown_timeout=0.05, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:

@@ -56,6 +56,22 @@ def result(call: Any, text: str) -> dict[str, str]:
     return {"role": "tool", "tool_call_id": call.id, "content": text}
 
 
+def test_a_request_without_its_end_does_not_hold_up_closing(qwen):
+    async def run() -> None:
+        session, gateway = make_session(Policy(qwen, ["7"])), Gateway()
+        async with gateway.serving(session):
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            head = [f"POST /s/{session.id}/v1/chat/completions HTTP/1.1", "Host: a", "Expect: 100-continue"]
+            head += [f"Authorization: Bearer {session.key}", "Content-Length: 9", "", "{"]
+            writer.write("\r\n".join(head).encode())
+            assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n", "the request is being read"
+        async with asyncio.timeout(20):
+            await gateway.close()
+        writer.close()
+
+    asyncio.run(run())
+
+
 def test_the_script_is_spelt_otherwise_than_the_tokenizer_would(qwen):
     assert qwen.decode(spell(qwen, TWO_CALLS)) == TWO_CALLS
     assert qwen.encode(TWO_CALLS) != spell(qwen, TWO_CALLS)[:-1]

@@ -46,7 +46,7 @@ def serving(make: Callable[[], web.Application]) -> Iterator[str]:
     over = asyncio.Event()
 
     async def serve() -> None:
-        runner = web.AppRunner(make(), shutdown_timeout=0, handler_cancellation=True)
+        runner = web.AppRunner(make(), shutdown_timeout=0.05, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         found.append(f"http://127.0.0.1:{runner.addresses[0][1]}")

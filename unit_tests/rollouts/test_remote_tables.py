@@ -52,7 +52,7 @@ class Host:
         app.router.add_post("/episodes", self.begin)
         app.router.add_get("/episodes/{id}", self.wait)
         app.router.add_delete("/episodes/{id}", self.end)
-        runner = web.AppRunner(app, shutdown_timeout=0)
+        runner = web.AppRunner(app, shutdown_timeout=0.05)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
