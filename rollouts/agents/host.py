@@ -184,8 +184,9 @@ async def serve(options: argparse.Namespace) -> None:
     plan = resolve_agent(AgentConfig(file=options.file, command=options.command, address=[], serve=options.serve))
     check_agent(plan)
     host = AgentHost(AgentProcesses(plan), most=options.most, key=key)
-    how = {"handler_cancellation": True, "shutdown_timeout": SERVER_CLOSE_GRACE_S}
-    runner = web.AppRunner(host.make_app(), access_log=None, **how)
+    runner = web.AppRunner(
+        host.make_app(), access_log=None, handler_cancellation=True, shutdown_timeout=SERVER_CLOSE_GRACE_S
+    )
     await runner.setup()
     over = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -25,6 +25,7 @@ from tools.benchmarks.processes import ROOT, ROW
 
 PAGE = "docs/results.md"
 COMMAND = re.compile(r"`python -m (tools\.[\w.]+)[^`]*` \|$")
+MODULES = "tools.benchmarks."
 SPEEDS = (
     *("sample_cost", "rl_vs_trl", "sft_vs_trl", "dpo_vs_trl"),
     *("driver_cost", "distill_cost", "delta_sync", "overlap", "data_size"),
@@ -116,12 +117,11 @@ def measure_speeds(names: Sequence[str]) -> None:
         raise SystemExit(f"error: the commit is {state}, and the rows name it")
     commit = state["commit"][:8] + ("+" if state["changed_files"] else "")
     commands = [found[0].strip("` |") for line in page.read_text().splitlines() if (found := COMMAND.search(line))]
-    for command in commands:
-        if command.split()[2].removeprefix("tools.benchmarks.") in names:
-            result = measure(command)
-            page.write_text(write_row(page.read_text(), command, f"{result} (`{commit}`)"))
-            readme = ROOT / "README.md"
-            readme.write_text(write_row(readme.read_text(), command, result))
+    for command in [command for name in names for command in commands if command.split()[2] == MODULES + name]:
+        result = measure(command)
+        page.write_text(write_row(page.read_text(), command, f"{result} (`{commit}`)"))
+        readme = ROOT / "README.md"
+        readme.write_text(write_row(readme.read_text(), command, result))
 
 
 def main() -> int:
