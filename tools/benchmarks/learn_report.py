@@ -94,14 +94,19 @@ def find_interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), STUDENT[min(len(values) - 2, len(STUDENT) - 1)] * spread
 
 
+def find_window(one: Learnt) -> int:
+    """Return the number of last steps that are averaged: of a short run, the second half."""
+    return min(WINDOW, max(1, len(one.values) // 2))
+
+
 def average_last(one: Learnt) -> float:
-    return statistics.mean(one.values[-WINDOW:])
+    return statistics.mean(one.values[-find_window(one) :])
 
 
 def average_until(one: Learnt, seconds: float) -> float:
     """Average the last steps that are done after so many seconds; of none, the first step."""
     done = sum(end <= seconds for end in find_ends(one))
-    return statistics.mean(one.values[max(0, done - WINDOW) : max(1, done)])
+    return statistics.mean(one.values[max(0, done - find_window(one)) : max(1, done)])
 
 
 def find_ends(one: Learnt) -> list[float]:
@@ -117,8 +122,9 @@ def list_numbers(runs: Runs) -> dict[str, dict[str, list[float]]]:
 
     # not sum(), which rounds otherwise, so that the last step could seem to end too late
     ends = {seed: min(find_ends(one)[-1] for one in both.values()) for seed, both in runs.items()}
+    window = max(find_window(one) for both in runs.values() for one in both.values())
     return {
-        f"last {WINDOW} steps": of_both(average_last),
+        f"last {window} steps": of_both(average_last),
         "all steps": of_both(lambda one: statistics.mean(one.values)),
         "at equal seconds": of_both(lambda one: average_until(one, ends[one.seed])),
         "held-out reward": of_both(lambda one: one.held_out),

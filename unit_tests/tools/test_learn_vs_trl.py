@@ -61,10 +61,18 @@ def test_an_interval_is_students():
 
 def test_equal_seconds_end_with_the_faster_side():
     """Ours is done after 3 s, when TRL has done one step of three."""
-    assert average_until(SLOW, 3.0) == 0.0 and average_until(SLOW, 4.5) == 0.125
+    assert average_until(SLOW, 3.0) == 0.0 and average_until(SLOW, 4.5) == 0.25
     numbers = list_numbers({0: {"ours": ONE, "trl": SLOW}})
-    assert numbers["at equal seconds"] == {"ours": [0.5], "trl": [0.0]}
+    assert numbers["at equal seconds"] == {"ours": [1.0], "trl": [0.0]}
     assert numbers["all steps"] == {"ours": [0.5], "trl": [0.25]}
+
+
+@pytest.mark.parametrize(("steps", "last"), [(8, 4), (3, 1), (1, 1), (20, 10), (30, 10)])
+def test_the_last_steps_of_a_short_run_are_its_second_half(steps, last):
+    one = replace(ONE, values=[float(n) for n in range(steps)], seconds=[1.0] * steps)
+    numbers = list_numbers({0: {"ours": one, "trl": replace(one, side="trl")}})
+    expected = steps - (last + 1) / 2
+    assert numbers[f"last {last} steps"] == {"ours": [expected], "trl": [expected]}
 
 
 def test_the_table_pairs_the_seeds_and_marks_what_is_beyond_chance(tmp_path):
