@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from core.text.json_text import decode_json
+from core.text.plain_text import holds_half_character
 from data_feeds.rows.invalid_rows import InvalidRow, Reason
 
 EXACT = 2**53
@@ -112,7 +113,7 @@ def holds_lone_surrogate(value: Any) -> bool:
     (True, False)
     """
     if isinstance(value, str):
-        return not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value)
+        return holds_half_character(value)
     if isinstance(value, dict):
         return any(holds_lone_surrogate(k) or holds_lone_surrogate(v) for k, v in value.items())
     return isinstance(value, list) and any(map(holds_lone_surrogate, value))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from core.text.plain_text import holds_half_character
+
 MARKS = b'",\\[{:'
 MOST_MARKS = 2**20
 """Maximum number of MARKS in a body. Each item needs one, and the parser does not let go before it is through."""
@@ -56,8 +58,7 @@ def _check(found: Any) -> None:
     while waiting:
         value, depth = waiting.pop()
         if isinstance(value, str):
-            # a lone surrogate, JSON's "\ud800", which no tokenizer can read
-            if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+            if holds_half_character(value):
                 raise Unreadable("has a text that holds half of a character")
         elif isinstance(value, list | dict):
             if depth > DEEPEST:

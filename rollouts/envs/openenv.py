@@ -23,6 +23,7 @@ from core.timing.deadlines import OPENENV_CLOSE_TIMEOUT_S
 from core.types.messages import Message, ToolSpec
 from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
+from data_feeds.rows.values import holds_lone_surrogate
 from rollouts.envs.base import Env
 
 CAPACITY = "CAPACITY_REACHED"
@@ -116,6 +117,8 @@ class OpenEnv(Env):
         fields = action.get("properties") if isinstance(action, dict) else None
         if not isinstance(action, dict) or not isinstance(fields, dict):
             raise BrokenServer(f"{self.url}/schema has no action with properties: is it a server of OpenEnv?")
+        if holds_lone_surrogate(action):
+            raise BrokenServer(f"{self.url}/schema has a text that holds half of a character")
         # every action has `metadata`, which is not the policy's
         return {name: schema for name, schema in fields.items() if name != "metadata"}, action.get("required", [])
 

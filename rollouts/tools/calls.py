@@ -65,6 +65,8 @@ def make_answer(content: str, call: ToolCall | None, error: ToolErrorKind | None
     """Return the message with a tool's result, or with the error."""
     if error is not None:
         content = f"Error: {content}"
+    # half of a character, which a server's JSON may hold, and no tokenizer reads
+    content = content.encode(errors="backslashreplace").decode()
     # a malformed call has no id to refer to
     if call is None:
         return ToolResult(message={"role": "tool", "content": content}, error=error)

@@ -58,6 +58,9 @@ HERMES_REPLIES = {
     "second malformed": Reply(hermes(OSLO, "{"), problem="not valid"),
     "empty call": Reply(hermes(""), problem="not valid"),
     "a list": Reply(hermes(f"[{json.dumps(OSLO)}]"), problem="no object with a name and arguments"),
+    "half of a name": Reply(
+        hermes('{"name": "\\ud800", "arguments": {}}'), problem="its name holds half of a character"
+    ),
     "no name": Reply(hermes('{"arguments": {"place": "Oslo"}}'), problem="it has no name"),
     "no arguments": Reply(hermes('{"name": "weather"}'), problem="arguments are no JSON object"),
     "parameters": Reply(hermes('{"name": "weather", "parameters": {"place": "Oslo"}}'), problem="arguments"),

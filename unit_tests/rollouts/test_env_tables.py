@@ -198,6 +198,15 @@ def test_messages_of_an_environment_are_checked_whole():
             [{"role": "user", "content": 3}],
             "E must return messages whose content is text, it returned {'role': 'user', 'content': 3}",
         ),
+        (
+            [{"role": "user", "content": "a \ud800"}],
+            """E returned a text that holds half of a character (such as "\\ud800"): {'role': 'user', 'content': 'a \\ud800'}""",
+        ),
+        (
+            [{"role": "tool", "content": "a", "name": "\udfff"}],
+            'E returned a text that holds half of a character (such as "\\ud800"): '
+            "{'role': 'tool', 'content': 'a', 'name': '\\udfff'}",
+        ),
         ([USER | {"parts": 3}], "E must return messages whose parts are a list, it returned 3"),
         ([USER | {"parts": ["a"]}], part.format("'a'")),
         ([USER | {"parts": [{"type": "text", "text": 3}]}], part.format("{'type': 'text', 'text': 3}")),

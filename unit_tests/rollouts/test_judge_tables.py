@@ -163,6 +163,8 @@ REFUSED: list[tuple[Any, int, str]] = [
     (ASKED | {"messages": [*ASKED["messages"], {"role": "user", "content": 3}]}, 400, NO_MESSAGES),
     (ASKED | {"messages": [{"content": "abc"}]}, 400, NO_MESSAGES),
     (ASKED | {"messages": [["role", "content"]]}, 400, NO_MESSAGES),
+    (ASKED | {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "a message holds half of a character"),
+    (ASKED | {"messages": [{"role": "\udc00", "content": "a"}]}, 400, "a message holds half of a character"),
     (ASKED | {"seed": -1}, 400, "seed must be a number, found -1"),
     (ASKED | {"seed": True}, 400, "seed must be a number, found True"),
     (ASKED | {"seed": 2**63}, 400, f"seed must be a number, found {2**63}"),

@@ -108,6 +108,7 @@ def test_a_server_is_asked_as_a_chat_and_its_answer_is_a_reply(monkeypatch):
         (Failed("it is down"), "it is down"),
         ({"choices": []}, "rollout.opponent returned no chat completion: {'choices': []}"),
         (choice(None, "stop"), "rollout.opponent ended a reply with 'stop' and the content None"),
+        (choice("\ud800", "stop"), "rollout.opponent's reply holds half of a character: '\\ud800'"),
         (choice("4", "tool_calls"), "rollout.opponent ended a reply with 'tool_calls' and the content '4'"),
     ):
         assert tell(lambda wrong=wrong: ask(wrong), ServerFailed) == told

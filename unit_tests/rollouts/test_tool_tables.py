@@ -118,6 +118,22 @@ def test_errors_that_are_not_the_policys_go_through(error, parallel):
     assert raised.value is error
 
 
+def test_half_of_a_character_is_answered_as_its_code(qwen):
+    def cut() -> str:
+        return "\ud83d of a smiley"
+
+    def fall() -> None:
+        raise ValueError("no \ude00")
+
+    tools = {one.name: one for one in map(make_tool, (cut, fall))}
+    found = asyncio.run(run_calls([call("cut"), call("fall")], tools, seconds=60, key="a.key"))
+    assert [one.message["content"] for one in found] == [
+        "\\ud83d of a smiley",
+        "Error: fall raised ValueError: no \\ude00",
+    ]
+    assert qwen.render([one.message for one in found])
+
+
 def test_an_answer_without_a_call_refers_to_none():
     plain, failed = make_answer("x", None), make_answer("x", None, "malformed")
     assert (plain.message, plain.error) == ({"role": "tool", "content": "x"}, None)
