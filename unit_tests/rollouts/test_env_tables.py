@@ -200,7 +200,8 @@ def test_messages_of_an_environment_are_checked_whole():
         ),
         (
             [{"role": "user", "content": "a \ud800"}],
-            """E returned a text that holds half of a character (such as "\\ud800"): {'role': 'user', 'content': 'a \\ud800'}""",
+            'E returned a text that holds half of a character (such as "\\ud800"): '
+            "{'role': 'user', 'content': 'a \\ud800'}",
         ),
         (
             [{"role": "tool", "content": "a", "name": "\udfff"}],

@@ -102,6 +102,7 @@ WRONG = {
     "not finite": (SAID + '{"observation": {}, "reward": NaN}}', "the reward is nan, where a number is expected"),
     "too large": (SAID + f'{{"observation": {{}}, "reward": {10**400}}}}}', "the reward is 1000"),
     "deep": ("[" * 5000, f"answered {'[' * 5000!r:.80}, where a JSON object with type and data is expected"),
+    "half": (SAID + '{"observation": {"text": "a \\ud800"}, "reward": 1}}', "a text that holds half of a character"),
     "an error": ('{"type": "error", "data": {"message": "no such piece", "code": "E"}}', "no such piece (E)"),
     "hangs": ("", "no answer to a AT within 0.2 s"),
 }
@@ -131,10 +132,14 @@ def test_a_server_that_never_shakes_hands_is_told(monkeypatch):
     assert "/ws cannot be reached" in asyncio.run(play_one(server)).sample.failure
 
 
-@pytest.mark.parametrize("schema", ["what?", "[]", '{"action": {}}'])
+HALF = '{"action": {"properties": {"a": {"type": "string", "title": "\\udc00"}, "b": {"type": "string"}}}}'
+
+
+@pytest.mark.parametrize("schema", ["what?", "[]", '{"action": {}}', HALF])
 def test_a_server_of_something_else_is_named(schema):
     failure = asyncio.run(play_one(Server(schema=schema))).sample.failure
-    assert "/schema cannot be read" in failure or "is it a server of OpenEnv?" in failure
+    told = "has a text that holds half" if schema == HALF else "is it a server of OpenEnv?"
+    assert "/schema cannot be read" in failure or told in failure
 
 
 def test_an_action_of_several_fields_is_a_tool():

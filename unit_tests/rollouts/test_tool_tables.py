@@ -120,9 +120,11 @@ def test_errors_that_are_not_the_policys_go_through(error, parallel):
 
 def test_half_of_a_character_is_answered_as_its_code(qwen):
     def cut() -> str:
+        """Cut."""
         return "\ud83d of a smiley"
 
     def fall() -> None:
+        """Fall."""
         raise ValueError("no \ude00")
 
     tools = {one.name: one for one in map(make_tool, (cut, fall))}
