@@ -16,8 +16,7 @@ MEMBERSHIP_POLL_S = 5.0
 PLACEMENT_TIMEOUT_S = 60.0
 PLACEMENT_POLL_S = 1
 HUB_TIMEOUT_S = 5.0
-# A machine of eight GPUs that no process uses takes seconds to wake each.
-GPU_CHECK_TIMEOUT_S = 60.0
+GPU_CHECK_TIMEOUT_S = 60.0  # eight GPUs that no process uses take seconds each to wake
 IMPORT_TIMEOUT_S = 120.0
 PROGRESS_EVERY_S = 10.0
 STEP_PROGRESS_EVERY_S = 60.0
@@ -44,8 +43,7 @@ AGENT_END_TIMEOUT_S = 10.0
 AGENT_CANCEL_TIMEOUT_S = 5.0
 AGENT_REQUEST_TIMEOUT_S = 60.0
 AGENT_HOST_POLL_S = 20.0
-# Of an HTTP server's open requests when it closes. aiohttp takes 0 for no limit.
-SERVER_CLOSE_GRACE_S = 0.05
+SERVER_CLOSE_GRACE_S = 0.05  # aiohttp takes 0 for no limit
 # An int, because math-verify passes it to signal.alarm, which takes whole seconds.
 MATH_VERIFY_TIMEOUT_S = 2
 MCP_START_TIMEOUT_S = 60.0

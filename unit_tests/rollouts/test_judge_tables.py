@@ -216,7 +216,7 @@ def make_endpoint(engine: Says, **where: Any) -> JudgeEndpoint:
     return JudgeEndpoint(*given, **where)
 
 
-def test_an_endpoint_has_an_address_before_it_starts_and_none_after_its_end():
+def test_an_endpoint_has_an_address_until_its_end():
     async def go() -> None:
         endpoint = make_endpoint(Says())
         assert endpoint.url == f"http://127.0.0.1:{endpoint.port}/v1" and endpoint.key == KEY
