@@ -9,8 +9,7 @@ from typing import Any
 
 from core.errors import UserError, name_error, shorten
 from core.loading import needs_part
-from core.text.json_text import decode_json
-from core.text.plain_text import holds_half_character
+from core.text.json_text import decode_json, holds_lone_surrogate
 from core.types.messages import Message, ToolSpec, find_images
 from data_feeds.chat.tool_parsing import ParsedReply
 from rewards.calls import call_user_code
@@ -177,7 +176,7 @@ class ServedOpponent:
             return None
         if end != "stop" or not isinstance(text, str):
             raise ServerFailed(f"rollout.opponent ended a reply with {end!r} and the content {shorten(repr(text))}")
-        if holds_half_character(text):
+        if holds_lone_surrogate(text):
             raise ServerFailed(f"rollout.opponent's reply holds half of a character: {shorten(repr(text))}")
         return ParsedReply(message={"role": "assistant", "content": text})
 

@@ -16,6 +16,19 @@ def decode_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def holds_lone_surrogate(value: Any) -> bool:
+    r"""Return whether a text of a JSON value has a lone surrogate ("\ud800"), which UTF-8 and tokenizers do not have.
+
+    >>> holds_lone_surrogate({"a": [{"b": "\ud800"}, "\udfff"]}), holds_lone_surrogate({"a": "\U0001f600", "b": 3})
+    (True, False)
+    """
+    if isinstance(value, str):
+        return not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value)
+    if isinstance(value, dict):
+        return any(holds_lone_surrogate(k) or holds_lone_surrogate(v) for k, v in value.items())
+    return isinstance(value, list) and any(map(holds_lone_surrogate, value))
+
+
 def dump_json(value: Any, *, default: Callable[[Any], Any] | None = None) -> str:
     """Return JSON text, with null for numbers that are not finite.
 

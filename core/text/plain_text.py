@@ -24,15 +24,6 @@ def escape_controls(text: str, *, keep: str = "\n") -> str:
     )
 
 
-def holds_half_character(text: str) -> bool:
-    r"""Return whether text contains a lone surrogate (JSON's "\ud800"), which UTF-8 and tokenizers do not have.
-
-    >>> holds_half_character("\ud800"), holds_half_character("\U0001f600")
-    (True, False)
-    """
-    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
-
-
 def print_line(text: str, *, keep: str = "", file: TextIO | None = None) -> None:
     """Print a sentence with its control characters escaped. Every program prints what is not a constant by this.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, first_line
-from core.text.plain_text import holds_half_character
+from core.text.json_text import holds_lone_surrogate
 from core.types.messages import FunctionCall, ToolSpec
 from data_feeds.chat.decoding import decode_exactly, list_special_tokens
 from data_feeds.chat.parsed_reply import ParsedReply, PlainParser, finish_reply, refuse_reply
@@ -79,7 +79,7 @@ def _list_functions(found: Any) -> list[Mapping[str, Any]]:
         raise ValueError("it is no object with a name and arguments")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError("it has no name")
-    if holds_half_character(function["name"]):
+    if holds_lone_surrogate(function["name"]):
         raise ValueError("its name holds half of a character")
     return [function]
 

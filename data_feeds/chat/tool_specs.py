@@ -8,10 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 from core.errors import first_line, quote, shorten
+from core.text.json_text import holds_lone_surrogate
 from core.types.messages import FunctionCall, ToolSpec, name_of_tool
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.read_messages import holds_null
-from data_feeds.rows.values import holds_lone_surrogate, load_json
+from data_feeds.rows.values import load_json
 
 FORM = "{type: function, function: {name, description, parameters}}"
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from core.text.json_text import decode_json
-from core.text.plain_text import holds_half_character
+from core.text.json_text import decode_json, holds_lone_surrogate
 from data_feeds.rows.invalid_rows import InvalidRow, Reason
 
 EXACT = 2**53
@@ -104,16 +103,3 @@ def check_characters(value: Any) -> None:
     """Raise InvalidRow if a text in a row holds half of a character."""
     if holds_lone_surrogate(value):
         raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
-
-
-def holds_lone_surrogate(value: Any) -> bool:
-    r"""Return whether a text in a row contains a lone surrogate (JSON's "\ud800"), invalid in UTF-8.
-
-    >>> holds_lone_surrogate({"a": [{"b": "\ud800"}, "\udfff"]}), holds_lone_surrogate({"a": "\U0001f600", "b": 3})
-    (True, False)
-    """
-    if isinstance(value, str):
-        return holds_half_character(value)
-    if isinstance(value, dict):
-        return any(holds_lone_surrogate(k) or holds_lone_surrogate(v) for k, v in value.items())
-    return isinstance(value, list) and any(map(holds_lone_surrogate, value))

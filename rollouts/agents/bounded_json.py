@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from core.text.plain_text import holds_half_character
+from core.text.json_text import holds_lone_surrogate
 
 MARKS = b'",\\[{:'
 MOST_MARKS = 2**20
@@ -58,7 +58,7 @@ def _check(found: Any) -> None:
     while waiting:
         value, depth = waiting.pop()
         if isinstance(value, str):
-            if holds_half_character(value):
+            if holds_lone_surrogate(value):
                 raise Unreadable("has a text that holds half of a character")
         elif isinstance(value, list | dict):
             if depth > DEEPEST:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from core.text.plain_text import holds_half_character
+from core.text.json_text import holds_lone_surrogate
 from core.types.images import EncodedImage
 from core.types.messages import ROLES, Message
 from rewards.calls import call_user_code, last_line
@@ -56,7 +56,7 @@ def _check_message(answer: Any, who: str) -> None:
         raise TypeError(f"{who} returned a message with {strange[0]!r:.60}, which no message has: {answer!r:.80}")
     if not isinstance(answer["content"], str):
         raise TypeError(f"{who} must return messages whose content is text, it returned {answer!r:.80}")
-    if any(isinstance(value, str) and holds_half_character(value) for value in answer.values()):
+    if holds_lone_surrogate(answer):
         raise TypeError(f'{who} returned a text that holds half of a character (such as "\\ud800"): {answer!r:.80}')
     if "parts" in answer:
         _check_parts(answer, who)

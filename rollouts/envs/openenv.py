@@ -18,12 +18,11 @@ import aiohttp
 
 from core.errors import UserError, name_error, quote
 from core.numbers import is_finite
-from core.text.json_text import decode_json
+from core.text.json_text import decode_json, holds_lone_surrogate
 from core.timing.deadlines import OPENENV_CLOSE_TIMEOUT_S
 from core.types.messages import Message, ToolSpec
 from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
-from data_feeds.rows.values import holds_lone_surrogate
 from rollouts.envs.base import Env
 
 CAPACITY = "CAPACITY_REACHED"

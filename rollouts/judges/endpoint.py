@@ -19,8 +19,7 @@ from aiohttp import web
 
 from core.cluster.addresses import listen_at
 from core.errors import RunStopped, quote
-from core.text.json_text import decode_json
-from core.text.plain_text import holds_half_character
+from core.text.json_text import decode_json, holds_lone_surrogate
 from core.timing.deadlines import SERVER_CLOSE_GRACE_S
 from core.types.messages import Message, ToolSpec
 from rollouts.engines.base import Completion, Engine
@@ -181,13 +180,14 @@ def read_messages(body: Any, served: Served) -> list[Message]:
     messages: Any = given.get("messages")
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):  # pyright: ignore[reportUnknownArgumentType]
         raise Refused("messages must be a list of objects with a role and a text as content")
-    if any(holds_half_character(message["content"] + message["role"]) for message in messages):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    read: list[Message] = [{"role": message["role"], "content": message["content"]} for message in messages]
+    if holds_lone_surrogate(read):
         raise Refused("a message holds half of a character")
     for name in ("max_tokens", "seed"):
         value = given.get(name)
         if value is not None and (type(value) is not int or not 0 <= value < 2**63):  # as in vLLM
             raise Refused(f"{name} must be a number, found {quote(value)}")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return read
 
 
 def _is_message(given: Any) -> bool:

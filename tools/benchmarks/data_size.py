@@ -18,16 +18,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.benchmarks.processes import print_row
 
 BATCH = 100_000
 DRAWS, CONVERTED = 50_000, 5_000
 CONVERSATIONS, TOKENS, PER_STEP = 4_000, 900, 200
+
+
+class Measurement(NamedTuple):
+    """File that was read, and the state of the page cache."""
+
+    rows: int
+    size: int
+    """Bytes of a row."""
+    suffix: str
+    cache: str
 
 
 def make_rows(n: int, size: int, *, reply: bool = False) -> Iterator[list[dict[str, Any]]]:
@@ -143,29 +153,35 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tiny_model.make(folder / "model")
         os.environ["FEYNRL_CACHE"] = str(folder / "cache")
-        found: dict[str, dict[str, float]] = {}
+        found: dict[Measurement, dict[str, float]] = {}
         for size, suffix, rows in product(args.bytes, ("jsonl", "parquet"), (1000, args.rows)):
             path = folder / f"{rows}-{size}.{suffix}"
             if not path.is_file():
                 begin = time.perf_counter()
                 write_rows(path, make_rows(rows, size))
                 print(f"{path.name}: {path.stat().st_size / 2**20:.0f} MiB in {time.perf_counter() - begin:.0f} s")
-            for cache in ("cold", "index kept", "warm") if rows > 1000 else ("warm",):
+            # a thousand rows are there for their memory alone, which no cache changes
+            for cache in ("cold", "index kept", "warm") if rows == args.rows else ("warm",):
                 if cache == "cold":
                     shutil.rmtree(folder / "cache", ignore_errors=True)
                 if cache != "warm":
                     drop_cache(path)
-                numbers = found[f"{rows} {size} {suffix} {cache}"] = measure_apart(path, folder / "model")
+                numbers = found[Measurement(rows, size, suffix, cache)] = measure_apart(path, folder / "model")
                 show(f"{path.name}, {cache}", numbers)
         path = folder / "conversations.jsonl"
         write_rows(path, make_rows(20_000, TOKENS + 110, reply=True))
         numbers = measure_apart(path, folder / "model", reply=True)
         show(f"{TOKENS} tokens a row", numbers)
+    tokenised = f"conversations of {TOKENS} tokens: {numbers['tokenised rows/s']:,.0f} rows a second"
+    print_row(f"{describe(found, args.rows)}; {tokenised}")
+
+
+def describe(found: Mapping[Measurement, dict[str, float]], rows: int) -> str:
+    """Return the numbers of the files with so many rows, beside those of a thousand, for the page of results."""
     cells: list[str] = []
-    for size, suffix in product(args.bytes, ("parquet", "jsonl")):
+    for size, suffix in sorted({(one.size, one.suffix) for one in found}):
         few, cold, warm = (
-            found[f"{key} {size} {suffix} {cache}"]
-            for key, cache in ((1000, "warm"), (args.rows, "cold"), (args.rows, "warm"))
+            found[Measurement(n, size, suffix, c)] for n, c in ((1000, "warm"), (rows, "cold"), (rows, "warm"))
         )
         more = cold["anonymous MiB"] - few["anonymous MiB"]
         cells.append(
@@ -173,8 +189,7 @@ def main() -> None:
             f"with a thousand rows; draws a second from the disk {cold['draws/s']:,.0f}, from the page cache "
             f"{warm['draws/s']:,.0f}"
         )
-    tokenised = f"conversations of {TOKENS} tokens: {numbers['tokenised rows/s']:,.0f} rows a second"
-    print_row("; ".join([*cells, tokenised]))
+    return "; ".join(cells)
 
 
 def show(name: str, numbers: dict[str, float]) -> None:

@@ -63,7 +63,7 @@ from tools.benchmarks.learn_work import (
     run_theirs,
     write_recipe,
 )
-from tools.benchmarks.processes import ROOT
+from tools.benchmarks.processes import ROOT, shorten_commit
 
 RESULTS = ROOT / "docs" / "learn_vs_trl"
 
@@ -116,7 +116,7 @@ def read_path(text: str) -> Path:
 def learn(args: argparse.Namespace, work: Work, side: str, machine: Machine) -> Learnt:
     """Run a side with a seed; return the measures of the run and of the saved model, with the commit and the load."""
     state = args.commit or read_git_state()
-    commit = state if isinstance(state, str) else state["commit"][:12] + ("+" if state["changed_files"] else "")
+    commit = state if isinstance(state, str) else shorten_commit(state, 12)
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
         recipe = write_recipe(work, args.seed, scratch, machine)
@@ -125,6 +125,7 @@ def learn(args: argparse.Namespace, work: Work, side: str, machine: Machine) -> 
         else:
             python, whole = args.trl_python or trl_environment(), side == WHOLE_GROUPS
             done = run_theirs(args.method, work, recipe, python, scratch, machine=machine, whole_groups=whole)
+        # before the evaluation, whose own load is not that of the machine beside the run
         load = os.getloadavg()[0]
         with contextlib.redirect_stdout(io.StringIO()):
             held_out = measure_held_out(work, scratch / ("ours" if side == "ours" else "trl"), scratch)

@@ -1,4 +1,4 @@
-"""What does overlap bring? The whole program, synchronous and overlapped: python -m tools.benchmarks.overlap [--real]
+"""Speed-up by overlap, measured on the whole program: python -m tools.benchmarks.overlap [--real]
 
 Simulated times: the real main_rl.py on Ray actors with DeepSpeed, real weight sync and an engine of its own that
 sleeps where it would generate; its loss sleeps where a larger model would compute. Generation and training take the

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.metrics import is_evaluation
+from core.types.run_summary import GitState
 
 ROOT = Path(__file__).parent.parent.parent
 ROW = "row of docs/results.md: "
@@ -22,6 +23,11 @@ def run_for_json(command: list[str], *, cwd: Path = ROOT) -> Any:
         print(done.stderr, file=sys.stderr)
         raise SystemExit(f"error: {' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def shorten_commit(state: GitState, digits: int) -> str:
+    """Return the beginning of the commit, with + if files have changed since."""
+    return state["commit"][:digits] + ("+" if state["changed_files"] else "")
 
 
 def print_row(result: str) -> None:

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from driver.records.git_state import read_git_state
-from tools.benchmarks.processes import ROOT, ROW
+from tools.benchmarks.processes import ROOT, ROW, shorten_commit
 
 PAGE = "docs/results.md"
 COMMAND = re.compile(r"`python -m (tools\.[\w.]+)[^`]*` \|$")
@@ -115,7 +115,7 @@ def measure_speeds(names: Sequence[str]) -> None:
     state = read_git_state()
     if isinstance(state, str):
         raise SystemExit(f"error: the commit is {state}, and the rows name it")
-    commit = state["commit"][:8] + ("+" if state["changed_files"] else "")
+    commit = shorten_commit(state, 8)
     commands = [found[0].strip("` |") for line in page.read_text().splitlines() if (found := COMMAND.search(line))]
     for command in [command for name in names for command in commands if command.split()[2] == MODULES + name]:
         result = measure(command)

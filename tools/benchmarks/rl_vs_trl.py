@@ -156,7 +156,7 @@ def prompts_of(run: Path, samples: int) -> list[list[dict[str, Any]]]:
 
 
 def make_table(sides: dict[str, Measured], trl_batch: int) -> str:
-    """Return one line for each side, and our phases."""
+    """Return the table of seconds, rewards and lengths by side, with our phases and the noise of the machine."""
     lines = [f"{'side':<12}{'seconds of a step':>18}{'lowest':>9}{'highest':>9}{'reward':>9}{'tokens':>9}"]
     for name, side in sides.items():
         line = f"{name:<12}{side.median:>18.2f}{min(side.seconds):>9.2f}{max(side.seconds):>9.2f}"

@@ -53,6 +53,9 @@ SIDES = {
     "local": ("backend=local", "rollout.engine=hf"),
 }
 BARE = ("bare vLLM", "bare generate")
+GENERATION, OURS, LOCAL = "generation of vllm / bare vLLM", "vllm / TRL", "local / TRL"
+GOALS = {GENERATION: 1.5, OURS: 1.0, LOCAL: 0.8}
+"""Largest ratio of seconds, by its name."""
 
 COUNTING_ENGINE = """
 import json
@@ -96,6 +99,7 @@ class Side:
 
 
 def main() -> int:
+    """Measure as the command line says, print the tables, and return the exit code: 1 if a goal is missed."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.benchmarks.sample_cost", description=(__doc__ or "").split("\n")[0]
     )
@@ -119,7 +123,8 @@ def main() -> int:
             print(describe_iterations(work, Path(scratch)), flush=True)
         if args.growth:
             print_growth(args.growth, work, Path(scratch))
-    if {*SIDES, "TRL", "bare vLLM"} <= rounds[0].keys():
+    # the row has a number of every ratio
+    if list_ratios(rounds).keys() == GOALS.keys():
         print_row(describe_rounds(rounds))
     missed = find_missed(rounds)
     print("\n".join(missed) or "every goal of a measured side is reached")
@@ -263,38 +268,43 @@ def print_growth(growth: list[int], work: Workload, scratch: Path) -> None:
         print(f"{samples:>8}{seconds:>9.2f}" + "".join(f"{ms:>14.3f}" for ms in each), flush=True)
 
 
+def list_ratios(rounds: list[dict[str, Side]]) -> dict[str, list[float]]:
+    """Return the ratios of GOALS whose sides were measured, each with its value in every round."""
+
+    def divide(side: Callable[[Side], float], name: str, base: str) -> list[float]:
+        measured = {name, base} <= rounds[0].keys()
+        return [side(sides[name]) / sides[base].step for sides in rounds] if measured else []
+
+    found = {
+        GENERATION: divide(lambda side: side.generation, "vllm", "bare vLLM"),
+        OURS: divide(lambda side: side.step, "vllm", "TRL"),
+        LOCAL: divide(lambda side: side.step, "local", "TRL"),
+    }
+    return {name: each for name, each in found.items() if each}
+
+
 def describe_rounds(rounds: list[dict[str, Side]]) -> str:
     """Return the medians over the rounds, of seconds and of ratios."""
 
     def median(number: Callable[[dict[str, Side]], float]) -> float:
         return statistics.median(map(number, rounds))
 
-    def of_trl(name: str) -> str:
-        seconds, ratio = median(lambda r: r[name].step), median(lambda r: r[name].step / r["TRL"].step)
-        return f"{seconds:.2f} s ({ratio:.2f} of TRL's)"
-
-    ours, alone = of_trl("vllm"), of_trl("local")
-    generation = median(lambda r: r["vllm"].generation)
-    bare = median(lambda r: r["vllm"].generation / r["bare vLLM"].step)
+    ratios = {name: statistics.median(each) for name, each in list_ratios(rounds).items()}
     return (
-        f"{ours} on Ray with vLLM, {alone} with `backend: local`, TRL {median(lambda r: r['TRL'].step):.2f} s; "
-        f"generation {generation:.2f} s, {bare:.2f} times bare vLLM's; start {median(lambda r: r['vllm'].start):.0f} s"
+        f"{median(lambda r: r['vllm'].step):.2f} s ({ratios[OURS]:.2f} of TRL's) on Ray with vLLM, "
+        f"{median(lambda r: r['local'].step):.2f} s ({ratios[LOCAL]:.2f} of TRL's) with `backend: local`, "
+        f"TRL {median(lambda r: r['TRL'].step):.2f} s; generation {median(lambda r: r['vllm'].generation):.2f} s, "
+        f"{ratios[GENERATION]:.2f} times bare vLLM's; start {median(lambda r: r['vllm'].start):.0f} s"
     )
 
 
 def find_missed(rounds: list[dict[str, Side]]) -> list[str]:
     """Print the median of every ratio beside its goal; return a sentence for each that is missed."""
-    ratios: list[tuple[str, list[float], float]] = []
-    if {"vllm", "bare vLLM"} <= rounds[0].keys():
-        each = [sides["vllm"].generation / sides["bare vLLM"].step for sides in rounds]
-        ratios.append(("generation of vllm / bare vLLM", each, 1.5))
-    for name, goal in (("vllm", 1.0), ("local", 0.8)):
-        if {name, "TRL"} <= rounds[0].keys():
-            ratios.append((f"{name} / TRL", [sides[name].step / sides["TRL"].step for sides in rounds], goal))
-    for name, each, goal in ratios:
+    ratios = list_ratios(rounds)
+    for name, each in ratios.items():
         listed = ", ".join(f"{ratio:.2f}" for ratio in sorted(each))
-        print(f"{name}: median {statistics.median(each):.2f} of {listed} (goal: at most {goal})")
-    return [f"missed: {name}" for name, each, goal in ratios if statistics.median(each) > goal]
+        print(f"{name}: median {statistics.median(each):.2f} of {listed} (goal: at most {GOALS[name]})")
+    return [f"missed: {name}" for name, each in ratios.items() if statistics.median(each) > GOALS[name]]
 
 
 if __name__ == "__main__":

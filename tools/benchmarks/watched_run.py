@@ -1,4 +1,4 @@
-"""What is seen of a run from outside: the CPU seconds of its processes, and when its first step ends."""
+"""Observation of a run from outside: the CPU seconds of its processes, and the end of its first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLACES: tuple[str, ...] = ("driver", "engine actor", "rewards", "trainer", "Ray"
 
 @dataclass(slots=True)
 class Watched:
-    """What was seen of a run of ours from outside: CPU seconds by process, and the end of its first step."""
+    """CPU seconds of a run by process, and the end of its first step."""
 
     before: dict[str, float] = field(default_factory=dict[str, float])
     """CPU seconds after the first step."""

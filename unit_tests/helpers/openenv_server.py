@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from core.timing.deadlines import SERVER_CLOSE_GRACE_S
+
 TEXT = {"message": {"type": "string"}, "metadata": {"type": "object"}}
 
 
@@ -61,7 +63,7 @@ class Server:
         app = web.Application()
         app.router.add_get("/schema", self.show_schema)
         app.router.add_get("/ws", self.serve)
-        runner = web.AppRunner(app, shutdown_timeout=0.05, handler_cancellation=True)
+        runner = web.AppRunner(app, shutdown_timeout=SERVER_CLOSE_GRACE_S, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:

@@ -27,21 +27,12 @@ from rewards.weights import describe_judge
 from rollouts.engines.base import Completion
 from rollouts.judges.endpoint import JudgeEndpoint, Served
 from tools.benchmarks.judge_server import Asked, JudgeServer, count_sevens
+from unit_tests.helpers.characters import Characters
 from unit_tests.helpers.judged import score_at
 from unit_tests.helpers.runs import evaluations_of, metrics_of, samples_of
 
 KEY = "sk-of-this-run-0123456789"
 ASKED = {"model": "j", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
-
-
-class Letters:
-    """Tokenizer with a token per character."""
-
-    def render(self, messages: list[Any], tools: list[Any]) -> list[int]:
-        return [ord(letter) for message in messages for letter in message["content"]]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 class Echo:
@@ -57,7 +48,7 @@ def post(*bodies: Any, key: str = KEY, choices: tuple[int, ...] = ()) -> list[tu
 
     async def send() -> list[tuple[int, dict[str, Any]]]:
         served = Served(model="j", max_model_len=10, key=KEY, choices=choices)
-        endpoint: Any = JudgeEndpoint(Echo(), Letters(), served)  # pyright: ignore[reportArgumentType]
+        endpoint: Any = JudgeEndpoint(Echo(), Characters(), served)  # pyright: ignore[reportArgumentType]
         await endpoint.start()
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
             texts = [body if isinstance(body, bytes) else json.dumps(body) for body in bodies]

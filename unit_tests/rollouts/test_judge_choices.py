@@ -13,23 +13,8 @@ from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from rollouts.engines.base import EngineConfig
 from rollouts.judges.endpoint import Served
 from rollouts.judges.worker import JudgePlan, JudgeWorker, build_judge, find_choices
+from unit_tests.helpers.characters import Characters
 from unit_tests.helpers.sentences import tell
-
-
-class Letters:
-    """Tokenizer with a token per character."""
-
-    stop_token_ids = (10, 13)
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def render(self, messages: list[Any], tools: list[Any]) -> list[int]:
-        return self.encode(messages[0]["content"])
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
-
 
 ENGINE = """
 from rollouts.engines.base import Completion, Engine
@@ -50,7 +35,7 @@ class Plan(JudgePlan):
     """Plan with a tokenizer of characters."""
 
     def make_tokenizer(self) -> Any:
-        return Letters()
+        return Characters()
 
 
 async def ask(worker: JudgeWorker) -> Any:
@@ -88,7 +73,7 @@ def test_an_engine_of_a_judge_may_say_its_choices_alone(tmp_path, texts, choices
     kept = engine.config
     assert (kept.cores, kept.stop_token_ids, kept.allowed_tokens) == ([2, 3], (10, 13), allowed)
     assert (kept.model_path, kept.temperature, kept.max_model_len, kept.seed) == ("m", 0.0, 10, 5)
-    letters: Any = Letters()
+    letters: Any = Characters()
     assert find_choices(letters, texts) == choices
     assert asyncio.run(ask(worker)) == (["y", "n"] if texts else 400)
 
@@ -105,5 +90,5 @@ def test_an_engine_of_a_judge_may_say_its_choices_alone(tmp_path, texts, choices
     ],
 )
 def test_choices_are_two_tokens_that_differ(texts, said):
-    letters: Any = Letters()
+    letters: Any = Characters()
     assert tell(lambda: find_choices(letters, texts)) == said

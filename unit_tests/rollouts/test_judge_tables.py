@@ -16,23 +16,10 @@ from core.errors import RunStopped
 from rollouts.engines.base import Completion
 from rollouts.judges.endpoint import LARGEST_BODY, JudgeEndpoint, Served
 from rollouts.judges.worker import JudgeWorker
+from unit_tests.helpers.characters import Characters
 
 KEY = "sk-of-this-run"
 ASKED: dict[str, Any] = {"model": "j", "messages": [{"role": "user", "content": "abc"}]}
-
-
-class Letters:
-    """Tokenizer with a token per character. It notes what it writes."""
-
-    def __init__(self) -> None:
-        self.rendered: list[Any] = []
-
-    def render(self, messages: list[Any], tools: list[Any]) -> list[int]:
-        self.rendered.append((messages, tools))
-        return [ord(letter) for message in messages for letter in message["content"]]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 @dataclass
@@ -75,13 +62,13 @@ def served(**more: Any) -> Served:
 
 
 def post(
-    *bodies: Any, engine: Says | None = None, tokenizer: Letters | None = None, headers: Any = None, **more: Any
+    *bodies: Any, engine: Says | None = None, tokenizer: Characters | None = None, headers: Any = None, **more: Any
 ) -> list[tuple[int, Any]]:
     """Send requests to an endpoint; return statuses and answers."""
     headers = {"Authorization": f"Bearer {KEY}"} if headers is None else headers
 
     async def send() -> list[tuple[int, Any]]:
-        given: Any = (engine or Says(), tokenizer or Letters(), served(**more))
+        given: Any = (engine or Says(), tokenizer or Characters(), served(**more))
         endpoint = JudgeEndpoint(*given)
         await endpoint.start()
         async with httpx.AsyncClient(headers=headers, timeout=60) as client:
@@ -114,13 +101,13 @@ def answer_with(**choice: Any) -> dict[str, Any]:
     ],
 )
 def test_a_request_is_sampled_as_it_asks_and_answered_whole(more, how):
-    engine, tokenizer = Says(), Letters()
+    engine, tokenizer = Says(), Characters()
     assert post(ASKED | more, engine=engine, tokenizer=tokenizer) == [(200, answer_with())]
     assert engine.asked == [("abc", how)] and tokenizer.rendered == [(ASKED["messages"], [])]
 
 
 def test_a_message_has_only_its_role_and_its_text():
-    tokenizer = Letters()
+    tokenizer = Characters()
     messages = [{"role": "system", "content": "a", "name": "x"}, {"role": "user", "content": "bc"}]
     assert post(ASKED | {"messages": messages}, tokenizer=tokenizer)[0][0] == 200
     assert tokenizer.rendered == [([{"role": "system", "content": "a"}, {"role": "user", "content": "bc"}], [])]
@@ -212,7 +199,7 @@ def test_requests_are_no_lines_of_the_log(caplog):
 
 
 def make_endpoint(engine: Says, **where: Any) -> JudgeEndpoint:
-    given: Any = (engine, Letters(), served())
+    given: Any = (engine, Characters(), served())
     return JudgeEndpoint(*given, **where)
 
 
@@ -246,7 +233,7 @@ async def until(holds: Any) -> None:
 
 
 def listen(engine: Says) -> JudgeWorker:
-    given: Any = (engine, Letters(), served())
+    given: Any = (engine, Characters(), served())
     return JudgeWorker(*given)
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from configs.agent_schema import AgentConfig
 from configs.rollout_schema import RolloutConfig
 from core.errors import UserError
+from core.timing.deadlines import SERVER_CLOSE_GRACE_S
 from rollouts.agents import host as hosting
 from rollouts.agents import remote
 from rollouts.agents.host import AgentHost
@@ -46,7 +47,7 @@ def serving(make: Callable[[], web.Application]) -> Iterator[str]:
     over = asyncio.Event()
 
     async def serve() -> None:
-        runner = web.AppRunner(make(), shutdown_timeout=0.05, handler_cancellation=True)
+        runner = web.AppRunner(make(), shutdown_timeout=SERVER_CLOSE_GRACE_S, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         found.append(f"http://127.0.0.1:{runner.addresses[0][1]}")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from core.timing.deadlines import SERVER_CLOSE_GRACE_S
 from rollouts.agents.remote import RemoteAgents
 from rollouts.agents.results import AgentResult
 from rollouts.agents.task import AgentPlan, Task
@@ -52,7 +53,7 @@ class Host:
         app.router.add_post("/episodes", self.begin)
         app.router.add_get("/episodes/{id}", self.wait)
         app.router.add_delete("/episodes/{id}", self.end)
-        runner = web.AppRunner(app, shutdown_timeout=0.05)
+        runner = web.AppRunner(app, shutdown_timeout=SERVER_CLOSE_GRACE_S)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
