@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, first_line, quote
+from core.text.json_text import holds_lone_surrogate
 from core.types.messages import FunctionCall, ToolSpec
 from data_feeds.chat.decoding import decode_exactly
 from data_feeds.chat.parsed_reply import ParsedReply, finish_reply, refuse_reply
@@ -111,4 +112,6 @@ def _read_call(call: Any) -> FunctionCall:
     arguments = json.loads(call.function.arguments)
     if not isinstance(arguments, dict):
         raise ValueError("its arguments are no JSON object")
+    if holds_lone_surrogate(call.function.name):
+        raise ValueError("its name holds half of a character")
     return FunctionCall(name=call.function.name, arguments=arguments)
