@@ -203,7 +203,8 @@ class PolicyGradient(Algorithm):
         """Return the reward plus penalties for length and KL; None for a failed sample."""
         if sample.reward is None:
             return None
-        return sample.reward + self.overlong.compute_penalty(sample) + sum_terms(self.kl_rewards(sample))
+        reward = sample.reward + self.overlong.compute_penalty(sample)
+        return reward + sum_terms(self.kl_rewards(sample)) if self.kl.in_reward else reward
 
     def objective(self, policy: Policy, tokens: Tokens, of_term: TokenLoss | None = None) -> tuple[Tensor, Metrics]:
         """Return correction x policy loss + KL - entropy, [M]; KL and entropy are not corrected."""

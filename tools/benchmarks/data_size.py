@@ -185,11 +185,11 @@ def describe(found: Mapping[Measurement, dict[str, float]], rows: int) -> str:
         )
         more = cold["anonymous MiB"] - few["anonymous MiB"]
         cells.append(
-            f"{suffix}, {size} bytes a row: first prompt after {cold['first draw, s']:.1f} s, {more:.0f} MiB more than "
-            f"with a thousand rows; draws a second from the disk {cold['draws/s']:,.0f}, from the page cache "
+            f"{suffix} of {size} bytes {cold['first draw, s']:.1f} s, {more:.0f} MiB, {cold['draws/s']:,.0f} and "
             f"{warm['draws/s']:,.0f}"
         )
-    return "; ".join(cells)
+    named = "first prompt, memory beyond that of a thousand rows, draws a second from the disk and from the page cache"
+    return f"{named}: {'; '.join(cells)}"
 
 
 def show(name: str, numbers: dict[str, float]) -> None:
