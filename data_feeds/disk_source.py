@@ -68,10 +68,12 @@ class DiskSource(Source[Item]):
         found = self.convert([row])[row] if batch is None else batch.result()[row]
         for place in range(row + 1, row + 1 + TRIES):
             if not isinstance(found, InvalidRow):
-                return found
+                break
             place %= self.rows
             found = self.convert([place], are_drawn=False)[place]
-        raise RunStopped(f"{self.converter.key}: {TRIES} rows from row {row} on are invalid: {self.invalid}")
+        if isinstance(found, InvalidRow):
+            raise RunStopped(f"{self.converter.key}: {TRIES} rows from row {row} on are invalid: {self.invalid}")
+        return found
 
     def prepare(self, nths: Sequence[int]) -> None:
         rows = [row for row in map(self.pick, nths) if row not in self.ahead]
