@@ -154,7 +154,7 @@ class Stateful(StrictModel):
 
     def after(self, step: StepSeen) -> Self:
         """Return the algorithm of the next step, from this one and the finished step."""
-        moved = dict(self.next_state(step))
+        moved = _check_state(type(self).__name__, self.next_state(step))
         for section in self._controllers():
             moved |= section.next_entries(self.state, step)
         return self.with_state(moved, step=step.number + 1)
@@ -187,7 +187,7 @@ class Stateful(StrictModel):
         return [value for value in vars(self).values() if isinstance(value, Controller)]
 
     def _first_state(self) -> dict[str, float | Floats]:
-        state = dict(self.initial_state())
+        state = _check_state(type(self).__name__, self.initial_state())
         for section in self._controllers():
             state |= section.initial_entries()
         return _check_state(type(self).__name__, state)

@@ -100,3 +100,21 @@ def test_a_model_without_the_labels_is_refused(tiny_path, tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             reward_model.prepare(**given)
+
+
+def test_the_settings_of_a_reward_model_reach_it_each_in_its_place(tiny_path, tmp_path):
+    path = classifier(tiny_path, tmp_path / "rm", 2)
+    given: dict[str, Any] = {"model": path, "labels": {"kind": 1}, "template": "plain", "device": "cpu"}
+    given |= {"template_date": "2024-07-26", "dtype": "bfloat16", "batch_tokens": 70}
+    reward_model.load_once.cache_clear()
+    reward_model.prepare(**given)
+    [found] = asyncio.run(score_all(["7"], **given))
+    scorer = reward_model.load_once(path, (("kind", 1),), "plain", "2024-07-26", False, "cpu", "bfloat16", 70)
+    assert (reward_model.load_once.cache_info().misses, reward_model.load_once.cache_info().hits) == (1, 2)
+    assert [*found] == ["kind"] and [*scorer.labels] == [("kind", 1)]
+    assert {p.dtype for p in scorer.net.parameters()} == {torch.bfloat16} and not scorer.net.training
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "Write."}])
+    sample = scorer.encode(prompt, [{"role": "assistant", "content": "7"}])
+    assert sample.action_mask.tolist() == [False] * (len(sample.token_ids) - 1) + [True]
+    assert not sample.rollout_logp.any() and {*sample.versions.tolist()} == {-1}
+    reward_model.load_once.cache_clear()
