@@ -222,7 +222,7 @@ def score(server: dict[str, Any], extra: dict[str, Any], **settings: Any) -> dic
     return code.score(Prompt(id="row/7", messages=[], extra=extra), messages, sandbox=server["url"], **settings)
 
 
-def test_the_parts_are_of_all_tests_of_the_share_that_passes_and_of_the_run(server):
+def test_the_parts_are_of_all_tests_of_their_share_and_of_the_run(server):
     tests = {"tests": ["f()", "g()", "h()", "i()"]}
     for passed, parts in (
         ((True, True, True, True), {"correct": 1.0, "passed": 1.0, "ran": 1.0}),
