@@ -190,7 +190,10 @@ def check_program(program: Program) -> None:
         raise SandboxUnavailable(f"{program.name} is not installed: install it, or use the boxes of bubblewrap")
     # docker's `info` asks the daemon; apptainer has none, and no such command
     words = [program.name, "--version"] if program.name == "apptainer" else [program.name, "info"]
-    done = subprocess.run(words, capture_output=True, timeout=BOX_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(words, capture_output=True, timeout=BOX_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise SandboxUnavailable(f"`{' '.join(words)}` failed: no end after {BOX_TIMEOUT_S:g} s") from error
     if done.returncode:
         raise SandboxUnavailable(f"`{' '.join(words)}` failed: {find_reason(done.stderr)}")
 
@@ -235,13 +238,13 @@ async def run_program(
             await stream.drain()
         stream.close()
 
-    work = asyncio.gather(read(process.stdout), read(process.stderr), write(process.stdin))
+    # the end too: a program may close its output and go on
+    work = asyncio.gather(read(process.stdout), read(process.stderr), write(process.stdin), process.wait())
     try:
-        stdout, stderr, _ = await asyncio.wait_for(asyncio.shield(work), seconds)
-        await process.wait()
+        stdout, stderr, _, _ = await asyncio.wait_for(asyncio.shield(work), seconds)
     except TimeoutError:
         kill("time")
-        stdout, stderr = await finish_killed(process, work)
+        stdout, stderr = await finish_killed(work)
     except BaseException:
         kill("time")
         work.cancel()
@@ -270,13 +273,10 @@ async def start_program(
         raise SandboxUnavailable(f"{words[0]} cannot be started: {error.strerror or error}") from error
 
 
-async def finish_killed(
-    process: asyncio.subprocess.Process, work: asyncio.Future[tuple[bytes, bytes, None]]
-) -> tuple[bytes, bytes]:
+async def finish_killed(work: asyncio.Future[tuple[bytes, bytes, None, int]]) -> tuple[bytes, bytes]:
     """Return the output of a killed process; nothing if its children keep the pipes open."""
     try:
         async with asyncio.timeout(SANDBOX_EXIT_GRACE_S):
-            await process.wait()
             return (await work)[:2]
     except TimeoutError:
         return b"", b""

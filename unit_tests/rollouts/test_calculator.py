@@ -49,3 +49,14 @@ WHOLE = "error: only whole numbers, + - and *"
 def test_what_cannot_be_computed_is_answered_with_an_error(expression, answer):
     found = ask(Calculator(Prompt(id="row", messages=[])), f"{expression}= ?")
     assert found is not None and found.startswith(answer) and len(found) < 250
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["-" * 20_000 + "1", "1" + "+1" * 5000, "9" * 3000 + "*" + "9" * 3000],
+    ids=["too deep to be read", "too many operations", "too many digits"],
+)
+def test_what_is_too_long_to_be_computed_is_answered_with_one_sentence(expression):
+    env = Calculator(Prompt(id="row", messages=[]))
+    assert ask(env, f"{expression} = ?") == "error: the expression is too long, or no text"
+    assert env.scores() == {"calculator_calls": 1.0}

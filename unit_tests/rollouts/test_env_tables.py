@@ -116,7 +116,7 @@ class Game:
     def __init__(self, env_id: str) -> None:
         if env_id == "None-v0":
             raise ValueError("no such game")
-        self.env_id, self.moves = env_id, list[str]()
+        self.env_id, self.moves, self.born = env_id, list[str](), random.random()
         self.state = SimpleNamespace(current_player_id="0", get_current_player_observation=self.see)
 
     def see(self) -> list[Any]:
@@ -148,13 +148,17 @@ def test_players_of_a_game_see_what_is_new_and_draw_their_own_numbers(monkeypatc
     async def play(**extra: Any) -> TextArena:
         env = TextArena(row(game="A-v0", **extra))
         sides, seed = extra.get("players") or 2, extra.get("game_seed") or 0
+        outside = random.getstate()
         assert await env.open() == [{"role": "user", "content": f"A-v0 {sides} {seed}\nrule"}]
         assert (env.player, env.sides) == (0, sides)
         assert env.scores_of(0) == {"return": 0.0, "invalid_move": 0.0, "finished": 0.0} and env.result_of(0) is None
+        assert random.getstate() == outside, "the process keeps its own"
         random.random()  # of another game
+        outside = random.getstate()
         assert await env.step(said("x")) == [{"role": "user", "content": "x"}] and env.player == 1
         assert await env.step(said("y")) == [{"role": "user", "content": "It is your turn."}]
         assert await env.step(said("z")) is None
+        assert random.getstate() == outside and env.game.born == random.Random(0).random()
         return env
 
     state = random.getstate()
@@ -189,6 +193,8 @@ def test_messages_of_an_environment_are_checked_whole():
     for answers, sentence in (
         (USER, "E must return a list of messages, it returned one message alone: return [message]"),
         ({"a": 1}, "E must return None or a list of messages, it returned {'a': 1}"),
+        (3, "E must return None or a list of messages, it returned 3"),
+        ("role", "E must return None or a list of messages, it returned 'role'"),
         ("x" * 99, f"E must return None or a list of messages, it returned '{'x' * 79}"),
         ([USER, {"role": "user"}], "E must return messages with role and content, it returned {'role': 'user'}"),
         ([{"content": "a"}], "E must return messages with role and content, it returned {'content': 'a'}"),
@@ -231,6 +237,7 @@ def test_messages_of_an_environment_are_checked_whole():
     ("given", "replies", "checked"),
     [
         ([], 3, ([], "")),
+        ([], 1, ([], "")),
         ([{"a": 1}, {}], 2, ([{"a": 1.0}, {}], "")),
         ([{"a": 1}], 2, ([{"a": 1.0}, {}], "")),
         ([{}], 3, ([], "Env.turn_scores() must be empty or have one dict per reply, it has 1 for 3")),

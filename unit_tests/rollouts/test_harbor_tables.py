@@ -11,7 +11,7 @@ import pytest
 
 from configs.agent_schema import TIMEOUTS
 from core.types.samples import Prompt
-from rewards.sandbox.base import Ran, SandboxUnavailable
+from rewards.sandbox.base import SandboxUnavailable
 from rollouts.boxes.base import LIMITS, BoxSpec
 from rollouts.boxes.harbor_task import NoReward, check_network, read_task
 from rollouts.envs import harbor
@@ -19,45 +19,8 @@ from rollouts.envs.harbor import Harbor, find_fault, find_image, find_task, shor
 from rollouts.row_timeout import find_timeout
 from rollouts.tools.calls import ToolUnavailable
 from unit_tests.helpers.episodes import calls_of, said
+from unit_tests.helpers.scripted_box import Scripted, ran
 from unit_tests.helpers.sentences import tell
-
-
-def ran(stdout: bytes = b"", *, code: int | None = 0, seconds: float = 1.0, killed_for: Any = None) -> Ran:
-    return Ran(exit_code=code, stdout=stdout, stderr=b"", seconds=seconds, killed_for=killed_for)
-
-
-class Scripted:
-    """Box with a result for each command, and the verifier's files. A text is the reason why it breaks then."""
-
-    path = "/bin"
-
-    def __init__(self, *results: Any, files: dict[str, bytes] | None = None, broken_by_put: str = "") -> None:
-        self.results, self.files, self.broken_by_put = list(results), files or {}, broken_by_put
-        self.broken, self.closed, self.asked = "", 0, list[Any]()
-
-    async def run(self, command: Any, *, seconds: float, environment: Any = None) -> Ran:
-        self.asked.append((*command, seconds) if environment is None else (*command, seconds, environment))
-        result = self.results.pop(0)
-        if isinstance(result, Exception):
-            raise result
-        if isinstance(result, str):
-            self.broken, result = result, ran(b"last")
-        return result
-
-    async def put(self, folder: str, files: Any) -> None:
-        self.asked.append((folder, dict(files)))
-        self.broken = self.broken or self.broken_by_put
-
-    async def get(self, path: str, *, most: int) -> bytes | None:
-        self.asked.append((path, most))
-        return self.files.get(path)
-
-    async def stop_processes(self) -> None:
-        self.asked.append("stop")
-
-    async def close(self) -> None:
-        self.closed += 1
-
 
 TOML = """[environment]
 docker_image = "debian@sha256:1"
@@ -301,3 +264,81 @@ def test_columns_of_a_row_are_read_or_refused_whole(task):
         f"the task {task} has allow_internet = true: leave it out, or subclass Harbor with network = True (and give "
         "--network to data_prep.harbor)"
     )
+
+
+def test_a_task_that_wants_the_network_is_refused_by_boxes_without_it(task, opened):
+    make, specs = opened
+    (task / "task.toml").write_text(TOML.replace("[environment]\n", "[environment]\nallow_internet = true\n"))
+    refused = tell(lambda: play(make(task)))
+    assert refused.startswith(f"the task {task} has allow_internet = true: leave it out") and specs == []
+    play(make(task, Scripted(ran(), files=REWARD), of=Mine))
+    assert [spec.network for _, spec in specs] == [True]
+
+
+def test_boxes_that_do_not_exist_are_told_before_the_run():
+    class Elsewhere(Harbor):
+        backend = "lxc"
+
+    told = "there are no boxes of lxc: choose one of bubblewrap, podman, docker, apptainer"
+    assert tell(Elsewhere.check) == told
+
+
+def test_a_verifier_without_a_path_of_its_own_has_that_of_the_box(task, opened):
+    make, _ = opened
+    (task / "task.toml").write_text(TOML.partition("[verifier.env]")[0])
+    play(make(task, box := Scripted(ran(), files=REWARD)))
+    assert ("bash", "/tests/test.sh", 34, QUIET | {"ENV": "", "PATH": "/bin"}) in box.asked
+
+
+def test_tests_that_do_not_fit_into_the_box_are_the_policys_doing(task, opened):
+    make, _ = opened
+    env = make(task, box := Scripted(ran()), again := Scripted(ran(), files=REWARD))
+
+    async def spoil() -> None:
+        await env.open()
+        await env.bash("fill")
+        box.broken_by_put = "full"
+        await env.end()
+
+    asyncio.run(spoil())
+    assert env.over == "the tests cannot be copied into the box: full"
+    assert env.scores() == {} and again.closed == 1
+
+
+HALVES = "\ufffd" + "b" * 149 + "\n... 1 characters are left out ...\n" + "b" * 150
+
+
+@pytest.mark.parametrize(("printed", "shown"), [(b"a" * 300, "a" * 300), (b"\xff" + b"b" * 300, HALVES)])
+def test_of_what_a_failed_verifier_printed_300_characters_are_shown(task, opened, printed, shown):
+    make, _ = opened
+    told = tell(lambda: play(make(task, Scripted(ran(printed)))), NoReward)
+    assert told == f"the verifier of task failed: {SILENT.replace(repr('so'), repr(shown))}"
+
+
+class Slow(Scripted):
+    """Box that notes when a command begins and ends."""
+
+    async def run(self, command: Any, *, seconds: float, environment: Any = None) -> Any:
+        self.asked.append(f"begin {command[-1]}")
+        await asyncio.sleep(0)
+        self.asked.append(f"end {command[-1]}")
+        return ran()
+
+
+def test_the_commands_of_one_reply_run_one_after_the_other(task, opened):
+    make, _ = opened
+    env = make(task, box := Slow())
+
+    async def go() -> None:
+        await env.open()
+        await env.step(calls_of(("bash", {"command": "a"}), ("bash", {"command": "b"})))
+
+    asyncio.run(go())
+    assert box.asked[1:] == ["begin a", "end a", "begin b", "end b"]
+
+
+def test_a_policy_sees_4000_characters_of_what_a_command_prints(task):
+    env = Harbor(Prompt(id="r", messages=[], extra={"task": str(task)}))
+    assert env.describe(ran(b"x" * 4000), 1.0) == "x" * 4000
+    half = "x" * 2000
+    assert env.describe(ran(b"x" * 4001), 1.0) == f"{half}\n... 1 characters are left out ...\n{half}"

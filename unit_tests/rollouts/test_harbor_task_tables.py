@@ -109,3 +109,16 @@ def test_files_of_a_verifier_are_numbers_or_a_sentence(as_json, as_text, found):
         assert read_rewards(as_json, as_text) == found
     else:
         assert tell(lambda: read_rewards(as_json, as_text), NoReward) == found
+
+
+def test_the_largest_difference_of_the_two_files_is_a_hundredth():
+    assert read_rewards(b"0", b"0.01") == {"reward": 0.0}
+    assert tell(lambda: read_rewards(b"0", b"0.0101"), NoReward) == "its reward.json and reward.txt differ"
+
+
+def test_a_number_beyond_the_largest_float_is_none():
+    huge = b"1" + b"0" * 400
+    assert tell(lambda: read_rewards(huge, None), NoReward) == NO_NUMBERS.format(repr(huge.decode())[:80])
+    assert tell(lambda: read_rewards(None, b"1e999"), NoReward) == (
+        "its reward.txt must be a finite number, it has '1e999'"
+    )

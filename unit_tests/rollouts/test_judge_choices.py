@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 
 from core.loading import resolve
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from data_prep import tiny_model
 from rollouts.engines.base import EngineConfig
 from rollouts.judges.endpoint import Served
 from rollouts.judges.worker import JudgePlan, JudgeWorker, build_judge, find_choices
@@ -92,3 +94,42 @@ def test_an_engine_of_a_judge_may_say_its_choices_alone(tmp_path, texts, choices
 def test_choices_are_two_tokens_that_differ(texts, said):
     letters: Any = Characters()
     assert tell(lambda: find_choices(letters, texts)) == said
+
+
+def plan_of(folder: Path, **template_args: str) -> JudgePlan:
+    config = EngineConfig(model_path=str(folder), temperature=0.0, max_model_len=10, stop_token_ids=())
+    return JudgePlan(
+        engine_spec=resolve("hf", "rollouts.engines", offers=lambda _: True),
+        engine=config,
+        served=Served(model="j", max_model_len=10, key="k"),
+        template_args=template_args,
+    )
+
+
+def test_a_judge_writes_requests_with_its_own_tokenizer_and_arguments(tmp_path):
+    made = tiny_model.make_tokenizer()
+    made.chat_template = "{{ mood }}" + tiny_model.CHAT_TEMPLATE
+    made.save_pretrained(tmp_path)
+    tokenizer = plan_of(tmp_path, mood="kind:").make_tokenizer()
+    asked = tokenizer.render([{"role": "user", "content": "abc"}], [])
+    assert tokenizer.hf.decode(asked) == "kind:<|user|>abc<|assistant|>"
+
+
+def test_a_judge_without_a_tokenizer_is_told_by_its_key(tmp_path):
+    assert tell(lambda: plan_of(tmp_path).make_tokenizer()).startswith(
+        f"judge.model={tmp_path}: its tokenizer cannot be loaded: "
+    )
+
+
+def test_a_judge_stays_as_long_as_it_is_asked_to():
+    async def go() -> None:
+        given: Any = (None, Characters(), Served(model="j", max_model_len=10, key="k"))
+        worker = JudgeWorker(*given)
+        await worker.stay(0.0)
+        staying = asyncio.create_task(worker.stay(60.0))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not staying.done()
+        staying.cancel()
+
+    asyncio.run(go())

@@ -141,6 +141,7 @@ TOO_LONG = "the request has {} tokens, and with max_tokens={} more than judge.ma
 TOO_LONG += "reward.settings.max_tokens"
 REFUSED: list[tuple[Any, int, str]] = [
     ("{", 400, "the body is no JSON"),
+    ("[" * 5000, 400, "the body is no JSON"),
     ("3", 400, "the body must be a JSON object with model and messages"),
     (ASKED | {"top_p": 1, "n": 2}, 400, "the judge of a run takes no n: leave it out"),
     (ASKED | {"model": "k"}, 404, "there is no model k here: it is called j"),
@@ -290,3 +291,22 @@ def test_a_judge_closes_while_it_is_asked():
         assert engine.running == 0
 
     asyncio.run(go())
+
+
+def test_an_idle_engine_is_left_a_few_steps_of_the_loop_and_no_time():
+    async def go() -> None:
+        endpoint = make_endpoint(Says())
+        waiting = asyncio.create_task(endpoint.wait_until_idle())
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert not waiting.done(), "the engine drops a request whose client has gone"
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert waiting.done()
+        await endpoint.close()
+
+    asyncio.run(go())
+
+
+def test_the_key_is_not_shown_with_the_settings():
+    assert KEY not in repr(served()) and "max_model_len=10" in repr(served())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollouts.tools.calls import ToolUnavailable
+from rollouts.tools.functions import tool
 from rollouts.tools.mcp_server import McpEnv
 from unit_tests.helpers.episodes import PROMPT, calls_of
 from unit_tests.helpers.sentences import tell
@@ -25,6 +26,14 @@ def result(*parts: str, is_error: bool = False) -> Any:
     """Return a result of texts; a part in brackets is no text."""
     content = [SimpleNamespace(type=p[1:-1]) if p[0] == "[" else SimpleNamespace(type="text", text=p) for p in parts]
     return SimpleNamespace(content=content, is_error=is_error)
+
+
+class Refusal(Exception):
+    """Error of the library, with a code of the protocol."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"refused: {code}")
+        self.code = code
 
 
 class Client:
@@ -63,7 +72,10 @@ class Client:
 
     async def call_tool(self, name: str, arguments: Any) -> Any:
         self.asked.append((name, arguments))
-        return self.results[name]
+        found = self.results[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
 
 @pytest.fixture
@@ -71,7 +83,12 @@ def library(monkeypatch) -> type[Client]:
     """The library with a client of its own for this test."""
     script: dict[str, Any] = {"made": [], "errors": [], "pages": {None: ([offer("add")], None)}, "results": {}}
     fresh = type("Fresh", (Client,), {**script, "go": None})
-    monkeypatch.setitem(sys.modules, "mcp", SimpleNamespace(Client=fresh))  # type: ignore[arg-type]
+    parts: dict[str, Any] = {
+        "mcp": SimpleNamespace(Client=fresh, MCPError=Refusal),
+        "mcp_types": SimpleNamespace(CONNECTION_CLOSED=-1, INVALID_REQUEST=-2),
+    }
+    for name, part in parts.items():
+        monkeypatch.setitem(sys.modules, name, part)
     return fresh
 
 
@@ -228,5 +245,93 @@ def test_a_connection_that_nobody_waits_for_any_more_is_given_up(library):
         await (again := Desk(PROMPT)).open()
         await again.close()
         assert [client.state for client in library.made] == ["cancelled", "closed"]
+
+    asyncio.run(go())
+
+
+def test_each_episode_has_a_connection_of_its_own_unless_its_class_shares(library):
+    Desk = desk()
+
+    async def go() -> None:
+        first, second = Desk(PROMPT), Desk(PROMPT)
+        await first.open()
+        await second.open()
+        await first.close()
+        assert [client.state for client in library.made] == ["closed", "open"]
+        await second.close()
+
+    asyncio.run(go())
+
+
+def test_tools_of_the_class_come_before_those_of_its_server(library):
+    class Desk(McpEnv):
+        server = "http://desk"
+
+        @tool
+        def own(self) -> str:
+            """Return a word."""
+            return "mine"
+
+    library.results = {"add": result("3")}
+
+    async def go() -> None:
+        env = Desk(PROMPT)
+        await env.open()
+        assert name_tools(env) == ["own", "add"]
+        told = await env.step(calls_of(("add", {"a": 1}), ("own", {})))
+        assert [message["content"] for message in told or []] == ["3", "mine"]
+        await env.close()
+
+    asyncio.run(go())
+
+
+LOST = [
+    # the answers of the calls, and whether the next episode opens another connection
+    ([OSError("gone")], True),
+    ([Refusal(-1)], True),
+    ([Refusal(-2)], True),
+    ([Refusal(-3)], False),
+    ([RuntimeError("no content")], False),
+    ([OSError("gone"), RuntimeError("no content")], True),
+    ([Refusal(-2), Refusal(-3)], True),
+]
+
+
+@pytest.mark.parametrize(("errors", "is_lost"), LOST)
+def test_a_shared_connection_that_was_lost_once_is_opened_again(library, errors, is_lost):
+    library.pages = {None: ([offer(f"call{n}") for n in range(len(errors))], None)}
+    library.results = {f"call{n}": error for n, error in enumerate(errors)}
+    Desk = desk(shared=True)
+
+    async def go() -> list[str]:
+        await (first := Desk(PROMPT)).open()
+        told = [await first.step(calls_of((name, {"a": 1}))) for name in library.results]
+        await (second := Desk(PROMPT)).open()
+        assert len(library.made) == 1 + is_lost
+        await second.close()
+        assert library.made[0].state == "open", "the first still has it"
+        await first.close()
+        assert {client.state for client in library.made} == {"closed"}
+        return [messages[0]["content"] for messages in told if messages]
+
+    kinds = [f"{type(error).__name__}: {error}" for error in errors]
+    assert asyncio.run(go()) == [
+        f"Error: the MCP server did not answer call{n}: {kind}" for n, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize("fault", [OSError("away"), None])
+def test_a_server_that_cannot_be_used_leaves_no_task(library, monkeypatch, fault):
+    monkeypatch.setattr("rollouts.tools.mcp_server.MCP_START_TIMEOUT_S", 0.01)
+
+    async def go() -> None:
+        library.errors, library.go = [fault], None if fault else asyncio.Event()
+        env = desk()(PROMPT)
+        with pytest.raises(ToolUnavailable):
+            await env.open()
+        await env.close()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(go())

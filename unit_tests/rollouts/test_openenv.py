@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -282,3 +283,44 @@ def test_rewards_of_a_reply_add_up_and_only_true_ends_the_episode():
     env._socket = Wire(of({"observation": {}, "reward": True}))  # type: ignore[assignment]
     expected = "http://h: the reward is True, where a number is expected"
     assert tell(lambda: asyncio.run(env.step(said("up"))), BrokenServer) == expected
+
+
+def test_an_episode_that_was_never_opened_has_earned_nothing_and_closes():
+    env = OpenEnv(row(env_url="http://h"))
+    assert env.scores() == {"return": 0.0, "steps": 0.0, "finished": 0.0} and env.turn_scores(0) == []
+    asyncio.run(env.close())
+
+
+def test_a_server_that_does_not_tell_its_schema_in_time_is_told():
+    class Silent(Server):
+        async def show_schema(self, http):
+            await asyncio.sleep(60)
+
+    class Impatient(OpenEnv):
+        timeout_s = 0.05
+
+    async def go() -> tuple[str, str]:
+        async with Silent().running() as url:
+            env = Impatient(row(env_url=url))
+            with pytest.raises(BrokenServer) as broken:
+                await env.open()
+            await env.close()
+            return url, str(broken.value)
+
+    url, told = asyncio.run(go())
+    assert told == f"{url}schema cannot be read: TimeoutError"
+
+
+def test_a_closed_episode_leaves_no_connection_open():
+    async def go() -> list[Any]:
+        faults: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context["message"]))
+        async with Server().running() as url:
+            env = OpenEnv(row(env_url=url))
+            await env.open()
+            await env.close()
+            del env
+            gc.collect()
+        return faults
+
+    assert asyncio.run(go()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import threading
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import pytest
 from core.errors import RunStopped, Unavailable, UserError
 from rollouts.tools.calls import ToolFailed, ToolUnavailable, make_answer, run_calls, write_result
 from rollouts.tools.functions import make_spec, make_tool
+from unit_tests.helpers.sentences import tell
 
 
 def add(a: int, b: int = 2) -> int:
@@ -201,14 +203,14 @@ def test_a_function_has_a_thread_that_sees_the_caller_s_variables():
     def look() -> list[Any]:
         """Look."""
         thread = threading.current_thread()
-        return [WHO.get(), thread.daemon, thread is threading.main_thread()]
+        return [WHO.get(), thread.name, thread.daemon, thread is threading.main_thread()]
 
     async def body() -> str:
         WHO.set("the episode")
         [found] = await run_calls([call("look")], {"look": make_tool(look)}, seconds=60, key="a.key")
         return found.message["content"]
 
-    assert asyncio.run(body()) == '["the episode", true, false]'
+    assert asyncio.run(body()) == '["the episode", "tool", true, false]'
 
 
 @pytest.mark.parametrize("during_the_run", [True, False])
@@ -236,3 +238,39 @@ def test_a_function_that_returns_too_late_disturbs_nobody(monkeypatch, during_th
     go.set()
     threads[0].join()
     assert faults == []
+
+
+def test_calls_after_one_that_ends_the_run_are_left_without_a_warning(recwarn):
+    made: list[str] = []
+
+    def note() -> str:
+        """Note that it was called."""
+        made.append("x")
+        return ""
+
+    def stop() -> None:
+        """Stop."""
+        raise UserError("wrong")
+
+    tools = {one.name: one for one in map(make_tool, (note, stop))}
+    calls = [call(name) for name in ("note", "stop", "note", "note")]
+    told = tell(lambda: asyncio.run(run_calls(calls, tools, seconds=5, key="a.key", parallel=False)))
+    gc.collect()
+    assert (told, made) == ("wrong", ["x"])
+    assert [str(one.message) for one in recwarn if "_answer_call" in str(one.message)] == []
+
+
+def test_calls_at_the_same_time_end_with_the_first_error_that_goes_through():
+    async def break_off() -> None:
+        """Break off."""
+        raise ToolUnavailable("away")
+
+    async def stop_later() -> None:
+        """Stop a moment later."""
+        await asyncio.sleep(0.05)
+        raise UserError("wrong")
+
+    tools = {one.name: one for one in map(make_tool, (break_off, stop_later))}
+    calls = [call("break_off"), call("stop_later")]
+    told = tell(lambda: asyncio.run(run_calls(calls, tools, seconds=5, key="a.key")), ToolUnavailable)
+    assert told == "away"
