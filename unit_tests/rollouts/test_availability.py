@@ -223,3 +223,55 @@ def test_the_least_busy_engine_is_another_one_where_there_is_another():
             engines.begin_group(rank)
     assert [engines.find_least_busy(besides) for besides in (None, 0, 1, 2, 3)] == [1, 1, 2, 1, 1]
     assert EngineAvailability(1).find_least_busy(0) == 0
+
+
+@pytest.mark.parametrize(("budget", "can"), [(0, False), (1, True), (2, True)])
+def test_an_engine_can_restart_while_the_recipe_allows_one(budget, can):
+    assert EngineAvailability(1, restart=start, budget=budget).can_restart is can
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_death_that_was_handled_is_not_handled_again(is_back):
+    """Told by a group that began before it; or, while the engine starts, by one that looks after its first attempt."""
+    said: list[str] = []
+
+    async def body() -> None:
+        engines = EngineAvailability(2, restart=start, budget=5, say=said.append)
+        kept = engines.deaths
+        engines.report_death(died(1), kept)
+        if is_back:
+            await engines.wait_for(engines.needing_weights)
+            engines.weights_arrived([1], 3)
+            engines.report_death(died(1, "late"), kept)
+            assert engines.serving() == [0, 1]
+        else:
+            engines.report_death(died(1, "late"), kept)
+            engines.report_death(died(1, "again"), engines.deaths)
+            assert engines.serving() == [0]
+        assert engines.deaths == (0, 1)
+        await engines.stop()
+
+    run_in_virtual_time(body())
+    assert [line.partition(";")[0] for line in said if not line.startswith("engine 1 is back")] == ["gone"]
+
+
+def test_whoever_waits_for_an_engine_goes_on_with_each_change():
+    """A group waits until an engine serves, an evaluation until none does."""
+
+    async def body() -> None:
+        now = asyncio.get_running_loop().time
+        engines = EngineAvailability(2, restart=start, budget=5, say=lambda _: None)
+        engines.report_death(died(1), engines.deaths)
+        await engines.wait_for(engines.needing_weights)
+        none = asyncio.create_task(engines.wait_for(lambda: [] if engines.serving() else engines.needing_weights()))
+        await asyncio.sleep(2.0)
+        assert not none.done()
+        engines.report_death(died(0), engines.deaths)
+        assert [*await none] == [1] and now() == 12.0, "not only when the other has started"
+        serves = asyncio.create_task(engines.wait_for(engines.serving))
+        await asyncio.sleep(3.0)
+        engines.weights_arrived([1], 4)
+        assert [*await serves] == [1] and now() == 15.0
+        await engines.stop()
+
+    run_in_virtual_time(body())

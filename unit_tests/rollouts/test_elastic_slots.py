@@ -213,3 +213,98 @@ def test_an_engine_that_is_refused_leaves_the_slot_empty():
 
     run_in_virtual_time(body())
     assert said == ["engine 1 cannot join, and its slot stays empty: another torch"]
+
+
+def test_whoever_waits_for_engines_is_told_when_there_were_too_few_for_too_long():
+    """The seconds count from the second lack on: the first ended in time."""
+
+    async def body() -> None:
+        slots = Slots()
+        engines = elastic(slots, [])
+        engines.report_death(died(0), engines.deaths)
+        await asyncio.sleep(50.0)
+        slots.places.put_nowait(False)
+        engines.weights_arrived(await engines.wait_for(engines.needing_weights), 1)
+        await asyncio.sleep(100.0)
+        engines.report_death(died(0), engines.deaths)
+        with pytest.raises(RunStopped, match=r"^for 60 seconds \(timeout_s\) there were fewer engines"):
+            await engines.wait_for(engines.serving)
+        assert asyncio.get_running_loop().time() == 50.0 + 100.0 + 60.0
+        await engines.stop()
+
+    run_in_virtual_time(body())
+
+
+def test_nothing_goes_on_after_the_end_of_a_run():
+    asked: list[float] = []
+
+    async def find_leaving() -> dict[int, str]:
+        asked.append(asyncio.get_running_loop().time())
+        return {}
+
+    async def body() -> None:
+        engines = elastic(Slots(), [])
+        engines.start_watch(find_leaving, every_s=4.0)
+        engines.report_death(died(0), engines.deaths)
+        await asyncio.sleep(5.0)
+        await engines.stop()
+        await asyncio.sleep(100.0)
+        assert asked == [0.0, 4.0] and asyncio.all_tasks() == {asyncio.current_task()}
+        assert [*await engines.wait_for(lambda: [7])] == [7], "nobody gives up for want of engines"
+
+    run_in_virtual_time(body())
+
+
+def test_an_engine_leaves_after_a_sync_also_if_the_sync_failed():
+    async def body() -> None:
+        slots = Slots()
+        engines = elastic(slots, [])
+        with pytest.raises(CallFailed), engines.syncing():
+            engines.drain(0, "its machine is to go")
+            await asyncio.sleep(30.0)
+            assert slots.calls == []
+            raise CallFailed("the weights did not arrive")
+        await asyncio.sleep(1.0)
+        assert slots.calls == [("release", 0)]
+        await engines.stop()
+
+    run_in_virtual_time(body())
+
+
+@pytest.mark.parametrize("dies_after", [0.0, 1.0])
+def test_nobody_waits_for_the_groups_of_a_leaving_engine_that_died(dies_after):
+    async def body() -> None:
+        slots = Slots()
+        engines = elastic(slots, [], budget=1)
+        engines.begin_group(0)
+        engines.drain(0, "its machine is to go")
+        if dies_after:
+            await asyncio.sleep(dies_after)
+        engines.report_death(died(0), engines.deaths)
+        slots.places.put_nowait(False)
+        assert [*await engines.wait_for(engines.needing_weights)] == [0]
+        await asyncio.sleep(1.0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        await engines.stop()
+
+    run_in_virtual_time(body())
+
+
+def test_a_leaving_engine_waits_for_its_own_groups_alone():
+    """The engine 1 has a group until 7 s, the engine 0 for ever."""
+
+    async def body() -> None:
+        slots = Slots()
+        bounds = Bounds(least=2, most=3, few_s=60.0, leave_s=20.0)
+        engines = ElasticAvailability(bounds, slots, say=lambda _: None)
+        engines.begin_group(0)
+        group = engines.begin_group(1)
+        engines.drain(1, "its machine is to go")
+        await asyncio.sleep(7.0)
+        assert slots.calls == []
+        engines.end_group(group)
+        await asyncio.sleep(1.0)
+        assert slots.calls == [("release", 1)] and engines.groups == [1, 0, 0]
+        await engines.stop()
+
+    run_in_virtual_time(body())

@@ -167,7 +167,10 @@ def test_an_environment_that_cannot_be_made_has_the_prompt_alone():
     [played] = make(broken)
     assert played.sample.failure.startswith("OSError: no room for p (") and played.messages == []
     assert (played.sample.token_ids.tolist(), played.sample.prompt) == ([1, 2], PROMPT)
-    assert (played.sample.counts, played.turn_scores) == ({"turns": 0.0}, [])
+    assert (played.sample.counts, played.turn_scores, played.sample.player) == ({"turns": 0.0}, [], 0)
+    for game, side in ((2, 0), (3, 1)):
+        [played] = make(broken, Opponent(model=Scripted(), game=game))
+        assert played.sample.failure.startswith("OSError: no room for p (") and played.sample.player == side
     for error in (UserError("the key is wrong"), RunStopped("the server is gone")):
 
         def refuse(prompt: Prompt, error: Exception = error) -> Any:
@@ -248,6 +251,7 @@ class Server(ServedOpponent):
 def test_a_server_is_shown_the_messages_of_its_side():
     env = Duel()
     env.tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]  # type: ignore[list-item]
+    own: Any = {"type": "function", "function": {"name": "ask", "parameters": {}}}
     server = Server("4", "6")
     parser: Any = type(
         "Reader",
@@ -255,9 +259,14 @@ def test_a_server_is_shown_the_messages_of_its_side():
         {"parse": lambda self, ids, text, tools: ParsedReply(message={"role": "assistant", "content": text})},
     )()
     [(sample, messages)] = play_all(
-        Scripted([3], [5]), env=env, opponent=Opponent(model=server, game=0), max_turns=9, parser=parser
+        Scripted([3], [5]),
+        env=env,
+        prompt=replace(PROMPT, tools=[own]),
+        opponent=Opponent(model=server, game=0),
+        max_turns=9,
+        parser=parser,
     )
-    tools = [*env.tools]
+    tools = [own, *env.tools]
     assert server.asked == [(["1 2", "3"], tools, 10, 101), (["1 2", "3", "4", "5"], tools, 10, 103)]
     assert sample.token_ids.tolist() == [1, 2, 7, 3, 4, 5] and [m["content"] for m in messages] == ["3", "4", "5"]
     assert sample.counts == {"turns": 4.0, "game/won": 0.0, "game/drawn": 0.0}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from configs.judge_schema import JudgeBudgetConfig
 from core import judge_metrics
 from core.errors import ProcessDied, RunStopped
 from core.timing.clock import ActivityTimer
@@ -66,8 +67,13 @@ class Engines:
             return {}
 
 
-def ask(engines: Engines, *, restart: bool = False, **more: Any) -> tuple[GroupRequests, Any, float]:
-    """Ask for the group of ticket 7. Return the requests, the group's engine or the error, and the seconds."""
+def ask(
+    engines: Engines, *, restart: bool = False, busy: Sequence[int] = (), **more: Any
+) -> tuple[GroupRequests, Any, float]:
+    """Ask for the group of ticket 7. Return the requests, the group's engine or the error, and the seconds.
+
+    busy: engines that play other groups.
+    """
 
     async def restarted(rank: int) -> None:
         await asyncio.sleep(1.0)
@@ -78,6 +84,8 @@ def ask(engines: Engines, *, restart: bool = False, **more: Any) -> tuple[GroupR
             len(engines), restart=restarted if restart else None, budget=2, say=lambda _: None
         )
         requests = GroupRequests(engines, timeout_s=9.0, engines=availability, **more)  # type: ignore[arg-type]
+        for rank in busy:
+            availability.begin_group(rank)
         try:
             sample, *_ = await requests.generate_group(7, PROMPT, 3)
             found = int(sample.versions[-1])
@@ -141,6 +149,26 @@ def test_a_group_that_waits_for_places_has_no_deadline_by_itself():
     assert ask(Engines([(3.0, None)], [1.0]), waits_for_places=True)[1:] == (1, 4.0)
 
 
+def test_a_second_attempt_is_made_elsewhere_although_there_is_more_to_do():
+    requests, *found = ask(Engines([SLOW, 1.0], [2.0]), busy=(1, 1, 1))
+    assert (found, requests.engines.groups) == ([1, WAIT + 2.0], [1, 3])
+
+
+def test_a_dead_engine_is_told_of_when_its_group_has_stopped():
+    """An engine in this process closes the environments of a group that is cancelled."""
+
+    class Tidy(Engines):
+        async def call_one(self, rank, method, *args):
+            try:
+                return await super().call_one(rank, method, *args)
+            finally:
+                await asyncio.sleep(4.0)
+
+    engines = Tidy([SLOW])
+    engines.dead[0] = "no pulse"
+    assert ask(engines, waits_for_places=True)[1:] == ("ProcessDied: no pulse", 9.0 + 4.0)
+
+
 class Devices:
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -184,13 +212,22 @@ def test_with_turns_a_group_is_played_then_rewarded_by_the_same_engine():
         assert engines.deadlines == [(float("inf"), "")]
 
 
+@pytest.mark.parametrize(("script", "died_at"), [([SLOW], 10.0), ([(2.0, True), SLOW], 12.0)])
+def test_an_engine_that_dies_as_it_plays_or_rewards_is_looked_at(script, died_at):
+    """The first engine takes too long for the group."""
+    engines = Engines([(1.0, False)], script)
+    engines.dead[1] = "no pulse"
+    *_, found, took = ask(engines, turns=JudgeTurns(Devices()), waits_for_places=True)
+    assert (found, took, engines.asked_health) == ("ProcessDied: no pulse", died_at, [1])
+
+
 def test_calls_of_a_judge_are_counted_with_each_group():
     found = replace(answer(7, 0), counts={"judge/calls": 2.0})
     requests, *_ = ask(Engines([(1.0, [found, found])]))
     assert requests.judges.measure()[judge_metrics.JUDGE_SPENT_CALLS] == 4.0
 
 
-def generation(engines: Engines, schedule: Schedule, done: list[FinishedGroup]) -> Generation:
+def generation(workers: Engines, schedule: Schedule, done: list[FinishedGroup], **more: Any) -> Generation:
     def draw(ticket: int) -> Prompt:
         return Prompt(id=f"row {ticket}", messages=[])
 
@@ -198,14 +235,29 @@ def generation(engines: Engines, schedule: Schedule, done: list[FinishedGroup]) 
         return group[0].prompt.id != "1"
 
     return Generation(
-        engines,  # type: ignore[arg-type]
+        workers,  # type: ignore[arg-type]
         draw_prompt=draw,
         accept_group=accept,
         buffer=ReplayBuffer(schedule),
         group_size=4,
         timeout_s=9.0,
         on_finished=done.append,
+        **more,
     )
+
+
+def test_a_generation_asks_for_groups_by_its_settings():
+    engines, turns, budget = Engines([], []), JudgeTurns(Devices()), JudgeBudgetConfig(calls=3)
+    availability, schedule = EngineAvailability(2), Schedule(steps=1, per_step=1)
+    making = generation(engines, schedule, [], engines=availability, turns=turns, judge_budget=budget)
+    assert (making.engines, making.turns, making.timeout_s, making.group_size) == (availability, turns, 9.0, 4)
+    making.judges.count([replace(answer(7, 0), counts={"judge/calls": 3.0})])
+    assert making.judges.describe_excess().startswith("reward.judge_budget.calls=3 is used up")
+    assert engines.deadlines == [(float("inf"), "")]
+    for waits, deadlines in ((False, []), (True, [(float("inf"), "")])):
+        engines = Engines([])
+        generation(engines, schedule, [], waits_for_places=waits)
+        assert engines.deadlines == deadlines
 
 
 def test_a_run_generates_groups_until_it_is_held_or_ends():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -133,3 +135,98 @@ def test_lines_of_a_result_are_delivered_as_they_come(shown):
     lines.clear()
     read([b"r" * (LARGEST_RESULT + 1)], [], deliver=lines.append)
     assert len(lines) == 1 and set(lines[0]) == {ord("r")} and len(lines[0]) <= LARGEST_RESULT
+
+
+def test_a_mebibyte_of_a_result_is_read_and_sixteen_kib_of_a_log_are_shown(shown):
+    output = read([b"r" * 1_048_576], [b"x" * 20_000])
+    assert not output.is_too_long and len(output.result) == 1_048_576
+    assert len(shown[0].partition("\n")[0]) == 16_384 and len(output.log) == 4_096
+    assert read([b"r" * 1_048_577], []).is_too_long
+
+
+def begin(output: Output) -> list[int]:
+    """Start to read. Return the ends of the process."""
+    mine = [os.dup(end) for end in output.far_ends]
+    output.begin()
+    return mine
+
+
+def test_the_last_line_is_shown_as_soon_as_the_process_ends(monkeypatch):
+    said: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr("rollouts.output.say", said.put)
+    output = Output(bytearray())
+    mine = begin(output)
+    os.write(mine[1], b"the last words")
+    for end in mine:
+        os.close(end)
+    assert said.get(timeout=10) == "the last words"
+    asyncio.run(output.finish())
+
+
+def test_what_was_written_before_an_episode_ends_is_read_after_it(shown):
+    """The reader is busy with the first line then, and the process keeps its ends."""
+    is_busy, is_free, lines = threading.Event(), threading.Event(), list[bytes]()
+
+    def deliver(line: bytes) -> None:
+        lines.append(line)
+        is_busy.set()
+        is_free.wait(10)
+
+    output = Output(bytearray(), deliver)
+    mine = begin(output)
+    os.write(mine[0], b"one\n")
+    assert is_busy.wait(10)
+    os.write(mine[0], b"two\n")
+    os.write(mine[1], b"told\n")
+
+    async def finish() -> None:
+        finishing = asyncio.create_task(output.finish())
+        await asyncio.sleep(0)
+        is_free.set()
+        await finishing
+
+    asyncio.run(finish())
+    assert (lines, shown) == ([b"one", b"two"], ["told"])
+    for end in mine:
+        os.close(end)
+
+
+def test_a_process_that_goes_on_writing_is_left_alone_in_the_end(shown):
+    output = Output(bytearray())
+    mine = begin(output)
+
+    def write_on() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            while True:
+                os.write(mine[1], b"x" * 2**12)
+
+    writer = threading.Thread(target=write_on, daemon=True)
+    writer.start()
+    asyncio.run(output.finish())
+    writer.join(10)
+    assert not writer.is_alive() and bytes(output.log) == b"x" * KEPT_OF_LOG
+    for end in mine:
+        os.close(end)
+
+
+def test_a_line_without_an_end_is_not_part_of_the_next_episode(shown):
+    fence = threading.Event()
+
+    def then(output: Output, ends: list[int]) -> None:
+        while output.printed < SHOWN_OF_LOG + 1:
+            os.sched_yield()
+        os.write(ends[0], b"the log is read\n")
+        fence.wait()
+        output.show_more()
+        os.write(ends[1], b"again\n")
+
+    read([], [b"x" * (SHOWN_OF_LOG + 1)], then=then, deliver=lambda _: fence.set())
+    assert shown[0].endswith(FULL) and shown[1:] == ["again"]
+
+
+def test_the_pipes_are_closed_in_the_end(shown):
+    read([b"1"], [b"one\n"])
+    before = len(os.listdir("/proc/self/fd"))
+    for stays in (False, True):
+        read([b"1"], [b"one\n"], stays=stays)
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.types.samples import Group
-from data_feeds.rows.mixture import pick_row
+from core.types.samples import Group, Prompt
+from data_feeds.feed import Feed, Source
+from data_feeds.rows.mixture import Mixture, pick_row
 from data_feeds.samplers.base import History, Sampler, take_best
 from rollouts.scheduling import sampled_rows
 from rollouts.scheduling.sampled_rows import SampledRows
@@ -170,6 +171,8 @@ def test_a_block_sees_the_results_before_its_bound_in_ticket_order(staleness, re
         assert sampled.measure([*tickets]) == pytest.approx(plain.measure(tickets, block))
         before = range(max(0, tickets[0] - 2), tickets[-1] + 1)  # a step may begin in the block before
         assert sampled.measure([*before]) == pytest.approx(plain.measure(before, block))
+        begun = range(max(0, tickets[0] - 2), tickets[0] + 1)
+        assert sampled.measure([*begun]) == pytest.approx(plain.measure(begun, block))
     assert len(seeds) == 2 * blocks and max(seeds.values()) == 1, "each source and block draws by chance of its own"
 
 
@@ -214,3 +217,17 @@ def test_the_chance_of_a_block_stays_that_of_earlier_versions():
     for ticket in range(4):
         sampled.draw(ticket)
     assert [seed for *_, seed in notes] == [777430226939844256, 791123503778619668]
+
+
+class OnDisk(Source[Prompt]):
+    is_lazy = True
+
+
+@pytest.mark.parametrize(("kind", "rows", "n"), [(Source, 100_000, 200_000), (Source, 100_001, 24), (OnDisk, 30, 24)])
+def test_up_to_a_hundred_thousand_rows_in_memory_are_all_chosen_from(kind, rows, n):
+    """Of more rows, or those on disk, eight for each that is needed; here three are."""
+    source = kind(name="s0", items=[Prompt(id="p", messages=[])] * rows, stream="0/s0")
+    sampler = Noting()
+    sampled = SampledRows(Feed(sources=[source], mixture=Mixture((1,))), sampler, per_block=3, max_staleness=0)
+    sampled.draw(0)
+    assert len(sampler.notes[0][0]) == n

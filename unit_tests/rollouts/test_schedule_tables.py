@@ -9,9 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
+
 from core.types.samples import Prompt
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
 from tools.benchmarks.simulated_run import answer
+from unit_tests.helpers.sampled_play import make_rows
 from unit_tests.helpers.sentences import tell
 
 
@@ -190,3 +193,41 @@ def test_all_that_wait_are_served_and_one_that_gives_up_takes_nothing():
         assert await asyncio.gather(*waiting[1:]) == [2, 3] and waiting[0].cancelled()
 
     asyncio.run(body())
+
+
+def test_a_ticket_whose_row_depends_on_a_running_group_waits_for_it():
+    """Tickets 6 and 7 depend on the results of 0 and 1, and come up because four groups are rejected."""
+
+    async def body() -> None:
+        schedule = Schedule(steps=9, per_step=2, max_staleness=1)
+        sampled = make_rows(schedule, (30,), "uniform")
+        buffer = ReplayBuffer(schedule, sampled=sampled)
+        for tickets in ([0, 1, 2, 3], [4, 5]):
+            assert await reserve_all(buffer) == tickets
+            for ticket in tickets:
+                sampled.draw(ticket)
+            for ticket in tickets[-2:]:
+                buffer.add_group(finished(ticket, accepted=False))
+        assert await reserve_all(buffer) == []
+        buffer.add_group(finished(1))
+        assert await reserve_all(buffer) == []
+        waiting = asyncio.create_task(buffer.reserve_ticket())
+        await asyncio.sleep(0)
+        buffer.add_group(finished(0))
+        assert await waiting == 6 and await reserve_all(buffer) == [7]
+        assert sampled.draw(6).id != sampled.draw(7).id
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("started", "done", "lowest", "ready"),
+    [([4], [5, 6], 4, []), ([5], [4, 6], 5, [4]), ([], [4, 5, 6], 7, [4, 5, 6]), ([4, 5, 6], [], 4, [])],
+)
+def test_a_restored_buffer_waits_for_the_lowest_ticket_that_is_not_there(started, done, lowest, ready):
+    schedule = Schedule(steps=9, per_step=2, max_staleness=2)
+    finished_ones = [{"ticket": t, "accepted": True, "seconds": 1.0, "group": [], "prompts": []} for t in done]
+    state = {"ticket": 7, "started": started, "n_reported": 0, "images": {}, "finished": finished_ones}
+    buffer = ReplayBuffer.from_state(state, schedule, lambda t: Prompt(id=f"{t}", messages=[]), step=2)
+    assert (buffer.next_ready, [one.ticket for one in buffer.ready]) == (lowest, ready)
+    assert (buffer.n_collected, buffer.position, buffer.version) == (len(done), 4, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,13 @@ from core.types.samples import Sample
 from rewards.judging import client
 from rewards.scored import Failed, RewardResult
 from rollouts.allowed_tokens import resolve_allowed_tokens
-from rollouts.opponents import ServedOpponent, ServerFailed
+from rollouts.opponents import Opponent, ServedOpponent, ServerFailed
 from rollouts.places import EpisodeTimedOut, Places
 from rollouts.scheduling.judge_turns import JudgeTurns
 from rollouts.second_reward import SecondReward
+from tools.benchmarks.judge_server import JudgeServer
 from tools.benchmarks.simulated_run import answer, run_in_virtual_time
+from unit_tests.helpers.episodes import Scripted, Tool
 from unit_tests.helpers.sentences import tell
 
 HOST = "http://host:1/v1"
@@ -263,3 +266,29 @@ def test_allowed_tokens_are_single_and_sorted_with_those_that_end_a_reply():
         (words, ["also"], "also, which ends a reply and is always allowed: leave it out"),
     ):
         assert tell(lambda t=tokenizer, texts=texts: resolve_allowed_tokens(t, texts, [2, 3])) == name + said
+
+
+@pytest.mark.parametrize(
+    ("game", "sides", "side"), [(0, 2, 0), (3, 2, 1), (4, 3, 1), (5, 3, 2), (6, 3, 0), (7, 1, 0), (7, 0, 0)]
+)
+def test_the_side_of_the_policy_goes_round_with_the_games(game, sides, side):
+    env = Tool()
+    env.sides = sides
+    assert Opponent(model=Scripted(), game=game).leaves_to_policy(env) == side
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (401, "the server wants a key, and none is sent: name a server without keys in rollout.opponent"),
+        (403, "the server wants a key, and none is sent: name a server without keys in rollout.opponent"),
+        (404, "the server knows no such address: correct rollout.opponent, such as http://host:8000/v1"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_the_recipes_mistake(monkeypatch, status, why):
+    models = httpx.Response(200, json={"data": [{"id": "m"}]})
+    monkeypatch.setattr(httpx, "get", lambda url, *, timeout: models)
+    with JudgeServer(statuses=deque([status])).running() as address:
+        theirs = ServedOpponent(address, temperature=0.5, timeout_s=7.0, engines=5)
+        said = tell(lambda: asyncio.run(theirs.reply([], [], max_new_tokens=9, seed=3)))
+    assert said.startswith(f"rollout.opponent at {address}/chat/completions answered {status}: {why}")

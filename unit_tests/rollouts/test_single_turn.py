@@ -42,11 +42,12 @@ async def loop_of_turns(engine, prompt, tokenizer, rules):
     [
         {},
         {"stop": "length"},
+        {"max_turns": 2},
         {"max_turns": 4},
         {"max_prompt_tokens": 2},
         {"prompt": replace(PROMPT, tools=[WEATHER]), "parser": Calls()},
     ],
-    ids=["plain", "cut off", "several turns allowed", "longest prompt", "tools"],
+    ids=["plain", "cut off", "two turns allowed", "several turns allowed", "longest prompt", "tools"],
 )
 def test_one_turn_is_what_the_loop_plays(how):
     assert play(one_of_the_group, **how) == play(loop_of_turns, **how)

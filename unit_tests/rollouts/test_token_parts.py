@@ -106,3 +106,19 @@ def test_a_step_ends_after_its_last_visible_character(text, separator):
 def test_the_token_of_a_character_is_the_first_whose_text_has_it(ids, data):
     at = data.draw(st.integers(1, len(decode(ids))))
     assert find_token(ids, at, decode) == next(n for n in range(len(ids)) if len(decode(ids[: n + 1])) >= at)
+
+
+@pytest.mark.parametrize(
+    ("ids", "characters", "token"),
+    [([0], 1, 0), ([0], 3, 0), ([0], 9, 0), ([1, 3], 3, 0), ([1, 3], 4, 1), ([1, 3, 6], 7, 2), ([1, 3, 6], 99, 2)],
+)
+def test_more_characters_than_there_are_belong_to_the_last_token(ids, characters, token):
+    """The tokens 0, 1, 3 and 6 have 3, 3, 3 and 1 characters. No more tokens are decoded than there are."""
+    decoded: list[int] = []
+
+    def count(some: list[int]) -> str:
+        decoded.append(len(some))
+        return decode(some)
+
+    assert find_token(ids, characters, count) == token
+    assert max(decoded, default=0) < max(2, len(ids))

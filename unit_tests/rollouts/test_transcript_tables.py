@@ -99,7 +99,7 @@ def test_a_copy_grows_by_itself():
     before, again = script.copy(), script.copy()
     again.append_sampled(FIRST)
     again.messages.append({"role": "assistant", "content": "3 4"})
-    assert script == before and (script.tokens_left, again.tokens_left) == (10, 8)
+    assert script == before and (script.tokens_left, again.tokens_left) == (10, 8) and script.messages == []
     last = again.copy()
     last.append_sampled(SECOND)
     assert again.turns == [(2, 4)] and len(again.kept) == 1 and last.turns == [(2, 4), (4, 5)]
