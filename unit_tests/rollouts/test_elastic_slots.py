@@ -215,7 +215,7 @@ def test_an_engine_that_is_refused_leaves_the_slot_empty():
     assert said == ["engine 1 cannot join, and its slot stays empty: another torch"]
 
 
-def test_whoever_waits_for_engines_is_told_when_there_were_too_few_for_too_long():
+def test_whoever_waits_is_told_when_there_were_too_few_engines_too_long():
     """The seconds count from the second lack on: the first ended in time."""
 
     async def body() -> None:

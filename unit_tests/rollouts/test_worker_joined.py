@@ -10,6 +10,7 @@ import pytest
 
 from core.errors import CallFailed
 from core.types.samples import RecordedEpisode
+from rollouts.seeds import make_seed
 from tools.benchmarks.simulated_run import run_in_virtual_time
 from unit_tests.helpers.episodes import Tool
 from unit_tests.helpers.workers import PROMPT, Digits, Rewards, Turns, a_worker
@@ -93,3 +94,12 @@ def test_whatever_joins_a_group_is_compared_with_it():
         assert [sample.reward for sample in group] == [0.0, 3.0, 6.0, 9.0]
 
     run_in_virtual_time(body())
+
+
+@pytest.mark.parametrize(
+    ("sibling", "turn", "seed"),
+    [(0, 3, 2375146855782054025), (2, 3, 2375146855782054027), (0, "agent", 4243621226796782425)],
+)
+def test_seeds_of_replies_stay_those_of_earlier_versions(sibling, turn, seed):
+    """Or a run that is resumed with a newer version would sample other replies."""
+    assert make_seed(11, 4, sibling, turn) == seed
