@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ DEFAULTS = {
 
 
 def test_an_engine_has_these_settings_unless_it_is_given_others():
-    given = {"model_path": "m", "temperature": 0.5, "max_model_len": 7, "stop_token_ids": (3,)}
+    given: dict[str, Any] = {"model_path": "m", "temperature": 0.5, "max_model_len": 7, "stop_token_ids": (3,)}
     config = EngineConfig(**given)
     assert {one.name: getattr(config, one.name) for one in fields(config)} == given | DEFAULTS
 
