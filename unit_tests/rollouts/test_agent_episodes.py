@@ -22,7 +22,7 @@ from rollouts.agents.episode import AgentRunner, judge_timeout, read_log
 from rollouts.agents.results import AgentResult
 from rollouts.agents.session import AgentSession, Request, Sampler
 from rollouts.agents.task import AgentPlan, Task
-from rollouts.agents.wire import ChatRequest
+from rollouts.agents.wire import BadRequest, ChatRequest
 from rollouts.stops import Stops
 from rollouts.turns import Played
 from unit_tests.helpers.episodes import Scripted, Words
@@ -265,3 +265,44 @@ def test_a_log_is_plain_text_without_keys():
     log = b"\n one\ttwo\r\x1b[31m \xff\n the key feynrl-" + b"k" * 43 + b" \n\n"
     assert read_log(bytearray(log)) == "one\ttwo\\r\\x1b[31m \\xff\n the key ***"
     assert read_log(bytearray()) == ""
+
+
+def test_an_agent_that_does_not_listen_is_ended_with_its_episode():
+    ended: list[str] = []
+
+    async def flood(session: AgentSession) -> None:
+        for n in range(200):
+            session.count_refusal(f"n is {n}")
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append(session.id)
+
+    [[played]] = play(Agent(act=flood), PROMPT)
+    said = "the agent has made 200 requests that were refused, the last because: n is 199"
+    assert (played.sample.failure, played.sample.log, len(ended)) == (said, "said 1", 1)
+    assert played.sample.counts == UNASKED | {"requests_refused": 200.0}
+
+
+def test_an_error_of_the_engine_ends_the_run_and_not_the_episode():
+    """The engine has nothing to say, which is an error of the script."""
+    ended: list[str] = []
+
+    async def ask_in_vain(session: AgentSession) -> None:
+        with contextlib.suppress(BadRequest):
+            await ask(session, ASKED)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append(session.id)
+
+    with pytest.raises(IndexError, match="pop from empty list"):
+        play(Agent(act=ask_in_vain), PROMPT)
+    assert len(ended) == 1
+
+
+def test_an_episode_that_has_asked_is_not_played_again_elsewhere():
+    processes = Agent(AgentResult(was_lost=True, failure="gone"), act=ask_once)
+    [[played]] = play(processes, PROMPT, replies=[[6]])
+    assert played.sample.failure == "gone" and len(processes.tasks) == 1
+    assert played.sample.counts["tokens/kept"] == 1.0

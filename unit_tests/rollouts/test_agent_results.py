@@ -109,3 +109,34 @@ def test_keys_of_episodes_are_hidden_in_a_text():
     key = f"feynrl-{'aB_-' * 10}xyz"
     assert hide_keys(f"<{key}> and {key}!") == "<***> and ***!"
     assert hide_keys(key[:-1]) == key[:-1]
+
+
+def test_a_long_line_is_quoted_in_part_and_bytes_that_are_no_text_are_shown():
+    line = "x" * 200
+    quoted = repr(line)[:80]
+    with pytest.raises(ValueError) as refused:
+        read_message(line.encode())
+    assert str(refused.value).startswith(f"the agent wrote {quoted} to file descriptor 3, ")
+    assert read_result(written(line), is_file=False) == AgentResult(failure=f"the agent wrote {quoted}{EXPECTED}")
+    why = f"the agent wrote {quoted} to file descriptor 3, which is for the result of run()"
+    assert read_result(written(line), is_file=True) == AgentResult(failure=why)
+    with pytest.raises(ValueError, match=r"^the agent wrote '\ufffd' to file descriptor 3"):
+        read_message(b"\xff")
+    broken = b"\xff\n"
+    assert read_result(broken, is_file=False) == AgentResult(failure=f"the agent wrote '\ufffd'{EXPECTED}")
+    assert read_result(broken + written({"a": 1.0}), is_file=False) == AgentResult(parts={"a": 1.0})
+    assert read_so_far(written({"a": 1.0}) + broken, is_file=False) == {"a": 1.0}
+
+
+def test_numbers_so_far_that_are_none_are_a_failed_result():
+    found = read_message(b'{"id": 3, "so_far": []}')
+    assert found == Message(id=3, so_far=None, result=AgentResult(failure=f"{NO_NUMBERS}[]"))
+    assert read_message(b'{"id": 3, "so_far": {}}') == Message(id=3, so_far={}), "an empty dict is numbers"
+    assert read_message(b'{"id": 3, "so_far": {"a": 2}}').result == AgentResult()
+
+
+def test_a_result_without_anything_is_that_of_an_episode_that_ended():
+    plain = AgentResult()
+    assert (plain.parts, plain.failure, plain.timed_out, plain.was_slow) == ({}, "", False, False)
+    assert (plain.waited_s, plain.was_lost) == (0.0, False)
+    assert AgentResult().parts is not plain.parts

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+import socket
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from core.errors import UserError
+from core.loading import FileSpec
 from rollouts.agents.bounded_json import Unreadable, read_json
 from rollouts.agents.host import check_options, read_options, read_start
+from rollouts.agents.launcher import Launcher, choose_serving, find_run, load_agent
 from rollouts.agents.launching import check_ready
 from rollouts.agents.processes import name_endpoint, write_memory, write_task
 from rollouts.agents.run_file import describe_error, make_task
 from rollouts.agents.served import share_endpoint
 from rollouts.agents.task import AgentPlan, Task
 from rollouts.agents.verifiers_agent import is_policy_limit
+from unit_tests.helpers.sentences import tell
 
 GIVEN = {"base_url": "http://h:1/s/7/v1", "api_key": "k", "model": "policy", "messages": []}
 START = {"id": "e", "task": GIVEN, "timeout_s": 2}
@@ -171,3 +175,85 @@ def test_the_policys_limits_are_no_failure_of_the_environment():
             calls=[SimpleNamespace(error=error) for error in errors],
         )
         assert is_policy_limit(trace) is want, (turns, last, calls)
+
+
+def test_a_task_is_written_with_all_that_an_agent_may_see():
+    task = Task(**GIVEN)
+    assert (task.tools, task.id, task.source, task.extra, task.max_turns, task.seed) == ([], "", "", {}, 1, 0)
+    task.report({"a": 1.0})  # nobody plays it, and nobody hears
+    tool: Any = {"type": "function", "function": {"name": "f"}}
+    full = {
+        **{"base_url": "http://h:1/v1", "api_key": "k", "model": "policy", "tools": [tool], "id": "7"},
+        **{"source": "sums", "extra": {"x": [1]}, "max_turns": 5, "seed": 3},
+        "messages": [{"role": "user", "content": "?"}, {"role": "tool", "content": "3", "tool_call_id": "c"}],
+    }
+    reported: list[Any] = []
+    given = Task(**full, report=reported.append)
+    assert given.as_json() == full and given == Task(**full), "what it reports to is no part of it"
+    assert given.as_json()["messages"][0] is not given.messages[0] and "report" not in repr(given)
+
+
+def make_plan(**changes: Any) -> AgentPlan:
+    spec = FileSpec(module="a", path="/there/a.py", sha256="0", in_package=False)
+    return AgentPlan(**{"file": spec, "command": ("b", "c"), "address": ("http://d", "http://e")} | changes)
+
+
+def test_an_agent_is_called_by_its_file_program_or_first_host():
+    assert make_plan().name == "/there/a.py"
+    assert make_plan(file=None).name == "b"
+    assert make_plan(file=None, command=()).name == "http://d"
+    empty = AgentPlan()
+    assert (empty.folder, empty.serve, empty.timeout_s, empty.on_timeout, empty.key) == (".", None, None, None, "")
+
+
+def plain(task: Task) -> None: ...
+
+
+async def later(task: Task) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("serve", "run", "serves"),
+    [
+        (None, None, False),
+        (None, plain, False),
+        (None, later, True),
+        (False, None, False),
+        (False, plain, False),
+        (False, later, False),
+        (True, None, True),
+        (True, later, True),
+    ],
+)
+def test_one_process_plays_all_episodes_where_it_is_asked_or_run_is_async(serve, run, serves):
+    assert choose_serving({"serve": serve, "file": None}, run) is serves
+
+
+def test_a_plain_run_is_not_served_and_a_file_without_one_is_refused():
+    assert tell(lambda: choose_serving({"serve": True, "file": {"path": "/there/a.py"}}, plain)) == (
+        "rollout.agent.serve: /there/a.py must define run(task) by `async def`, since many episodes share a process: "
+        "do so, or leave serve out"
+    )
+    module = ModuleType("a")
+    for run in (None, 3, "run"):
+        vars(module)["run"] = run
+        said = "rollout.agent.file: a.py must define a function run(task) that returns named numbers"
+        assert tell(lambda: find_run(module, "a.py")) == said
+    vars(module)["run"] = plain
+    assert find_run(module, "a.py") is plain and load_agent(None) is None
+
+
+@pytest.mark.parametrize(
+    ("run", "serve", "has_threads", "expected"),
+    [
+        (plain, False, False, True),
+        (None, False, False, False),
+        (later, True, False, False),
+        (plain, False, True, False),
+    ],
+)
+def test_lazy_imports_are_for_forks_that_play_one_episode(run, serve, has_threads, expected):
+    own, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with own, worker:
+        launcher = Launcher(worker, {"serve": serve}, run, has_threads=has_threads)
+        assert (launcher.lazy is not None) == expected and launcher.guards == {}
