@@ -111,7 +111,7 @@ def test_keys_of_episodes_are_hidden_in_a_text():
     assert hide_keys(key[:-1]) == key[:-1]
 
 
-def test_a_long_line_is_quoted_in_part_and_bytes_that_are_no_text_are_shown():
+def test_a_long_line_is_quoted_in_part_and_bad_bytes_are_shown():
     line = "x" * 200
     quoted = repr(line)[:80]
     with pytest.raises(ValueError) as refused:

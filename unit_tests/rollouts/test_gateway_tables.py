@@ -275,7 +275,7 @@ def test_errors_are_logged_but_for_those_of_clients(caplog):
     assert [record.exc_info and str(record.exc_info[1]) for record in caplog.records] == [None, "ours"]
 
 
-def test_a_request_that_the_server_itself_refuses_is_counted_with_its_reason(qwen):
+def test_a_request_that_the_server_refuses_is_counted_with_its_reason(qwen):
     async def use(address: Address) -> None:
         for _ in range(199):
             address.session.count_refusal("an earlier one")

@@ -1,4 +1,4 @@
-"""Parts of agents' requests, whatever the protocol: images, deadlines, parameters, and refusals as a client gets them."""
+"""Parts of agents' requests, whatever the protocol: images, deadlines, parameters, and the refusals."""
 
 from __future__ import annotations
 
