@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from core.types.samples import Prompt
 from rewards import code
 from rewards.code_tests import JUDGE, Suite, find_code, run_asserts, run_pairs, trim_lines
 from rewards.sandbox import Limits, Ran, SandboxUnavailable
+from unit_tests.helpers.posts import serve_posts
 
 SUITE = Suite(id="row/7", tests=("assert f()", "g()", "h()"), setup="x = 1")
 LIMITS = Limits(seconds=3.0, memory_mib=99, processes=7)
@@ -193,27 +192,15 @@ def server() -> Iterator[dict[str, Any]]:
     """The address of a sandbox's server, what it was asked, and how it answers the input of a program."""
     says: dict[str, Any] = {"asked": [], "answer": lambda stdin: ran_of(stdout=b"42")}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            says["asked"].append(asked)
-            ran = says["answer"](asked["stdin"].encode())
-            told = {"status": "Finished", "return_code": ran.exit_code, "stdout": ran.stdout.decode()}
-            body = json.dumps({"status": "Success", "run_result": told}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, headers: Any, body: bytes) -> tuple[int, bytes]:
+        asked = json.loads(body)
+        says["asked"].append(asked)
+        ran = says["answer"](asked["stdin"].encode())
+        told = {"status": "Finished", "return_code": ran.exit_code, "stdout": ran.stdout.decode()}
+        return 200, json.dumps({"status": "Success", "run_result": told}).encode()
 
-        def log_message(self, *what: Any) -> None:
-            pass
-
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-    says["url"] = f"http://127.0.0.1:{made.server_address[1]}"
-    yield says
-    made.shutdown()
-    made.server_close()
+    with serve_posts(answer) as says["url"]:
+        yield says
 
 
 def score(server: dict[str, Any], extra: dict[str, Any], **settings: Any) -> dict[str, float]:

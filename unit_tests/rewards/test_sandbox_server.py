@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from core.errors import UserError
 from rewards.sandbox import Bubblewrap, HttpSandbox, Limits, Ran, SandboxUnavailable, make_sandbox
+from unit_tests.helpers.posts import serve_posts
 
 
 @pytest.fixture
@@ -19,24 +18,12 @@ def server():
     """Return the address of a server, and what it answers: status and body."""
     says: dict[str, Any] = {"status": 200, "body": b"", "asked": []}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            says["asked"].append((self.path, self.headers["Content-Type"], json.loads(body)))
-            self.send_response(says["status"])
-            self.send_header("Content-Length", str(len(says["body"])))
-            self.end_headers()
-            self.wfile.write(says["body"])
+    def answer(path: str, headers: Any, body: bytes) -> tuple[int, bytes]:
+        says["asked"].append((path, headers["Content-Type"], json.loads(body)))
+        return says["status"], says["body"]
 
-        def log_message(self, *what: Any) -> None:
-            pass
-
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-    says["url"] = f"http://127.0.0.1:{made.server_address[1]}"
-    yield says
-    made.shutdown()
-    made.server_close()
+    with serve_posts(answer) as says["url"]:
+        yield says
 
 
 def result(status: str = "Finished", code: Any = 0, **more: Any) -> dict[str, Any]:
