@@ -113,7 +113,7 @@ def pack(
         position_ids=torch.from_numpy(row.position_ids),
         segment_ids=torch.from_numpy(row.segment_ids),
         parents=torch.from_numpy(row.parents),
-        lengths=torch.from_numpy(np.bincount(row.segment_ids, minlength=len(row.parents))),
+        lengths=torch.from_numpy(row.sizes),
         at=torch.from_numpy(
             np.concatenate([place[chosen] for place, chosen in zip(row.places, inputs.chosen, strict=True)])
         ),

@@ -42,6 +42,8 @@ class Row:
     """[T] segment number: 0..S-1."""
     parents: Ints
     """[S] parent segment, or -1 at the start of a sequence."""
+    sizes: Ints
+    """[S] number of tokens of each segment."""
     order: Ints
     """Row position of every token of all sequences, end to end."""
     lengths: list[int]
@@ -89,6 +91,7 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
         position_ids=_join([along[s.start : s.stop] for s in segments]),
         segment_ids=repeat_runs(np.arange(len(segments)), lengths),
         parents=np.array([s.parent for s in segments], dtype=np.int64),
+        sizes=np.array(lengths, dtype=np.int64),
         order=_join([spans[n] for path in paths for n in path]),
         lengths=[len(own) for own in ids],
     )
@@ -124,8 +127,9 @@ def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
 def _count_common(a: Array, b: Array) -> int:
     """Return the length of the common prefix."""
     n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0  # the first True; 0 if there is none
+    return first if n and differs[first] else n
 
 
 def _grow_forest(ids: list[Array], families: Sequence[Hashable]) -> tuple[list[_Segment], list[list[int]]]:
