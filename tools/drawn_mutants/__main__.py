@@ -215,7 +215,8 @@ class Judge:
         yield from self.left
 
     def record(self, tier: Tier, *, folders: Iterable[str] = (), modules: Iterable[str] = ()) -> Record:
-        return record(ROOT, ROOT / "build" / "drawn_mutants", tier, folders=folders, modules=modules)
+        kept = ROOT / "build" / "drawn_mutants"
+        return record(ROOT, kept, tier, jobs=self.jobs, folders=folders, modules=modules)
 
     def ask(self, lines: Record, budget_s: float, *, done_s: float = 0.0) -> Iterator[Bug]:
         """Plant each bug that is left, and yield those that tests notice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -187,23 +188,38 @@ def full_name_of(case: ElementTree.Element) -> str:
     return name_of(case) + "".join(case.attrib["name"].partition("[")[1:])
 
 
-def record(root: Path, kept: Path, tier: Tier, *, folders: Iterable[str] = (), modules: Iterable[str] = ()) -> Record:
+def record(
+    root: Path, kept: Path, tier: Tier, *, jobs: int, folders: Iterable[str] = (), modules: Iterable[str] = ()
+) -> Record:
     """Run test files under coverage, each unless it was done for its text and this state of the code.
 
-    They run in a copy of the repository, as bugs are planted in copies: what fails there is known from then on.
+    They run in copies of the repository, as bugs are planted in copies: what fails there is known from then on.
     kept: folder of the records. folders: of code, whose own test files run. modules: files whose importers run.
     """
     code = hash_files(root)
     tests = list_test_files(root, set(folders), set(modules))
     found = {path: kept / f"{code}-{tier}" / hash_text(f"{path}\0{(root / path).read_text()}") for path in tests}
     left = [path for path, folder in found.items() if not (folder / "tests.xml").is_file()]
-    if left:
-        with tempfile.TemporaryDirectory(prefix="lines_", ignore_cleanup_errors=True) as made:
-            home = Path(made) / "copy"
-            copy_repository(root, home)
-            for path in left:
-                run_tests(home, path, found[path].absolute(), tier)
+    # forks, which have imported the libraries; each writes the files that tell what it has recorded
+    fork = multiprocessing.get_context("fork")
+    shares = [{path: found[path].absolute() for path in left[n::jobs]} for n in range(jobs)]
+    workers = [fork.Process(target=run_in_copy, args=(root, share, tier)) for share in shares if share]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if missing := [path for path in left if not (found[path] / "tests.xml").is_file()]:
+        raise SystemExit(f"{len(missing)} test files were not recorded, such as {missing[0]}: see above")
     return Record(tier, tuple(found.values()), root)
+
+
+def run_in_copy(root: Path, folders: dict[str, Path], tier: Tier) -> None:
+    """Run test files under coverage in a copy of the repository. folders: where each one's record goes."""
+    with tempfile.TemporaryDirectory(prefix="lines_", ignore_cleanup_errors=True) as made:
+        home = Path(made) / "copy"
+        copy_repository(root, home)
+        for path, folder in folders.items():
+            run_tests(home, path, folder, tier)
 
 
 def list_test_files(root: Path, folders: set[str], modules: set[str]) -> list[str]:

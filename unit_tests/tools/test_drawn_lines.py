@@ -51,9 +51,9 @@ from pathlib import Path
 from tools.drawn_mutants.lines import record
 
 root, kept = map(Path, sys.argv[1:])
-found = record(root, kept, "fast", modules={"core/product.py"})
+found = record(root, kept, "fast", jobs=2, modules={"core/product.py"})
 made = {folder: (folder / "tests.xml").stat().st_mtime_ns for folder in found.folders}
-again = record(root, kept, "fast", folders={"core"})
+again = record(root, kept, "fast", jobs=1, folders={"core"})
 lines = [found.find_tests("core/product.py", line, 60.0) for line in (4, 7, 10)]
 at_import = [found.find_tests("core/product.py", 1, budget_s) for budget_s in (60.0, 0.0)]
 anew = sum((folder / "tests.xml").stat().st_mtime_ns != at for folder, at in made.items())
