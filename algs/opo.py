@@ -19,8 +19,11 @@ from core.types.samples import Group, Policy, Tokens
 
 class OPO(ComparesGroup):
     def compare(self, group: Group, rewards: list[float | None]) -> list[float]:
-        """Return the advantage of each sample of a group; 0 without a reward, and if all rewards are equal."""
-        scored = [(r, s.n_trained) for r, s in zip(rewards, group, strict=True) if r is not None]
+        """Return the advantage of each sample of a group; 0 without a reward, and if all rewards are equal.
+
+        Samples without trained tokens have no part in the baseline.
+        """
+        scored = [(r, s.n_trained) for r, s in zip(rewards, group, strict=True) if r is not None and s.n_trained]
         if len({r for r, _ in scored}) < 2:
             return [0.0] * len(group)
         baseline = math.fsum(r * n for r, n in scored) / sum(n for _, n in scored)

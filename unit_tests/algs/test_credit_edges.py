@@ -37,6 +37,11 @@ def reply(reward: float | None = 0.0, n: int = 2, **more: Any) -> Sample:
     return replace(sample, failure="timeout") if reward is None else sample
 
 
+def untrained(reward: float) -> Sample:
+    """A reply of one token that is not trained on."""
+    return replace(reply(reward, 1), excluded=np.array([False, True]))
+
+
 def credit(alg: Algorithm, *groups: Group) -> list[float]:
     """Advantage of each sample's first token of the reply."""
     return [float(s.advantage[1]) for g in alg.compute_advantages([*groups]) for s in g if s.advantage is not None]
@@ -74,6 +79,7 @@ EDGES: list[tuple[Algorithm, list[Group], list[float]]] = [
     # the baseline counts tokens: 3/4 of three tokens of reward 1 and one of reward 0
     (OPO(), [[reply(1.0, 3), reply(0.0, 1), FAILED]], [0.25, -0.75, 0.0]),
     (OPO(), [[reply(1.0)], [reply(0.1), reply(0.1, 5), reply(0.1, 3)]], [0.0] * 4),
+    (OPO(), [[untrained(1.0), untrained(0.0)], [untrained(5.0), reply(1.0), reply(0.0)]], [0.0, 0.0, 0.0, 0.5, -0.5]),
     # 4 samples with a reward, of which 2 are in a group that teaches, and 3 have a reward that is not 0
     (GPG(), [[reply(1.0), reply(0.0), FAILED], [reply(1.0), reply(1.0)]], [1.0, -1.0, 0.0, 0.0, 0.0]),
     (GPG(counts="nonzero"), [[reply(1.0), reply(0.0)], [reply(1.0), reply(1.0)]], [2 / 3, -2 / 3, 0.0, 0.0]),
