@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, cast, get_args
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import Field
 
@@ -69,7 +70,8 @@ def kinds_of(cls: type[Any], dotted: str) -> set[type]:
     if rest:
         inside = info.annotation
         return kinds_of(inside, rest) if isinstance(inside, type) and issubclass(inside, StrictModel) else set()
-    kinds: set[Any] = {info.annotation, *get_args(info.annotation)}
+    is_union = get_origin(info.annotation) in (Union, UnionType)  # list[float] has float as an argument, too
+    kinds: set[Any] = {*get_args(info.annotation)} if is_union else {info.annotation}
     return kinds & {int, float} if bool not in kinds else set()
 
 

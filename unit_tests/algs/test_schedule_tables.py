@@ -78,6 +78,8 @@ class Outer(StrictModel):
     switch: bool = False
     odd: bool | int = 1
     text: str = ""
+    several: list[float] | None = None
+    by_name: dict[str, float] | None = None
 
 
 def test_numbers_are_found_by_their_dotted_names():
@@ -93,6 +95,8 @@ def test_numbers_are_found_by_their_dotted_names():
         ("switch", set[type]()),
         ("odd", set[type]()),
         ("text", set[type]()),
+        ("several", set[type]()),
+        ("by_name", set[type]()),
         ("count.more", set[type]()),
         ("nothing", set[type]()),
     ):
