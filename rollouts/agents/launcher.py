@@ -63,12 +63,17 @@ def main(fd: int) -> None:
         run = load_agent(plan["file"])
         serves = choose_serving(plan, run)
     except UserError as error:
-        worker.send(json.dumps({"refusal": str(error)}).encode())
+        answer(worker, {"refusal": str(error)})
         return
     sys.stdout.flush()  # or every fork would print again what the import has printed
-    worker.send(json.dumps({"serves": serves}).encode())
+    answer(worker, {"serves": serves})
     plan["serve"] = serves
     Launcher(worker, plan, run, has_threads=threading.active_count() > 1).serve()
+
+
+def answer(worker: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the run has ended meanwhile, and the next read says so
+        worker.send(json.dumps(message).encode())
 
 
 def load_agent(file: dict[str, Any] | None) -> Callable[[Task], Any] | None:

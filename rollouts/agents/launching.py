@@ -147,7 +147,8 @@ class LauncherClient:
         far_end.close()
         file = None if self.plan.file is None else asdict(self.plan.file)
         plan = {"file": file, "command": list(self.plan.command), "serve": self.plan.serve}
-        self._socket.send(json.dumps(plan).encode())
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, and whoever waits for it is told
+            self._socket.send(json.dumps(plan).encode())
         self._ready = False
 
     def wait_for_import(self) -> bytes:
