@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from algs import find_algorithm
 from algs.divergences import Divergence
@@ -17,6 +16,7 @@ from data_feeds.samplers.pools import Pools
 from data_feeds.samplers.priority import Priority
 from data_feeds.samplers.thompson import Thompson
 from rewards.judging.settings import JudgeSettings
+from unit_tests.helpers.intervals import check_interval
 from unit_tests.helpers.variants import NEEDED, OFF
 
 CLIP = {"clip_low": "(0 1)", "clip_high": "(0"}
@@ -90,26 +90,7 @@ SECTIONS: list[tuple[type[StrictModel], dict[str, Any], dict[str, str]]] = [
 ]
 
 
-def list_ends(interval: str, step: float) -> list[tuple[float, bool]]:
-    """Return the ends of an interval, and the numbers beside them, each with whether it is inside.
-
-    >>> list_ends("(0 1]", 0.1)
-    [(0.0, False), (0.1, True), (1.0, True), (1.1, False)]
-    """
-    low, _, high = interval.partition(" ")
-    ends = [(float(low[1:]), low[0] == "[", step)]
-    ends += [(float(high[:-1]), high[-1] == "]", -step)] if high else []
-    return [pair for at, has, inwards in ends for pair in ((at, has), (at - inwards if has else at + inwards, not has))]
-
-
 @pytest.mark.parametrize(("cls", "settings", "intervals"), SECTIONS)
 def test_a_number_may_be_all_of_its_interval_and_nothing_else(cls, settings, intervals):
     for key, interval in intervals.items():
-        step = 1 if "int" in str(cls.model_fields[key].annotation) else 1e-9
-        for number, is_inside in list_ends(interval, step):
-            given = settings | {key: int(number) if step == 1 else number}
-            if is_inside:
-                assert getattr(cls(**given), key) == number, (key, number)
-            else:
-                with pytest.raises(ValidationError, match=rf"(?m)^{key}$"):
-                    cls(**given)
+        check_interval(cls, settings, key, interval)

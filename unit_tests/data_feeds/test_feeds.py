@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.data_schema import PromptDataConfig, RowDataConfig, SourceConfig
+from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from core.types.samples import Group
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -340,20 +340,6 @@ def test_a_source_that_cannot_be_read_gets_one_sentence(chat, tmp_path, source, 
         load_prompts(data_of([source | {"path": path}]), "train", chat, seed=0)
     said = str(refused.value)
     assert words in said and said.startswith(f"data.train={path}") and "\n" not in said
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("hub:openai/gsm8k/main", "gsm8k"),
-        ("hub:squad", "squad"),
-        ("data/gsm8k/train.parquet", "train"),
-        ("x/easy.jsonl.gz", "easy"),
-    ],
-)
-def test_a_source_has_a_name_of_its_own(path, name):
-    assert SourceConfig(path=path).log_name == name
-    assert SourceConfig(path=path, name="mine").log_name == "mine"
 
 
 def test_a_mixture_draws_its_shares_and_tells_them(chat, tmp_path):
