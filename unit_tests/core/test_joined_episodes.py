@@ -121,3 +121,30 @@ def test_credit_is_given_by_player_and_episode_and_taken_back(seeds):
     if any(map(needs_joining, groups)):
         assert sum(map(len, given_groups)) == sum(len({*number_episodes(group)}) for group in groups)
         assert all(len({s.player for s in group}) == 1 for group in given_groups)
+
+
+def test_what_is_of_a_branch_alone_stays_with_it():
+    """Routes, an earlier advantage and the numbers of turns are of the tokens of one sample."""
+    masks = ([False, True, True], [False, False, True, False])
+    group = [
+        make_sample(
+            prompt=PROMPT,
+            token_ids=[10 * b + t for t in range(len(mask))],
+            action_mask=mask,
+            rollout_logp=[-0.5 if m else 0.0 for m in mask],
+            versions=[0 if m else -1 for m in mask],
+            reward=1.0,
+            episode=0,
+            turn_numbers=[1 - b],
+            advantage=[1.0 if m else 0.0 for m in mask],
+            routes=np.full((len(mask), 2, 1), b, dtype=np.uint8),
+        )
+        for b, mask in enumerate(masks)
+    ]
+    joined = join_episodes(group)
+    [one] = joined.samples
+    assert one.token_ids.tolist() == [10, 11, 12, 13, 0, 1, 2] and one.turns == ((2, 3), (5, 7))
+    assert (one.routes, one.advantage, one.kept, one.excluded, one.turn_numbers) == (None, None, None, None, ())
+    back = joined.split(joined.samples)
+    assert back == [replace(sample, advantage=None) for sample in group]
+    assert [{*sample.routes.ravel().tolist()} for sample in back if sample.routes is not None] == [{0}, {1}]

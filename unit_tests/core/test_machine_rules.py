@@ -23,6 +23,7 @@ from core.tasks import run_to_end, start_task
 from core.timing.limit_blocking import LimitBlocking
 from core.timing.progress import Progress
 from core.timing.timeouts import probe_with_timeout
+from unit_tests.helpers.fake_gpus import COMPILER, H100, compile_cuda, pretend
 from unit_tests.helpers.sentences import tell
 
 T4, A100, B200 = (
@@ -183,6 +184,26 @@ def test_gpus_are_described_in_one_line(monkeypatch, tmp_path):
     assert [*found, gpus.describe_unused_hardware()] == ["", "", nvidia, f"{nvidia}; AMD GPUs are not supported"]
     nodes = [{"NodeID": "a", "Resources": {"GPU": 4.0}}, {"NodeID": "b", "Resources": {}}]
     assert [divide_cores(nodes, here, cores=n) for here, n in (("a", 10), ("a", 3), ("b", 10))] == [2, 1, 10]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="a CUDA library is compiled for it")
+def test_the_newest_cuda_of_a_driver_is_told_also_if_it_fails(tmp_path, monkeypatch):
+    # any library that is there: the process that asks loads the pretended one
+    monkeypatch.setattr(gpus, "LIBRARY", "libc.so.6")
+    cuda = compile_cuda(tmp_path / "cuda")
+    for driver, found, failed in (
+        ("13000 0", (13, 0), False),
+        ("12090 0", (12, 9), False),
+        ("11080 802", (11, 8), True),
+    ):
+        said = pretend(tmp_path, cuda=cuda, answers=f"{driver};{H100}", nvidia_smi="echo 580.1")
+        for name, value in said.items():
+            monkeypatch.setenv(name, value)
+        machine = gpus.ask_machine.__wrapped__(20.0)
+        assert (machine.cuda, machine.driver, machine.listed, bool(machine.failure)) == (found, "580.1", 1, failed)
+        assert [gpu.name for gpu in machine.devices] == ([] if failed else ["NVIDIA H100"])
+    monkeypatch.setattr(gpus, "LIBRARY", "none.so")
+    assert gpus.ask_machine.__wrapped__(20.0).cuda is None
 
 
 FIX = "give the host:port of a cluster that runs (usually port 6379), or leave the key unset"

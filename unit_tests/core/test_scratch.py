@@ -146,3 +146,17 @@ def test_sockets_have_room_for_their_names(monkeypatch):
         assert home.folder.parent == Path("/tmp")
         assert len(f"{base}/{home.folder.name}/{session}/sockets/plasma_store") <= 107
         assert len(f"{home.folder}/tmp/{'u' * 36}") <= 107
+
+
+def test_what_a_run_starts_finds_its_folder_and_the_usual_kernels(base, monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    for given, kernels in ((None, default_cache_dir()), ("/kernels", "/kernels")):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        if given is not None:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+        with Scratch() as home:
+            own = str(home.folder / "tmp")
+            told = {"TMPDIR": own, "VLLM_RPC_BASE_PATH": own, "SPT_NOENV": "1", "TORCHINDUCTOR_CACHE_DIR": kernels}
+            assert {name: os.environ.get(name) for name in told} == told
+        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == given
