@@ -219,6 +219,15 @@ def test_turns_with_images_are_cut_and_written_as_whole_conversations_are(splitt
     assert chat.bound_tokens([asked], limit=50) is None
 
 
+def test_images_may_have_as_many_tokens_as_the_limit_and_no_more(splitting):
+    chat = ChatTokenizer(splitting, "chat")
+    assert chat.images is not None
+    seen = [draw(84, 60), draw(30, 30, seed=1)]
+    size = sum(len(chat.images.expand(one).ids) for one in seen)
+    for asked in ([say("user", *seen)], [say("user", seen[0]), say("user", seen[1])]):
+        assert [chat.bound_tokens(asked, limit=limit) for limit in (size - 1, size)] == [size, None]
+
+
 @pytest.mark.parametrize("content", ["a <image> b", "<fake_token_around_image>", "<row_1_col_2>"])
 def test_a_text_that_holds_a_token_of_images_is_refused(idefics, content):
     chat = ChatTokenizer(idefics, "chat")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from data_feeds.disk_source import CHECKED, TRIES, DiskSource
 from data_feeds.feed import Feed, load_examples, load_prompts
 from data_feeds.rows.disk_rows import ArrowRows, DatasetRows, JsonlRows, ParquetRows, hash_file_ends, shuffle_whole
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.line_index import index_lines
+from data_feeds.rows.line_index import find_lines, index_lines
 from data_feeds.rows.mixture import pick_row, pick_row_with_replacement
 from data_feeds.rows.permute import permute
 from unit_tests.helpers.prompt_files import rows_of, write
@@ -101,6 +102,31 @@ def test_the_index_of_a_large_file_is_kept(tmp_path, monkeypatch, more, is_kept)
     monkeypatch.setenv("FEYNRL_CACHE", str(tmp_path / "cache"))
     assert index_lines(path).tolist() == [0, 4]
     assert (tmp_path / "cache/indices").is_dir() == is_kept
+
+
+def test_an_index_is_of_no_file_of_another_size_time_or_inode(tmp_path, monkeypatch):
+    """The content is the same each time: what the file system says is all that differs."""
+    told = {"st_size": 6, "st_mtime_ns": 7, "st_ctime_ns": 8, "st_ino": 9}
+
+    class Told(PosixPath):
+        def stat(self, *, follow_symlinks: bool = True) -> Any:
+            return SimpleNamespace(**told)
+
+    searched: list[Path] = []
+
+    def search(path: Path) -> Any:
+        searched.append(path)
+        return find_lines(path)
+
+    monkeypatch.setattr("data_feeds.rows.line_index.find_lines", search)
+    monkeypatch.setattr("data_feeds.rows.line_index.KEPT_BYTES", 1)
+    monkeypatch.setenv("FEYNRL_CACHE", str(tmp_path / "cache"))
+    (path := Told(tmp_path / "x.jsonl")).write_text("{}\n{}\n")
+    for name in (None, *told):
+        told |= {} if name is None else {name: told[name] + 1}
+        searched.clear()
+        assert [index_lines(path).tolist() for _ in range(2)] == [[0, 3]] * 2
+        assert searched == [path], f"another {name}"
 
 
 BAD: dict[str, Any] = {"id": "bad", "messages": [], "answer": ""}
