@@ -181,8 +181,6 @@ def _holds(value: Any, *keys: str) -> bool:
 
 SHAPES: dict[Shape, Callable[[Any], bool]] = {
     "any": lambda value: True,
-    "own_turns": lambda value: True,
-    "own_reply": lambda value: True,
     "text": lambda value: isinstance(value, str),
     "talk": lambda value: (
         isinstance(value, str) or _is_turn(value) or (bool(_list(value)) and all(map(_is_turn, _list(value))))
@@ -194,7 +192,7 @@ SHAPES: dict[Shape, Callable[[Any], bool]] = {
     "list": lambda value: isinstance(value, list),
     "hh": lambda value: isinstance(value, str) and value.lstrip().startswith("Human: "),
 }
-"""Tests of the content of a column, in a row that has it."""
+"""Tests of the content of a column, in a row that has it; those of our own columns are in `_has_shape`."""
 
 
 def _resolve(form: Form, probe: Probe, key: str | None = None) -> FormFit:
