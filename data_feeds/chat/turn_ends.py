@@ -49,7 +49,7 @@ class TurnEnd:
     """Text from the content of an earlier reply to the end of its turn."""
     ends: tuple[str, ...]
     """Texts of all tokens at which a reply may end."""
-    n_after: int = 1
+    n_after: int
     """Number of `ends` that the template writes after the last reply."""
     in_history: str = ""
     """Token that the template writes after earlier replies, if it is not one of `ends`."""
