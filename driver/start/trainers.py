@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -36,15 +36,15 @@ class TrainerPlan:
     temperature: float
     total_updates: int
     seed: int
-    observers: Mapping[str, ObserverFactory] = field(default_factory=dict[str, "ObserverFactory"])
+    observers: Mapping[str, ObserverFactory]
     """Observer factories, by the recipe key that enables them."""
-    allowed_tokens: AllowedTokens = EVERY_TOKEN
-    has_ref_logp: bool = False
-    router_replay: RouterReplay = "off"
-    batch_invariant: bool = False
-    shares_device: bool = False
+    allowed_tokens: AllowedTokens
+    has_ref_logp: bool
+    router_replay: RouterReplay
+    batch_invariant: bool
+    shares_device: bool
     """Colocation: the trainer is offloaded while an engine uses the device."""
-    timeout_s: float = 1800.0
+    timeout_s: float
     """Deadline of the ranks' collectives."""
 
 

@@ -11,6 +11,7 @@ from algs import find_algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.cluster.capacity import Resources
 from core.cluster.workers import Local
+from core.types.allowed_tokens import EVERY_TOKEN
 from data_feeds.packing.batches import micro_batches
 from driver.start.trainers import TrainerPlan, build_trainer
 from trainers.trainer import Trainer
@@ -61,8 +62,13 @@ def plan_of(
         temperature=0.9,
         total_updates=10,
         seed=0,
+        observers={},
+        allowed_tokens=EVERY_TOKEN,
+        has_ref_logp=False,
         timeout_s=timeout_s,
         router_replay=router_replay,
+        batch_invariant=False,
+        shares_device=False,
     )
 
 

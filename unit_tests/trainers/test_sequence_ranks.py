@@ -9,9 +9,8 @@ import pytest
 import ray
 import torch
 
-from algs import find_algorithm
 from algs.base import assign_advantages
-from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
+from configs.trainer_schema import LoraConfig
 from core.cluster.workers import Local, copy_to_groups
 from core.errors import UserError
 from core.types.samples import Group
@@ -21,9 +20,9 @@ from driver.start.trainers import TrainerPlan, build_trainer
 from modeling.segments import Segments
 from modeling.sequence_parallel import RowSlice
 from trainers.trainer import Trainer
+from unit_tests.helpers import ray_trainers
 from unit_tests.helpers.examples import families, siblings, some_answers, with_kept
 from unit_tests.helpers.models import random_model
-from unit_tests.helpers.ray_trainers import start_ranks
 from unit_tests.helpers.runs import rows_of, start
 
 
@@ -46,7 +45,7 @@ RANKS = 4
 @pytest.fixture(scope="module")
 def ranks(cluster):
     """Four ranks on the folder's cluster, which end with this file."""
-    started = start_ranks(cluster, RANKS)
+    started = ray_trainers.start_ranks(cluster, RANKS)
     yield started
     for actor in started.actors:
         ray.kill(actor)
@@ -80,15 +79,8 @@ LATER = ("fsdp2_adapter", "fsdp2_copied_keys", "zero0_totals", "zero2_values", "
 
 
 def plan_of(path: str, alg: dict, *, lora: bool = False, **trainer) -> TrainerPlan:
-    _, cls = find_algorithm(alg)
-    return TrainerPlan(
-        model=ModelConfig(path=path, dtype="float32", lora=LoraConfig(r=4) if lora else None),
-        trainer=TrainerConfig(**SGD | trainer),
-        alg=cls(**alg),
-        temperature=0.9,
-        total_updates=10,
-        seed=0,
-    )
+    adapter = LoraConfig(r=4) if lora else None
+    return ray_trainers.plan_of(path, alg=alg, attention="auto", lora=adapter, **SGD | trainer)
 
 
 async def learn(trainers, plan: TrainerPlan, groups: list[Group], *, max_tokens: int):
