@@ -202,6 +202,6 @@ def show_table(done: list[SweptRun], asked: Sequence[str] = ()) -> None:
         steps = f"{run.metrics[names.STEP_NUMBER] + 1:.0f}" if names.STEP_NUMBER in run.metrics else "0"
         numbers = [f"{run.metrics[name]:.4f}" if name in run.metrics else "-" for _, name in columns]
         rows.append([*(item.partition("=")[2] for item in run.overrides), steps, *numbers, run.exit_reason[:60]])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -9,11 +9,12 @@ import pytest
 import main_rl
 import main_sl
 from configs.schema import RLConfig
+from core.cluster.signals import EXIT_CODE
 from core.errors import UserError
 from driver import sweep
 from driver.sweep import combine_overrides, read_run, show_table, split_values
 from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import program
+from unit_tests.helpers.runs import file_of, program
 
 VALUES = {
     "1e-5,3e-5": ["1e-5", "3e-5"],
@@ -106,6 +107,48 @@ def test_sweeps_of_the_same_second_have_their_own_folders(recipe, tmp_path, monk
     for _ in range(2):
         assert sweep.run_sweep("main_rl.py", RLConfig, recipe(), [["seed=0"], ["seed=1"]]) == 0
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"test-sweep-now", "test-sweep-now.2"}
+
+
+RUN = """
+import json, sys
+from pathlib import Path
+recipe, *overrides = sys.argv[2:]
+keys = dict(item.split("=", 1) for item in overrides)
+folder, seed = Path(json.loads(keys["run_dir"])) / "run", int(keys["seed"])
+folder.mkdir(parents=True)
+(folder / "config.yaml").touch()
+after = {"reward/mean": seed / 4} if seed < 2 else {"eval/loss": seed / 4}
+(folder / "summary.json").write_text(json.dumps({"exit_reason": f"end {seed}", "after": after}))
+sys.exit(seed)
+"""
+"""Program that ends with its seed as exit code. Supervised runs call a metric by its whole name after training."""
+HELD_OUT = {0: ["0.0000", "-"], 1: ["0.2500", "-"], 2: ["-", "0.5000"], 3: ["-", "0.7500"], EXIT_CODE: ["-", "32.5000"]}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "made", "code"), [((0, 3, 2), 3, 3), ((1, EXIT_CODE, 2), 2, 1), ((0, EXIT_CODE, 2), 2, EXIT_CODE)]
+)
+def test_each_run_of_a_sweep_has_a_folder_and_a_row_until_ctrl_c(seeds, made, code, recipe, tmp_path, capsys):
+    main, combinations = file_of(tmp_path / "main.py", RUN), [[f"seed={seed}", "steps=3"] for seed in seeds]
+    assert sweep.run_sweep(main, RLConfig, recipe(), combinations) == code
+    seeds = seeds[:made]
+    [home] = (tmp_path / "runs").iterdir()
+    assert sorted(file.name for file in home.iterdir()) == [*(f"00{n}" for n in range(made)), "sweep.json"]
+    assert json.loads((home / "sweep.json").read_text()) == [
+        {
+            "overrides": [f"seed={seed}"],
+            "folder": str(home / f"00{n}" / "run"),
+            "exit_reason": f"end {seed}",
+            "metrics": {"eval/reward/mean" if seed < 2 else "eval/loss": seed / 4},
+        }
+        for n, seed in enumerate(seeds)
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    told, head, rows, end = lines[:made], lines[made], lines[made + 1 : -1], lines[-1]
+    assert told == [f"sweep, run {n + 1} of 3: seed={seed}" for n, seed in enumerate(seeds)]
+    assert head == "seed  steps  held-out reward  held-out loss  ended" and end == f"sweep folder: {home}"
+    assert [row.split() for row in rows] == [[f"{seed}", "0", *HELD_OUT[seed], "end", f"{seed}"] for seed in seeds]
+    assert {row.index("end") for row in rows} == {head.index("ended")}
 
 
 @pytest.mark.verify
