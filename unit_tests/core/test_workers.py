@@ -85,4 +85,5 @@ def test_engines_of_one_machine_share_its_cores_without_overlap(monkeypatch):
     infos = [RankInfo(rank=rank, size=2, address="", port=0) for rank in range(2)]
     assert [list_cores(info) for info in infos] == [[0, 2], [4, 6, 8]]
     assert list_cores(None) == [0, 2, 4, 6, 8]
-    assert list_cores(RankInfo(rank=3, size=9, address="", port=0)) == [0, 2, 4, 6, 8], "more engines than cores"
+    for size, cores in ((5, [6]), (6, [0, 2, 4, 6, 8])):  # with more engines than cores, each has all
+        assert list_cores(RankInfo(rank=3, size=size, address="", port=0)) == cores

@@ -25,7 +25,7 @@ from driver.checks.explain_devices import describe_processes
 from driver.load_recipe import load_recipe
 from driver.start import devices
 from driver.start.devices import check_devices, plan_gpu_use, share_machine
-from driver.start.rollouts import plan_engines
+from driver.start.rollouts import plan_engines, share_for_engine
 from rollouts.engines.vllm_support import quantized
 from unit_tests.helpers.fake_gpus import COMPILER, H100, compile_cuda, pretend, write_nvidia_smi
 
@@ -111,6 +111,21 @@ def test_actors_of_gpus_share_their_machines_cores(
     assert divide_cores(nodes, "a", cores=4) == 1
 
 
+def test_engines_take_no_gpus_beside_trainers_that_lend_them(
+    rl: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = {"trainer.ranks": 2, "rollout.tensor_parallel_size": 2}
+    apart, shared = rl(**wide), rl(**wide, placement="colocate")
+    served = apart.model_copy(update={"rollout": apart.rollout.model_copy(update={"servers": ["http://a:1"]})})
+    has_gpus(monkeypatch, 8)
+    for cfg, n in ((apart, 2), (shared, 0), (served, 0)):
+        assert share_for_engine(cfg) == Resources(gpus=n, ranks=2)
+    has_gpus(monkeypatch, 0)
+    monkeypatch.setattr(devices.os, "cpu_count", lambda: 9)
+    for n, threads in ((1, 9), (2, 4), (20, 1)):
+        assert share_for_engine(rl(**{"rollout.num_engines": n})) == Resources(threads=threads)
+
+
 @pytest.mark.parametrize(("n", "override"), [(0, ""), (1, "placement=colocate\n"), (2, "")])
 def test_the_quickstart_takes_one_gpu_in_turns_and_says_so(tmp_path: Path, n: int, override: str) -> None:
     answers = pretend(tmp_path, cuda=None, answers="", nvidia_smi="echo 580.1;" * n + "true")
@@ -187,6 +202,23 @@ def test_explain_names_the_gpus_of_this_machine(tmp_path: Path) -> None:
         "GPU 0": "NVIDIA H100, 80.0 GiB, compute capability 9.0",
         "GPU 1": "NVIDIA A100, 40.0 GiB (30.0 in use), compute capability 8.0",
     }
+
+
+def test_explain_has_no_rows_of_gpus_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = gpus.Gpu(name="NVIDIA H100", capability=(9, 0), total_gib=80.0, used_gib=2.5)
+    for found, rows in (
+        (gpus.Gpus(), []),
+        (gpus.Gpus(listed=1, driver="580.1"), [("NVIDIA driver", "580.1")]),
+        (
+            gpus.Gpus(devices=(gpu, gpu), driver="580.1", cuda=(13, 0)),
+            [
+                ("NVIDIA driver", "580.1 (CUDA 13.0 at most)"),
+                *((f"GPU {i}", "NVIDIA H100, 80.0 GiB (2.5 in use), compute capability 9.0") for i in range(2)),
+            ],
+        ),
+    ):
+        monkeypatch.setattr(explain_devices, "find_gpus", lambda timeout_s, found=found: found)
+        assert explain_devices.describe_gpus() == rows
 
 
 def test_explain_says_how_much_of_a_gpu_an_engine_takes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import main_eval
 import main_rl
 from configs.eval_schema import EvalModelConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig
-from configs.trainer_schema import ModelConfig
+from configs.trainer_schema import LoraConfig, ModelConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped, UserError
 from core.types.samples import Sample
@@ -166,6 +166,18 @@ def test_an_opponents_folder_is_compared_on_every_machine(recipe, tiny_path, tmp
     for program, path, keys in ((main_rl, recipe(game), []), (main_eval, str(tmp_path / "eval.yaml"), of_eval)):
         code, err = run_here(program, "--config", path, *keys)
         assert code == 1 and f"'rollout.opponent': '{old}'" in err, err
+
+
+def test_an_opponent_samples_as_the_policy_from_whole_weights(tmp_path):
+    kept = {"temperature": 0.7, "max_model_len": 64, "stop_token_ids": (), "dtype": "float32", "images": "off"}
+    kept |= {"trust_remote_code": True, "seed": 3, "cores": [1], "kv_cache_gib": 2.0, "enforce_eager": True}
+    own = {"starts_empty": True, "lora": LoraConfig(), "quantization": "int8", "options": {"a": 1}, "routes": True}
+    own |= {"tensor_parallel_size": 2, "over_nccl": True, "over_ipc": True}
+    policy, model = EngineConfig(model_path="merged", **kept, **own), ModelConfig(path="base")
+    assert configure_opponent("other", model, policy) == EngineConfig(model_path="other", **kept)
+    file_of(tmp_path / "adapter_config.json", "{}")
+    adapted = configure_opponent(str(tmp_path), model, policy)
+    assert adapted == EngineConfig(model_path="base", adapter=str(tmp_path), **kept)
 
 
 def make_adapter(folder: Path, base: str, *, names: str | None) -> str:
