@@ -1,5 +1,7 @@
 """`base: other.yaml`: errors name the file that is looked for, and the file that sets an inherited key."""
 
+from pathlib import Path
+
 import pytest
 
 import main_rl
@@ -43,3 +45,14 @@ def test_errors_about_own_keys_name_no_base(recipe, tmp_path):
     with pytest.raises(UserError) as error:
         load_recipe(RLConfig, own, ["groups_per_step=4"])
     assert "inherits" not in str(error.value)
+
+
+def test_a_run_knows_which_keys_come_from_which_base(recipe, tmp_path):
+    base = Path(recipe())
+    own = file_of(tmp_path / "own.yaml", "base: rl.yaml\nsteps: 3\nreward: {workers: 2}\n")
+    inherited = load_recipe(RLConfig, own, ["seed=4", "rollout={engine: hf}"]).inherited
+    assert {key: inherited.get(key) for key in ("name", "reward.function", "steps", "reward.workers", "seed")} == {
+        **dict.fromkeys(("name", "reward.function"), base),
+        **dict.fromkeys(("steps", "reward.workers", "seed")),
+    }
+    assert not [key for key in inherited if key.startswith("rollout")], "the override sets the whole section"

@@ -272,6 +272,10 @@ def test_explain_says_where_a_reply_ends_and_what_stands_around_a_text(tmp_path)
     assert "<|user|>, with which the chat template begins the next turn" in glm["a reply"]
     assert plain["a text"].startswith("<s> before it, and nothing after a document")
     assert explained("gemma 2")["a text"] == "begins with <bos>, as the chat template writes it"
+    named = explained("vicuna", end_of_turn="<|no|>")
+    assert list(named) == ["a reply"] and named["a reply"].startswith(
+        "unknown: data.end_of_turn=<|no|> is not a token of this model's tokenizer"
+    )
 
 
 def test_a_mask_by_offsets_is_that_of_every_token_alone():

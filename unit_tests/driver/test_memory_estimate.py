@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import RLConfig
-from driver.checks.explain import GIB, estimate_memory
+from driver.checks.explain import GIB, count_bytes, estimate_memory
 from driver.load_recipe import load_recipe
 from trainers.local import LocalTrainer, TorchLearner
 
@@ -31,6 +31,31 @@ def count(tensors: Iterable[Tensor]) -> int:
 
 def sum_files(folder: Path, pattern: str) -> int:
     return sum(file.stat().st_size for file in folder.rglob(pattern))
+
+
+BYTES: list[tuple[dict[str, object], tuple[float, ...]]] = [
+    # changes; bytes of weight, idle weight, weight of a frozen model and of one that moves, gradient, optimizer
+    ({}, (4, 4, 4, 4, 4, 8)),
+    (MIXED, (2, 2, 2, 4, 4, 12)),  # the master weight and two moments
+    (MIXED | {"trainer.optimizer": "sgd"}, (2, 2, 2, 4, 4, 4)),
+    (MIXED | {"backend": "ray", "trainer.zero_stage": 1}, (2, 2, 2, 1, 4, 3)),
+    (MIXED | {"backend": "ray", "trainer.zero_stage": 2}, (2, 2, 2, 1, 1, 3)),
+    (MIXED | {"backend": "ray", "trainer.zero_stage": 3}, (0.5, 0.5, 2, 1, 1, 3)),
+    ({"backend": "ray", "trainer.zero_stage": 0}, (4, 4, 4, 4, 4, 8)),
+    ({"backend": "ray", "trainer.zero_stage": 3}, (1, 1, 4, 1, 1, 2)),
+    (MIXED | {"backend": "ray", "trainer.strategy": "fsdp2"}, (1, 0.5, 0.5, 1, 1, 2)),
+    (MIXED | {"backend": "ray", "trainer.strategy": "fsdp2", "model.lora": {}}, (4, 0.5, 0.5, 4, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(("changes", "each"), BYTES, ids=str)
+def test_a_rank_of_four_holds_its_share_of_each_parameter(changes, each, recipe):
+    ranks = {"trainer.ranks": 4} if "backend" in changes else {}
+    found = count_bytes(load_recipe(RLConfig, recipe(changes | ranks), []).cfg)
+    assert (
+        *(found.weights, found.idle, found.reference, found.moving),
+        *(found.gradients, found.optimizer),
+    ) == each
 
 
 @pytest.mark.parametrize("case", CASES)

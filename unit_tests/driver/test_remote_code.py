@@ -12,9 +12,12 @@ from transformers import AutoModelForCausalLM
 
 import main_rl
 import main_sl
+from configs.schema import RLConfig
 from core.errors import UserError
 from core.types.samples import Message, Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
+from driver.checks.explain import estimate_memory
+from driver.load_recipe import load_recipe
 from driver.resume import check_settings
 from modeling.hf_config import meta_model, read_config
 from modeling.layout_probe import layout_for
@@ -104,7 +107,7 @@ def test_the_code_of_a_model_does_not_run(foreign):
 LOADERS = {
     *("read_config", "meta_model", "check_model_folder", "max_positions", "load_model", "load_scalar_model"),
     *("check_weights", "ChatTokenizer", "name_lora_targets", "load_pretrained", "build_from_config", "EngineConfig"),
-    *("count_parameters", "count_adapter", "_load_pretrained", "_read_pretrained", "_is_scalar"),
+    *("count_parameters", "count_adapter", "_load_pretrained", "_read_pretrained", "_is_scalar", "needs_images"),
 }
 PASSED_ON = {"kind", "settings", "given", "self.kind", "self.trained"}
 """Names of mappings with the setting, which are passed on as **mapping."""
@@ -180,6 +183,13 @@ def test_a_run_with_such_a_model_trains_and_saves_its_code(main, kind, changes, 
     assert type(ChatTokenizer(str(saved), "chat", trust_remote_code=True).hf).__name__ == "Tokenizer"
     with pytest.raises(UserError, match="comes with code of its own"):
         load_model(str(saved), dtype="float32", attention="auto")
+
+
+def test_checks_and_estimates_run_the_code_of_such_a_model_too(foreign, recipe):
+    trusted = TRUST | {"model.path": foreign[0]}
+    with_adapter = estimate_memory(load_recipe(RLConfig, recipe(trusted | {"model.lora": {"r": 4}}), []))
+    assert 0 < with_adapter.adapter < with_adapter.parameters
+    assert load_recipe(RLConfig, recipe(trusted | {"rollout.batch_invariant": True}), []).cfg.rollout.batch_invariant
 
 
 def test_a_saved_reward_model_with_code_keeps_its_head(foreign, tmp_path):

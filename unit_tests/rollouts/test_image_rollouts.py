@@ -410,8 +410,9 @@ def test_vllm_counts_the_tokens_of_an_image_as_the_processor_does(tmp_path):
 @pytest.mark.parametrize(("engine", "images"), [("vllm", "off"), ("hf", "auto")])
 def test_gemma_is_used_for_text_where_the_engine_cannot_read_its_images(engine, images, tmp_path, recipe):
     path = seeing.save_model(tmp_path, "gemma3")
-    cfg = load_recipe(RLConfig, recipe({"model.path": path, "rollout.engine": engine}), []).cfg
-    assert cfg.model.images == images
+    loaded = load_recipe(RLConfig, recipe({"model.path": path, "rollout.engine": engine}), [])
+    assert loaded.cfg.model.images == images
+    assert loaded.why_text.startswith("the model is used for text only") == (images == "off")
     evaluated = EvalConfig.model_validate(
         {
             "name": "e",
