@@ -167,6 +167,16 @@ def test_a_trainer_that_waits_for_the_same_engine_adds_no_traceback() -> None:
     assert printed == []
 
 
+def test_trainers_that_wait_for_groups_leave_no_task_behind() -> None:
+    async def body() -> None:
+        run: Any = SimpleNamespace(engines=EngineAvailability(1), steps_done=0)
+        assert await Run.while_trainers_wait(run, asyncio.sleep(1.0, "groups")) == "groups"
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_in_virtual_time(body())
+
+
 @pytest.mark.parametrize("worker", [None, ("trainer", 0)])
 def test_only_engines_are_restarted(worker: tuple[str, int] | None) -> None:
     async def body() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -296,12 +298,16 @@ def test_a_step_goes_once_around_and_the_clock_sees_every_arrow():
 
 def test_whose_turn_it_is_not_gets_nothing():
     turns = turns_of(everyone := Everyone())
-    with pytest.raises(RunStopped, match="expected 'training' before switching to 'optimizer away'"):
-        asyncio.run(turns.give_to_engines(3))
-    asyncio.run(turns.give_to_trainers())
-    with pytest.raises(RunStopped, match="state 'training'; expected 'generating' before"):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(RunStopped, match="expected 'training' before switching to 'optimizer away'"):
+            asyncio.run(turns.give_to_engines(3))
         asyncio.run(turns.give_to_trainers())
+        with pytest.raises(RunStopped, match="state 'training'; expected 'generating' before"):
+            asyncio.run(turns.give_to_trainers())
+        gc.collect()
     assert everyone.notes == ["sleep", "reload_states"]
+    assert told == [], "a user would read of a coroutine that was never awaited"
 
 
 @pytest.mark.parametrize("arrow", ARROWS)
@@ -480,6 +486,7 @@ def test_memory_is_planned_for_every_turn_and_refused_in_numbers(recipe):
         small = [*needs[:i], Need(when=need.when, parts=need.parts, place=need.place, there=need.total / 2), *needs[i:]]
         with pytest.raises(UserError, match=f"^placement is colocate, and {need.when} takes"):
             refuse_tight(small)
+        refuse_tight([Need(when=need.when, parts=need.parts, place=need.place, there=need.total)])
 
 
 @pytest.mark.parametrize(

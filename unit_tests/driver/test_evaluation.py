@@ -353,6 +353,17 @@ def test_a_resumed_evaluation_counts_the_samples_that_are_there(tmp_path):
     ]
 
 
+def test_nothing_goes_on_once_an_evaluation_has_its_samples(tmp_path):
+    run, _ = an_evaluation(tmp_path, {"a": 2})
+
+    async def sample() -> set[asyncio.Task[Any]]:
+        await run.sample_all()
+        await asyncio.sleep(0)
+        return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+    assert asyncio.run(sample()) == set()
+
+
 def test_the_table_has_a_column_for_each_metric_with_its_interval():
     some = Estimate(value=0.5, low=0.25, high=0.75)
     counts = {"samples": 4, "failed": 0}
