@@ -352,14 +352,25 @@ def test_tokens_at_the_bounds_of_ratio_and_k3_are_counted():
 def test_judges_are_measured_over_all_samples_with_the_cost_of_failed_ones():
     """Seconds 1, 2 and 9 of calls, one of them of a failed sample; the cached verdict took none."""
     notes = [[{"by": "j", "text": "", "seconds": s, "cached": not s} for s in of] for of in ([1.0, 2.0], [9.0], [0.0])]
-    counts = [{"calls": 2, "unreadable": 1, "votes": 2, "agreed": 1}, {"calls": 1, "unanswered": 1}, {"cached": 1}]
+    counts = [
+        {"calls": 2, "unreadable": 1, "votes": 2, "agreed": 1, "tokens_in": 30, "tokens_out": 4},
+        {"calls": 1, "unanswered": 1, "retries": 3, "tokens_in": 20, "tokens_out": 2},
+        {"cached": 1, "anchors": 4, "anchor_errors": 1},
+    ]
     sample = some_groups()[0][0]
     samples = [
         replace(sample, notes=n, counts={f"judge/{k}": float(v) for k, v in c.items()}, failure=f)
         for n, c, f in zip(notes, counts, ("", "unreadable", ""), strict=True)
     ]
-    measured = measure_judges(samples)
-    assert (measured["judge/calls"], measured["judge/unanswered"], measured["judge/seconds_p50"]) == (3.0, 1.0, 2.0)
-    assert measured["judge/cached_fraction"] == 0.25 and measured["judge/agreement"] == 0.5
-    assert measured["judge/unreadable_fraction"] == pytest.approx(1 / 3)
+    measured = {
+        **{"judge/calls": 3, "judge/retries": 3, "judge/unanswered": 1, "judge/cached_fraction": 0.25},
+        **{"judge/tokens_in": 50, "judge/tokens_out": 6, "judge/unreadable_fraction": 1 / 3},
+        **{"judge/anchor_error": 0.25, "judge/agreement": 0.5},
+        # 0.9 of the way from the second to the third
+        **{"judge/seconds_p50": 2, "judge/seconds_p95": 2 + 0.9 * 7},
+    }
+    assert measure_judges(samples) == pytest.approx(measured)
+    unknown = replace(sample, counts={"judge/calls": 1.0, "judge/without_usage": 1.0})
+    of_tokens = {"judge/tokens_in", "judge/tokens_out"}
+    assert measure_judges([*samples, unknown]).keys() == measured.keys() - of_tokens
     assert measure_judges([sample]) == {}

@@ -17,6 +17,7 @@ import pytest
 
 from core.errors import RunStopped
 from driver.checks.hub_upload import push_model
+from driver.checks.output_folder import MARKER
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "hf_right42"
@@ -30,6 +31,7 @@ class Hub(ThreadingHTTPServer):
         self.role, self.breaks = role, breaks
         self.made: list[dict] = []
         self.files: dict[str, bytes] = {}
+        self.summary = ""
 
     @property
     def url(self) -> str:
@@ -69,6 +71,8 @@ class _Answers(BaseHTTPRequestHandler):
         if self.path.endswith("/commit/main"):
             for line in body.splitlines():
                 item = json.loads(line)
+                if item["key"] == "header":
+                    self.server.summary = item["value"]["summary"]
                 if item["key"] == "file":
                     self.server.files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
             return self._send(200, {"commitUrl": f"{self.server.url}/me/tiny/commit/1", "commitOid": "1"})
@@ -167,3 +171,16 @@ def test_a_hub_that_is_not_there_is_refused(refused, tmp_path):
 def test_a_push_that_fails_says_where_the_model_is(tmp_path, tiny_path):
     with asking(Hub(breaks=True), TOKEN, tmp_path), pytest.raises(RunStopped, match=f"it is saved in {tiny_path}"):
         push_model("tiny", Path(tiny_path))
+
+
+def test_a_pushed_folder_arrives_in_a_private_repository(tmp_path):
+    folder = tmp_path / "model"
+    (folder / "value_model").mkdir(parents=True)
+    for name, text in (("config.json", "{}"), ("value_model/config.json", "[]"), (MARKER, "of this machine")):
+        (folder / name).write_text(text)
+    with asking(hub := Hub(), TOKEN, tmp_path):
+        assert push_model("tiny", folder) == f"{hub.url}/me/tiny"
+        with pytest.raises(RunStopped, match=r"^push_to=tiny: nothing is pushed, because .* could not be written$"):
+            push_model("tiny", tmp_path / "none")
+    assert hub.files == {"config.json": b"{}", "value_model/config.json": b"[]"}
+    assert [made["visibility"] for made in hub.made] == ["private"] and hub.summary == "Trained with FeynRL"

@@ -484,6 +484,20 @@ def test_a_reader_that_closes_the_output_is_told_so(recipe, tmp_path):
     assert (folder_of(tmp_path) / "summary.json").is_file()
 
 
+def test_a_run_ends_with_its_outcome_on_the_terminal(recipe, tmp_path, capsys):
+    cfg = load_recipe(SLConfig, recipe(kind="sl"), []).cfg
+
+    async def body(context: RunContext) -> None:
+        context.facts |= {"before": {"eval/loss": 4.5}, "after": {"eval/loss": 1.25}}
+
+    result = run_in_context(cfg, body)
+    said = f"run folder: {folder_of(tmp_path)}"
+    first, *table, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == (said, said) and table[0].strip() == "on held-out data"
+    assert any(re.search(r"eval/loss\W+4\.500\W+1\.250", line) for line in table), table
+    assert (result.exit_reason, result.before, result.after) == ("done", {"eval/loss": 4.5}, {"eval/loss": 1.25})
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", ["sl", "rl"])
 def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, number):

@@ -27,6 +27,7 @@ from configs.tracking_schema import TrackingConfig
 from core.errors import RunStopped, UserError
 from core.metrics import is_evaluation
 from driver.load_recipe import load_recipe
+from driver.records import tracking
 from driver.records.run_folder import RunFolder
 from driver.records.trackers import check_trackers, feeder, hub, load_trackers
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
@@ -311,6 +312,15 @@ def test_naming_a_tracker_imports_none_of_their_packages():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert list(load_trackers(["jsonl", "mlflow"])) == ["jsonl", "mlflow"]
+
+
+def test_trackers_are_told_the_models_of_all_gpus(tmp_path, monkeypatch):
+    for i, (address, model) in enumerate([("0000:01:00.0", "NVIDIA H100"), ("0000:02:00.0", "NVIDIA A100: 80GB")]):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t {i}\n")
+    for folder, named in ((tmp_path, {"hardware.gpu": "NVIDIA H100, NVIDIA A100: 80GB"}), (tmp_path / "none", {})):
+        monkeypatch.setattr(tracking, "GPU_FILES", folder)
+        assert {key: value for key, value in describe_machine().items() if key == "hardware.gpu"} == named
 
 
 def test_what_trackers_are_told_of_the_machine(tmp_path):
