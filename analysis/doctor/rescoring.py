@@ -16,6 +16,8 @@ from torch.nn.functional import linear
 from analysis.doctor.bench import Bench, Weights
 from analysis.doctor.gap import Gap, collect, measure_gap
 from analysis.doctor.trials import Toggle, Trial
+from core.types.kept_sets import KeptSets
+from core.types.routes import extend
 from core.types.samples import Sample
 from data_feeds.chat.decoding import decode_exactly
 from modeling.head import ScoringHead
@@ -210,9 +212,10 @@ def with_other_ids(
     of_prompt: Callable[[list[int]], list[int]],
     of_reply: Callable[[list[int]], list[int]] | None,
 ) -> Sample | None:
-    """Return the sample with other ids; None if the reply gets another length, or the sample has images.
+    """Return the sample with other ids; None if it cannot have them.
 
-    Positions of images refer to the sample's own tokens.
+    It cannot with images, whose positions refer to its own tokens, nor with a reply of another length, or with a token
+    outside of its kept set.
     """
     if sample.images:
         return None
@@ -225,12 +228,23 @@ def with_other_ids(
     if len(new_reply) != len(reply) or not new_prompt:
         return None
     n = len(new_prompt)
+    ids = np.array([*new_prompt, *new_reply], dtype=np.int32)
+    kept, routes = sample.kept, sample.routes
+    if kept is not None:
+        kept = KeptSets.join([KeptSets.none(n), kept.take(np.arange(given, len(kept)))])
+        if not kept.contain(ids)[n:].all():
+            return None
+    if routes is not None:
+        # the engine chose experts for its own prompt; those of another are unknown
+        routes = np.concatenate([extend(routes[:0], n), routes[given:]])
     return replace(
         sample,
-        token_ids=np.array([*new_prompt, *new_reply], dtype=np.int32),
+        token_ids=ids,
         action_mask=np.array([False] * n + [True] * len(reply)),
         rollout_logp=np.concatenate([np.zeros(n, dtype=np.float32), sample.rollout_logp[given:]]),
         versions=np.concatenate([np.full(n, -1, dtype=np.int32), sample.versions[given:]]),
+        kept=kept,
+        routes=routes,
         columns={},
     )
 
