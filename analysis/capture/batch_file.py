@@ -60,7 +60,11 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
         there = np.array([v is not None for v in values])
         if there.any():
             arrays[f"has/{name}"] = there
-            filled = [np.zeros(n, dtype) if v is None else v for v, n in zip(values, arrays["lengths"], strict=True)]
+            several = next(v.shape[1:] for v in values if v is not None)
+            filled = [
+                np.zeros((n, *several), dtype) if v is None else v
+                for v, n in zip(values, arrays["lengths"], strict=True)
+            ]
             arrays[name] = np.concatenate(filled).astype(dtype, copy=False)
     if any(s.kept is not None for s in samples):
         sets = [KeptSets.none(len(s.token_ids)) if s.kept is None else s.kept for s in samples]
