@@ -139,6 +139,17 @@ def test_the_pieces_of_a_text_are_the_text(tiny_path):
     assert "".join(PieceDecoder(tiny).decode(tiny.encode("3+4="))) == tiny.decode(tiny.encode("3+4="))
 
 
+def test_a_piece_is_the_text_of_its_token():
+    tokenizer = bytes_tokenizer()
+    rows = {"ab": ["a", "b"], "é!": ["", "é", "!"], "a🙂": ["a", "", "", "", "🙂"]}
+    for text, pieces in rows.items():
+        assert PieceDecoder(tokenizer).decode(tokenizer.encode(text)) == pieces
+    [_, after] = tokenizer.encode("À")
+    # no character has that many bytes
+    broken = [*[""] * 7, "\ufffd" * 8, "\ufffd"]
+    assert PieceDecoder(tokenizer).decode([after] * 9) == broken, "shown as they are"
+
+
 # ---------------------------------------------------------------- what is kept
 
 
@@ -383,8 +394,11 @@ def test_the_table_tells_losses_apart(compared):
 
 
 def test_the_first_order_change_of_the_kl_is_its_slope(step):
-    """Worked out by a short step along the gradient, and the k2 estimate before and after it."""
-    made = step({"capture": {"every": 1}})
+    """Worked out by a short step along the gradient, and the k2 estimate before and after it.
+
+    The KL is a mean over tokens, and the loss of the run a sum over the budget of tokens.
+    """
+    made = step({"capture": {"every": 1}, "alg": {"name": "grpo", "loss_norm": "constant"}})
     made.train(moved(rewarded(some_groups(4))))
     folder = snapshot_folder(made.home, 0)
     found = recompute.replay(folder, [])
@@ -483,6 +497,20 @@ def test_weights_are_found_in_a_checkpoint_and_in_a_folder_by_name(step, tmp_pat
     assert found.is_reproduced and found.weights == str(checkpoint)
     named = recompute.replay(second, [], model=str(tmp_path / "by_name"))
     assert named.recomputed == found.recomputed and named.weights == str(tmp_path / "by_name")
+
+
+def test_an_adapter_of_a_gpu_run_is_found_by_its_own_checksums(step):
+    made = step({"model.lora": {"r": 4}, "capture": {"every": 1, "weights": True}})
+    made.train(rewarded(some_groups(4)))
+    folder = snapshot_folder(made.home, 0)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["run"]["on_cpu"] = False
+    sums = manifest["updates"][0]["fingerprints"]
+    # merged on another device, they differ in the last bit
+    sums["whole"] = {name: value + 1 for name, value in sums["whole"].items()}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    found = recompute.replay(folder, [])
+    assert found.is_reproduced and found.weights == str(folder / "weights" / "update_0")
 
 
 def test_the_command_prints_a_table_or_json_and_exits_with_the_verdict(folder, capsys):

@@ -21,6 +21,7 @@ import main_rl
 from analysis.doctor.__main__ import main
 from analysis.doctor.bench import Bench, Sampling, in_one_process
 from analysis.doctor.examine import Examined, examine
+from analysis.doctor.findings import Say
 from analysis.doctor.gap import Gap
 from analysis.doctor.knobs import Price
 from analysis.doctor.recipe_checks import check_recipe
@@ -128,11 +129,13 @@ def ask(recipe, tmp_path, sharp_path) -> Callable[..., Examined]:
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def examined(engine: str = "hf", *, bound: float | None = None, **changes: object) -> Examined:
+    def examined(
+        engine: str = "hf", *, bound: float | None = None, say: Say = lambda _: None, **changes: object
+    ) -> Examined:
         given = {"model.path": sharp_path, "data.train": str(data), "rollout.max_new_tokens": 16} | changes
         target = find_target(recipe(given | {"rollout.engine": engine}), [])
         sampling = Sampling(sequences=16, tokens=16, bound=bound)
-        return examine(target, prepare(target.loaded), sampling, lambda _: None)
+        return examine(target, prepare(target.loaded), sampling, say)
 
     return examined
 
@@ -205,11 +208,16 @@ def test_tokens_drawn_at_another_temperature_than_they_claim_are_found(ask):
 
 
 def test_an_engine_without_a_mistake_has_no_mismatch(ask, pairs_path):
-    found = ask(**{"model.path": pairs_path})
+    said: list[str] = []
+    found = ask(say=said.append, **{"model.path": pairs_path})
     assert found.verdict.kind == "none" and found.verdict.cause is None and found.trials == []
     assert found.verdict.sentence.startswith("no mismatch: ")
     assert found.facts.second.mean < 1e-4 < 25 * found.facts.bound <= found.facts.moved
     assert found.facts.changed > 8, "ids that text would not have are no mismatch"
+    first, *gaps, rest, last = said
+    assert first.startswith("\nengine hf and the local trainer in this process, float32, temperature 1; 16 sequences")
+    assert [line.partition("mean")[0].strip() for line in gaps] == ["after the first sync", "after an update"]
+    assert (rest, last) == (found.facts.describe_rest(), f"\n{found.verdict.sentence}")
 
 
 @pytest.mark.one_core

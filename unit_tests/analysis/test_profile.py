@@ -1,16 +1,21 @@
 """Traces of trainers and engines: files that a viewer reads, in a run that is the same with them and without."""
 
+import asyncio
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from analysis.profile.observer import Profiler, TrainerTracer
+from configs.profile_schema import ProfileConfig
 from configs.schema import RLConfig
 from core.errors import UserError
 from core.timing.trace import Tracer
 from driver.load_recipe import load_recipe
 from driver.start.observers import plan_observers
+from rollouts.worker import RolloutWorker
 
 
 def read_operations(file: Path) -> set[str]:
@@ -33,6 +38,58 @@ def test_named_steps_leave_traces_and_the_run_is_the_same(trained, one_thread):
     of_engine = read_operations(folder / "profile" / "step-1-engine-0.trace.json.gz")
     assert any("Backward" in name for name in of_trainer) and not any("Backward" in name for name in of_engine)
     assert "aten::linear" in of_engine
+
+
+class Calls:
+    """Trainers and engines that record what they are told, and name a file each."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def __len__(self) -> int:
+        return 2
+
+    def attribute(self, name: str) -> "Calls":
+        assert name == "observers.profile"
+        return self
+
+    async def call_all(self, method, *args) -> list[list[str] | None]:
+        self.told.append((method.__name__, *args))
+        return [["a"], ["b"]] if method is TrainerTracer.end else [None, None]
+
+    async def call_one(self, rank: int, method, *args) -> list[str] | None:
+        self.told.append((method.__name__, rank, *args))
+        return [f"engine-{rank}"] if method is RolloutWorker.stop_trace else None
+
+
+def test_engines_are_traced_from_a_steps_updates_to_the_next_ones(tmp_path):
+    trainers, engines, said = Calls(), Calls(), list[str]()
+    cfg = ProfileConfig(steps=[1], memory=True)
+    context = SimpleNamespace(
+        engines=engines,
+        availability=None,
+        console=SimpleNamespace(say=said.append),
+        folder=SimpleNamespace(path=tmp_path),
+    )
+    loaded = SimpleNamespace(cfg=SimpleNamespace(profile=cfg))
+    profiler = Profiler(SimpleNamespace(loaded=loaded, context=context, trainers=trainers))
+    lines: list[int] = []
+
+    async def go() -> None:
+        for step in range(4):
+            async with profiler.around_updates(SimpleNamespace(step=step)):
+                lines.append(len(said))
+        await profiler.finish()
+
+    asyncio.run(go())
+    files = tmp_path / "profile"
+    assert trainers.told == [("begin", cfg), ("end", files, 1)]
+    assert engines.told == [
+        *(("start_trace", rank, True, True) for rank in (0, 1)),
+        *(("stop_trace", rank, files / f"step-1-engine-{rank}") for rank in (0, 1)),
+    ]
+    assert said == [f"wrote a, b to {files}", f"wrote engine-0, engine-1 to {files}"]
+    assert lines == [0, 0, 2, 2], "the engines' files are written before the next updates"
 
 
 def test_a_tracer_without_a_trace_writes_nothing_on_a_cpu(tmp_path):
