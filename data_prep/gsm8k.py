@@ -46,7 +46,7 @@ def _row(row_id: str, record: Record, prompt_form: str, sft: bool) -> Row:
 
 def main(argv: list[str] | None = None) -> None:
     parser = conversion_parser("data_prep.gsm8k", __doc__, prompt_form=PROMPT_FORM, place="question")
-    parser.add_argument("--split", choices=["train", "test"], required=True)
+    parser.add_argument("--split", choices=["train", "test"], required=True, help="of the original")
     parser.add_argument("--from", type=Path, dest="source", help="local JSONL instead of the hub")
     parser.add_argument("--sft", action="store_true", help="end each row in the worked solution")
     args = parser.parse_args(argv)

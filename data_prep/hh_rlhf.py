@@ -61,7 +61,7 @@ def _turns(record: Record, column: str) -> list[Message]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = conversion_parser("data_prep.hh_rlhf", __doc__)
-    parser.add_argument("--split", choices=["train", "test"], required=True)
+    parser.add_argument("--split", choices=["train", "test"], required=True, help="of the original")
     parser.add_argument("--subset", default="harmless-base", help="folder of the hub's data set (default %(default)s)")
     parser.add_argument("--from", type=Path, dest="source", help="local JSONL or JSONL.gz instead of the hub")
     args = parser.parse_args(argv)

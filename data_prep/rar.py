@@ -40,7 +40,7 @@ def make_row(row_id: str, record: Record, prompt_form: str) -> Row:
 
 def main(argv: list[str] | None = None) -> None:
     parser = conversion_parser("data_prep.rar", __doc__, prompt_form=PROMPT_FORM, place="question")
-    parser.add_argument("--subject", choices=SUBJECTS, default=SUBJECTS[0])
+    parser.add_argument("--subject", choices=SUBJECTS, default=SUBJECTS[0], help="default %(default)s")
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local rows instead of the hub")
     args = parser.parse_args(argv)
 

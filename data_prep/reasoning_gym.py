@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = conversion_parser("data_prep.reasoning_gym", __doc__, prompt_form=PROMPT_FORM, place="question")
     parser.add_argument("--set", required=True, help="name of a data set, such as leg_counting")
     parser.add_argument("--size", type=whole(1), default=1000, help="number of rows (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     parser.add_argument("--settings", type=read_settings, default={}, help="arguments of the data set, as JSON")
     args = parser.parse_args(argv)
 

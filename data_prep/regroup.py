@@ -46,8 +46,8 @@ def _reading(source: Path) -> Generator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.regroup", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("source", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("source", type=Path, help="Parquet file to read")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--rows", type=whole(1), default=1000, help="rows of a group (1000)")
     args = parser.parse_args()
     if args.out.resolve() == args.source.resolve():

@@ -82,7 +82,7 @@ def task_parser(
         "--eval", type=whole(least), default=held_out, dest="held_out", help=f"held-out {rows} (default %(default)s)"
     )
     parser.add_argument("--sft", type=whole(0), default=0, help=f"{rows} for SFT (default none)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     return parser
 
 

@@ -99,7 +99,7 @@ def weights_folder() -> Path:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.smollm2", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--tools", action="store_true", help="with a chat template for tools and their calls")
     make(**read_options(parser, argv))
 

@@ -126,7 +126,6 @@ def make(
         intermediate_size=4 * hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
         max_position_embeddings=max_length,
         initializer_range=0.05,  # the usual 0.02 suits wide models; a narrow one learns more slowly from it
         # Llama's default is 1, the id of END here
@@ -154,12 +153,12 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.tiny_model", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--hidden-size", type=whole(1), default=64, help="default %(default)s")
     parser.add_argument("--layers", type=whole(1), default=2, help="default %(default)s")
     parser.add_argument("--heads", type=whole(1), default=2, help="default %(default)s")
     parser.add_argument("--max-length", type=whole(1), default=256, help="positions (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     parser.add_argument("--tools", action="store_true", help="with a chat template for tools and their calls")
     options = read_options(parser, argv)
     if options["hidden_size"] not in (32 * options["heads"], 64 * options["heads"]):

@@ -130,7 +130,7 @@ def make_processor(tokenizer: PreTrainedTokenizerFast, *, side: int, tokens: int
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.tiny_vision_model", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--hidden-size", type=whole(1), default=64, help="a multiple of 32 (default %(default)s)")
     parser.add_argument("--layers", type=whole(1), default=2, help="of the language model (default %(default)s)")
     parser.add_argument("--vision-layers", type=whole(1), default=2, help="default %(default)s")
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--patch", type=whole(1), default=14, help="side of a patch (default %(default)s)")
     parser.add_argument("--max-length", type=whole(1), default=256, help="positions (default %(default)s)")
     parser.add_argument("--action-tokens", type=whole(0), default=0, help="how many <act_i> (default none)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     options = read_options(parser, argv)
     if options["hidden_size"] % HEAD:
         parser.error(f"--hidden-size {options['hidden_size']}: give a multiple of {HEAD}, the size of a head")
