@@ -188,7 +188,7 @@ def test_answers_that_no_parser_reads_are_counted_where_the_data_are_made() -> N
 
 def test_dolci_takes_the_rows_of_one_verifier() -> None:
     asked = [{"role": role, "content": text} for role, text in (("user", "A?"), ("assistant", "B"), ("user", "C?"))]
-    math = {"dataset": ["math"], "ground_truth": ["5"], "original_dataset": "some/math", "source_prompt": None}
+    math = {"dataset": ["math"], "ground_truth": ["5"], "original_dataset": "某/math", "source_prompt": None}
     records = [
         {**math, "prompt": "user: 2+3=?"},
         {**math, "prompt": "user: C?", "source_prompt": asked},
@@ -203,7 +203,7 @@ def test_dolci_takes_the_rows_of_one_verifier() -> None:
         ("dolci/0", [{"role": "user", "content": "2+3=?"}]),
         ("dolci/1", asked),
     ]
-    assert (rows[0].answer, rows[0].extra) == ("5", '{"original_dataset": "some/math"}')
+    assert (rows[0].answer, rows[0].extra) == ("5", '{"original_dataset": "某/math"}')
     assert {reason: case.rows for reason, case in invalid.cases.items()} == {"bad_messages": 3, "bad_answer": 1}
 
 
@@ -385,6 +385,10 @@ def test_the_tiny_model_loads_says_what_it_is_told_and_is_its_seed(tmp_path: Pat
     assert model.config.vocab_size == len(tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
     assert model.config.hidden_size // model.config.num_attention_heads == 32
+    shape = {"num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 256, "max_position_embeddings": 256}
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    assert {name: getattr(model.config, name) for name in shape | tokens} == shape | tokens
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id and model.generation_config.do_sample
 
     weights = [hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).digest() for name in "abc"]
     assert weights[0] == weights[1] != weights[2]
@@ -526,6 +530,14 @@ def test_a_problem_without_an_answer_is_counted_and_a_wrong_file_is_named(
     with pytest.raises(SystemExit):
         math_sets.main(["amc23", "--out", str(tmp_path / "o.jsonl")])
     assert "cannot be loaded from the hub" in capsys.readouterr().err, "no test asks a model hub"
+
+
+def test_a_tiny_function_is_tested_at_four_inputs() -> None:
+    tests = code_tasks.write_tests((("plus", 3), ("times", 4)))
+    assert tests == ["assert f(0) == 12", "assert f(1) == 16", "assert f(5) == 32", "assert f(11) == 56"]
+    [row] = code_tasks.make(steps=1, train=0, held_out=0, sft=1)["sft"]
+    operation, number = row.messages[0]["content"].split()
+    assert row.answer == row.messages[1]["content"] == f"f=lambda x:x{code_tasks.OPERATIONS[operation]}{number}"
 
 
 def test_splits_share_no_tiny_function_and_no_wrong_one_passes_its_tests() -> None:

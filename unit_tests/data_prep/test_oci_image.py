@@ -1,11 +1,14 @@
-"""Programs of this machine for an image."""
+"""Programs of this machine for an image, and its layers."""
 
 from __future__ import annotations
+
+import io
+import tarfile
 
 import pytest
 
 from core.errors import UserError
-from data_prep.oci_image import collect_programs
+from data_prep.oci_image import collect_programs, write_layer
 
 
 def test_a_program_without_libraries_does_not_hide_those_of_others() -> None:
@@ -20,3 +23,17 @@ def test_a_missing_ldd_and_a_missing_library_are_one_sentence(tmp_path, monkeypa
     (tmp_path / "ldd").chmod(0o755)
     with pytest.raises(UserError, match=r"this machine has no liblost\.so\.1, which the image needs"):
         collect_programs(["cat"])
+
+
+def test_a_layer_has_executable_files_in_folders_that_all_may_enter() -> None:
+    written = write_layer({"usr/bin/a": b"one", "app/deep/b": b"", "c": b"three"}, {"bin": "usr/bin"})
+    with tarfile.open(fileobj=io.BytesIO(written)) as tar:
+        found = [(m.name, m.type, m.mode, m.linkname, m.size) for m in tar.getmembers()]
+        assert [tar.extractfile(name).read() for name in ("usr/bin/a", "app/deep/b", "c")] == [b"one", b"", b"three"]
+    folders, files = ["app", "app/deep", "usr", "usr/bin"], {"app/deep/b": 0, "c": 5, "usr/bin/a": 3}
+    assert found == [
+        *((name, tarfile.DIRTYPE, 0o755, "", 0) for name in folders),
+        *((name, tarfile.REGTYPE, 0o755, "", size) for name, size in files.items()),
+        ("bin", tarfile.SYMTYPE, 0o644, "usr/bin", 0),
+    ]
+    assert write_layer({"c": b"three", "app/deep/b": b"", "usr/bin/a": b"one"}, {"bin": "usr/bin"}) == written

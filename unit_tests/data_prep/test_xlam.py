@@ -65,6 +65,21 @@ def test_types_of_python_become_those_of_json(written, schema, optional):
     assert make_schema(written) == (schema, optional)
 
 
+def test_the_calls_are_the_last_turn_of_a_row_of_sft():
+    [row], _ = xlam.make([original(7, answers=[CALL, {**CALL, "arguments": {"city": "Zürich"}}])], sft=True)
+    asked, called = row.messages
+    assert asked == {"role": "user", "content": "Weather in Bern?"}
+    assert called == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call00000", "type": "function", "function": CALL},
+            {"id": "call00001", "type": "function", "function": {"name": "forecast", "arguments": {"city": "Zürich"}}},
+        ],
+    }
+    assert "Zürich" in row.answer
+
+
 def test_rows_that_cannot_be_used_are_counted_by_reason():
     records = [
         original(0),
