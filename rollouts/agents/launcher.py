@@ -290,5 +290,7 @@ if __name__ == "__main__":
         given = json.loads(sys.argv[2])
         found = load_agent(given["file"])
         assert found is not None  # a command is executed by the launcher itself
-        os._exit(run_file(found, given["file"]["path"], 0, RESULT_FD, many=given["serve"]))
+        status = run_file(found, given["file"]["path"], 0, RESULT_FD, many=given["serve"])
+        sys.stdout.flush()  # what the agent has printed, since _exit does not
+        os._exit(status)
     main(int(sys.argv[1]))
