@@ -108,7 +108,7 @@ def check_muon(cfg: TrainerConfig, *, is_sharded: bool, has_adapter: bool) -> No
     if unknown := {*cfg.optimizer_settings} - {"momentum"}:
         raise UserError(f"trainer.optimizer_settings has {min(unknown)}, and muon has momentum only: leave it out")
     # refuses a wrong momentum
-    make_optimizer(cfg, [{"params": [torch.zeros(2, 2)], "lr_scale": 1.0, "is_matrix": True}])
+    make_optimizer(cfg, [torch.zeros(2, 2)])
 
 
 def _refuse_on_ray(cfg: TrainerConfig, found: ProbedOptimizer) -> str | None:
