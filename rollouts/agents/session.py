@@ -158,8 +158,7 @@ class AgentSession:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        if not self.failed.cancel() and not self.failed.cancelled():
-            self.failed.exception()  # marks it as retrieved, or asyncio would log a warning
+        self.failed.cancel()  # also marks an error as retrieved, or asyncio would log a warning
 
     def _find_call(self, request: Request) -> _Call | None:
         """Return the earlier request that this request retries, or None."""

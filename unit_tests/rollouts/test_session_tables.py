@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -368,6 +369,26 @@ def test_an_engine_that_is_wrong_ends_the_run(qwen, strings, said, wrong):
         assert session.trace.n_replies == 0
 
     play(make, harness)
+
+
+def test_a_session_that_failed_unheard_is_closed_without_a_warning(qwen):
+    """Its episode has ended for another reason, and asyncio would log an exception that was never retrieved."""
+    logged: list[str] = []
+
+    def say(context: str) -> str:
+        raise RunStopped("the engine died")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+        session = make_session(Policy(qwen, say))
+        assert await refuse(session, ASKED) == (ENDING, 500, None, None)
+        assert session.failed.done()
+        await session.close()
+        del session
+        gc.collect()
+
+    asyncio.run(run())
+    assert logged == []
 
 
 def test_a_session_has_a_key_of_its_own_that_is_hidden_in_logs(qwen):
