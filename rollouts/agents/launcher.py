@@ -235,7 +235,7 @@ class Launcher:
         try:
             os.execvp(command[0], command)
         except OSError as error:
-            print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
+            print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
             os._exit(CANNOT_START)
 
 
