@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import re
+import signal
 import socket
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,14 +15,16 @@ import pytest
 
 from core.errors import UserError
 from core.loading import FileSpec
+from rollouts.agents import host as hosting
 from rollouts.agents.bounded_json import Unreadable, read_json
 from rollouts.agents.host import check_options, read_options, read_start
 from rollouts.agents.launcher import Launcher, choose_serving, find_run, load_agent
 from rollouts.agents.launching import check_ready
 from rollouts.agents.processes import name_endpoint, write_memory, write_task
+from rollouts.agents.results import AgentResult
 from rollouts.agents.run_file import describe_error, make_task
-from rollouts.agents.served import share_endpoint
-from rollouts.agents.task import AgentPlan, Task
+from rollouts.agents.served import ServedAgent, share_endpoint
+from rollouts.agents.task import HOST_KEY, AgentPlan, Task
 from rollouts.agents.verifiers_agent import is_policy_limit
 from unit_tests.helpers.sentences import tell
 
@@ -257,3 +263,39 @@ def test_lazy_imports_are_for_forks_that_play_one_episode(run, serve, has_thread
     with own, worker:
         launcher = Launcher(worker, {"serve": serve}, run, has_threads=has_threads)
         assert (launcher.lazy is not None) == expected and launcher.guards == {}
+
+
+def test_a_served_agent_whose_process_cannot_be_started_fails_its_episode():
+    async def start(open_given: Any, environment: Any, make_output: Any) -> None:
+        os.close(open_given())
+
+    launcher: Any = SimpleNamespace(plan=make_plan(), start=start)
+
+    async def run() -> list[AgentResult]:
+        agent = ServedAgent(launcher)
+        found = [await agent.run("{}", name_endpoint(Task(**GIVEN)), timeout_s=20.0, log=bytearray()) for _ in range(2)]
+        await agent.close()
+        return found
+
+    why = "the process that starts the agents was killed 3 times in a row"
+    assert asyncio.run(run()) == [AgentResult(failure=why)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "risk"),
+    [
+        ([], ""),
+        (["--listen", "0.0.0.0", "--insecure"], ", in plain HTTP: keys and texts can be read on the way"),
+    ],
+)
+def test_a_host_says_where_it_serves_and_what_can_be_read(options, risk, monkeypatch, capsys):
+    monkeypatch.setenv(HOST_KEY, "secret")
+    monkeypatch.setattr(hosting, "say", lambda text: (print(text), os.kill(os.getpid(), signal.SIGTERM)))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert hosting.main([*options, "--port", "0", "--", "cat"]) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    listen = options[1] if options else "127.0.0.1"
+    assert re.fullmatch(rf"episodes of cat at http://{listen}:\d+{risk}\n", capsys.readouterr().out)

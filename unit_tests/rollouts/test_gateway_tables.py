@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from configs.gateway_schema import GatewayConfig
 from core.types.truncation import Truncation
 from rollouts.agents import gateway as serving
 from rollouts.agents.gateway import LARGEST_BODY, RETRY_COUNT, Gateway
-from rollouts.agents.session import AgentSession
+from rollouts.agents.session import AgentSession, Request
+from rollouts.agents.wire import ChatResponse
 from unit_tests.helpers.scripted_policy import PROMPT, Policy, make_sampler, make_session
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "Which?"}], "max_tokens": 9}
@@ -289,3 +291,37 @@ def test_a_request_that_the_server_refuses_is_counted_with_its_reason(qwen):
         writer.close()
 
     play(lambda: make_session(Policy(qwen, [])), use)
+
+
+class Long(AgentSession):
+    """Session whose only reply is longer than any connection holds unread."""
+
+    was_delivered = False
+
+    @asynccontextmanager
+    async def answering(self, request: Request) -> AsyncGenerator[ChatResponse]:
+        message: Any = {"role": "assistant", "content": "x" * 2**25}
+        try:
+            yield ChatResponse(id="1", message=message, finish_reason="stop", prompt_tokens=1, completion_tokens=1)
+            self.was_delivered = True
+        finally:
+            self.has_ended.set()
+
+
+@pytest.mark.parametrize("body", [BODY, BODY | {"stream": True}])
+def test_a_reply_that_is_not_read_to_its_end_is_not_delivered(qwen, body):
+    async def run() -> None:
+        session, gateway = Long(make_sampler(Policy(qwen, [])), PROMPT, lambda _: 0), Gateway()
+        session.has_ended = asyncio.Event()
+        async with gateway.serving(session), asyncio.timeout(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            data = json.dumps(body)
+            head = [f"POST /s/{session.id}/v1/chat/completions HTTP/1.1", "Host: a", f"Content-Length: {len(data)}"]
+            writer.write("\r\n".join([*head, f"x-api-key: {session.key}", "", data]).encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.transport.abort()
+            await session.has_ended.wait()
+        await gateway.close()
+        assert not session.was_delivered, "a retry gets it again"
+
+    asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -160,3 +161,21 @@ def test_a_host_that_was_lost_gets_no_episode_while_there_is_another():
             assert len(bad.began) == 3, "there is no other"
 
     asyncio.run(run())
+
+
+def test_players_that_were_closed_leave_no_connection():
+    """Or aiohttp would log an unclosed session, and the connection, at the end of the run."""
+    logged: list[str] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+        async with Host(SOLVED).serving() as address:
+            agents = RemoteAgents(AgentPlan(address=(address,)))
+            await agents.close()  # no episode has been played
+            await agents.run(TASK, timeout_s=300.0, log=bytearray())
+            await agents.close()
+            del agents
+            gc.collect()
+
+    asyncio.run(run())
+    assert logged == []
