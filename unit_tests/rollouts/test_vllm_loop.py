@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from configs.rollout_schema import SleepMode
 from configs.sync_schema import PauseMode
-from core.errors import ProcessDied
+from configs.trainer_schema import LoraConfig
+from core.errors import ProcessDied, RunStopped
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.loop import EngineLoop
@@ -25,6 +27,9 @@ class OneTokenAnIteration:
         self.requests: dict[str, tuple[int, list[int]]] = {}
         self.batches: list[list[str]] = []
         self.aborted: list[str] = []
+        self.slept: list[Any] = []
+        self.calls: list[str] = []
+        self.answers: dict[str, Any] = {}
         self.closed = self.fails = self.held = False
         self.version = "3"
         core = SimpleNamespace(pause_scheduler=self._hold, resume_scheduler=self._go_on, batch_queue=[None] * ahead)
@@ -43,6 +48,26 @@ class OneTokenAnIteration:
 
     def get_weight_version(self) -> str:
         return self.version
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
+        self.calls.append(method)
+        return self.answers.get(method, ["", ""])
+
+    def set_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        self.calls.append(f"reset_prefix_cache {reset_running_requests}")
+        return self.answers.get("reset_prefix_cache", True)
+
+    def reset_encoder_cache(self) -> None:
+        self.calls.append("reset_encoder_cache")
+
+    def sleep(self, level: int, mode: str) -> None:
+        self.slept.append((level, mode))
+
+    def wake_up(self, parts: list[str]) -> None:
+        self.slept += parts
 
     def step(self) -> list[Any]:
         time.sleep(self.seconds)
@@ -96,6 +121,21 @@ def test_requests_of_one_moment_share_all_iterations_and_later_ones_join() -> No
         assert [len(batch) for batch in llm.batches].count(4) == 1 and len(llm.batches) == 50
         await loop.close()
         assert llm.closed
+
+    asyncio.run(body())
+
+
+def test_a_request_of_the_next_moment_still_joins_the_first_batch() -> None:
+    async def body() -> None:
+        loop, llm = loop_of()
+
+        async def ask_later() -> None:
+            await asyncio.sleep(0)
+            await loop.request({}, 2)
+
+        await asyncio.gather(loop.request({}, 2), ask_later())
+        assert llm.batches == [["0", "1"]] * 2
+        await loop.close()
 
     asyncio.run(body())
 
@@ -204,3 +244,98 @@ def test_a_drain_may_take_longer_than_a_step_of_an_update(tiny_path: str) -> Non
     for mode in ("keep", "abort"):
         with pytest.raises(TimeoutError):
             asyncio.run(pause(mode))
+
+
+class QuickEngine(VllmEngine):
+    def _start(self, args: dict[str, Any], options: Any, *, transfer: str, cores: Any) -> None:
+        self.transfer, self.llm = transfer, OneTokenAnIteration()
+        self._loop = EngineLoop(lambda: self.llm)
+
+
+@pytest.mark.parametrize(("mode", "level"), [("offload", 1), ("discard", 2)])
+def test_an_engine_sleeps_as_deeply_as_its_mode_says(tiny_path: str, mode: SleepMode, level: int) -> None:
+    """vLLM keeps the weights in host memory at level 1, and discards them at level 2."""
+
+    async def body() -> None:
+        engine = QuickEngine(EngineConfig(model_path=tiny_path, sleep=mode, **SETTINGS))
+        await engine.sleep()
+        assert engine.llm.slept == [(level, "keep")] and engine._loop.is_paused
+        await engine.wake("weights")
+        assert engine._loop.is_paused
+        await engine.wake("kv_cache")
+        assert engine.llm.slept[1:] == ["weights", "kv_cache"] and not engine._loop.is_paused
+        await engine.close()
+
+    asyncio.run(body())
+
+
+def test_weights_come_over_the_transfer_of_the_settings(tiny_path: str) -> None:
+    for settings, transfer in (({}, "gloo"), ({"over_nccl": True}, "nccl"), ({"over_ipc": True}, "ipc")):
+        engine = QuickEngine(EngineConfig(model_path=tiny_path, **settings, **SETTINGS))
+        assert engine.transfer == f"feynrl_{transfer}"
+        asyncio.run(engine.close())
+
+
+def test_a_request_of_the_engine_ends_where_its_text_does(tiny_path: str) -> None:
+    async def body() -> None:
+        engine = QuickEngine(EngineConfig(model_path=tiny_path, **SETTINGS))
+        output = await engine._ask([1, 2], (), 50, lambda tokens: len(tokens) == 4)
+        assert tokens_of(output) == [0, 1, 2, 3]
+        await engine.close()
+
+    asyncio.run(body())
+
+
+LOADS = ["feynrl_begin", "feynrl_load_part"]
+WHOLE = [*LOADS, "finish_weight_update", "feynrl_untouched", "version 8", "reset_prefix_cache True"]
+LORA = {"lora": LoraConfig(r=4, targets=["model.layers.0.mlp.up_proj"])}
+
+
+@pytest.mark.parametrize(
+    ("settings", "answers", "calls", "said"),
+    [
+        ({}, {"feynrl_untouched": [[], []]}, WHOLE, ""),
+        ({"sees": True}, {"feynrl_untouched": [[], []]}, [*WHOLE, "reset_encoder_cache"], ""),
+        (LORA, {"feynrl_load_adapter": [[], []]}, [*LOADS, "feynrl_load_adapter", *WHOLE[-2:]], ""),
+        (
+            {},
+            {"feynrl_untouched": [[], ["a", "b"]]},
+            WHOLE[:-2],
+            "the sync of version 8 had no values for 2 parameters of rank 1, such as a",
+        ),
+        (
+            LORA,
+            {"feynrl_load_adapter": [[], ["a", "b"]]},
+            [*LOADS, "feynrl_load_adapter"],
+            "the sync of version 8 sent an adapter for 2 layers that vLLM's model does not have (rank 1), such as a: "
+            "set weight_sync.lora to merged",
+        ),
+        (
+            {"sees": True},
+            {"feynrl_untouched": [[]], "reset_prefix_cache": False},
+            WHOLE,
+            "vLLM did not clear its prefix cache for version 8",
+        ),
+        ({}, {"feynrl_load_part": ["", "no chunk"]}, LOADS, "rank 1: no chunk"),
+    ],
+)
+def test_an_update_is_checked_and_what_was_computed_before_is_cleared(tiny_path: str, settings, answers, calls, said):
+    async def body() -> None:
+        given = {name: value for name, value in settings.items() if name != "sees"}
+        engine = QuickEngine(EngineConfig(model_path=tiny_path, **given, **SETTINGS))
+        engine._sees = "sees" in settings
+        engine.llm.answers |= answers
+        with pytest.raises(RuntimeError, match=r"^pause\(\) comes before an update: "):
+            await engine.receive_weights(8)
+        await engine.pause()
+        if said:
+            with pytest.raises(RunStopped) as stopped:
+                await engine.receive_weights(8)
+            assert str(stopped.value) == said and engine._loop.is_paused
+        else:
+            await engine.receive_weights(8)
+            assert not engine._loop.is_paused
+        assert engine.llm.calls == calls
+        await engine.close()
+
+    asyncio.run(body())

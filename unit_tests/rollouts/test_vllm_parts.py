@@ -1,0 +1,131 @@
+"""Completions that vLLM samples in parts, and the processes that it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from core.cluster.child_process import ROOT
+from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm_support.architectures import can_import
+from rollouts.engines.vllm_support.kept_sets import KeptReports
+from rollouts.engines.vllm_support.parts import Parts, continue_seed
+from rollouts.engines.vllm_support.routes import RouteReports
+from rollouts.stops import StopStrings
+from unit_tests.helpers.engines import engine_config
+
+PROMPT = [*b"a prompt of thirty characters."]
+
+
+async def nobody(method: str, **asked: Any) -> list[Any]:
+    raise NotImplementedError
+
+
+class Writer:
+    """In place of vLLM's requests: writes a text letter by letter, and is aborted after some numbers of letters."""
+
+    def __init__(self, text: str, aborted_after: tuple[int, ...] = (), reason: str = "stop") -> None:
+        self.text, self.aborted_after, self.reason = text, [*aborted_after], reason
+        self.asked: list[tuple[int, int, int]] = []
+        """Of each request: tokens of the prompt, most new ones, and the seed."""
+        self.written: list[int] = []
+
+    def make_params(self, *, max_new_tokens: int, seed: int, truncation: Any) -> tuple[int, int]:
+        return max_new_tokens, seed
+
+    async def ask(self, prompt: list[int], images: Any, params: Any, ends: Callable[[list[int]], bool] | None) -> Any:
+        self.asked.append((len(prompt), *params))
+        most = self.aborted_after.pop(0) if self.aborted_after else None
+        begin, new = len(prompt) - len(PROMPT), list[int]()
+        while begin + len(new) < len(self.text) and len(new) != most:
+            new.append(ord(self.text[begin + len(new)]))
+            if ends is not None and ends([*new]):
+                break
+        self.written.append(len(new))
+        if not new:
+            return None
+        span = SimpleNamespace(version=str(len(self.asked)), start=0, end=len(new))
+        output = {"token_ids": new, "logprobs": SimpleNamespace(logprobs=[-0.5] * len(new)), "weight_versions": [span]}
+        reason = None if len(new) == most else self.reason
+        return SimpleNamespace(outputs=[SimpleNamespace(**output, finish_reason=reason, spec_decode_metrics=None)])
+
+
+def write(writer: Writer, config: EngineConfig, most: int = 40) -> Any:
+    reports = KeptReports(config, nobody, on_cpu=True)
+    parts = Parts(writer.ask, writer.make_params, reports, RouteReports(config), config)
+    return asyncio.run(parts.generate(PROMPT, (), max_new_tokens=most, seed=7))
+
+
+def test_a_reply_ends_with_the_token_that_completes_a_stop_string():
+    strings = StopStrings(["END", "##"], lambda ids: bytes(ids).decode(), range(128))
+    config = engine_config("m", stop_strings=strings, pause_mode="abort", stop_token_ids=[])
+    for text, aborted_after, written, said, stop in (
+        ("so END or not", (), [6], "so END", "eos"),
+        ("so END or not", (4,), [4, 2], "so END", "eos"),
+        ("so END or not", (0, 1, 0, 4), [0, 1, 0, 4, 1], "so END", "eos"),
+        ("## END", (), [2], "##", "eos"),
+        ("so it goes", (3,), [3, 7], "so it goes", "eos"),
+    ):
+        writer = Writer(text, aborted_after)
+        done = write(writer, config)
+        assert (writer.written, bytes(done.token_ids).decode(), done.stop) == (written, said, stop), (text, written)
+        assert len(done.logp) == len(done.versions) == len(said)
+    assert done.versions == [1] * 3 + [2] * 7
+    assert writer.asked == [(30, 40, 7), (33, 37, continue_seed(7, 3))] and continue_seed(7, 0) == 7
+
+
+def test_a_reply_that_was_complete_when_aborted_is_not_asked_for_again():
+    config = engine_config("m", pause_mode="abort", stop_token_ids=[ord("!")])
+    for text, aborted_after, most, stop in (("ab!", (3,), 40, "eos"), ("abc", (3,), 3, "length")):
+        writer = Writer(text, aborted_after)
+        assert write(writer, config, most).stop == stop and len(writer.asked) == 1
+
+
+ENDS_WITH_PARENT = """
+import multiprocessing, os, threading
+from rollouts.engines.vllm_support import plugin
+
+plugin.PARENT_POLL_S = 0.01
+
+def wait():
+    plugin._end_with_parent()
+    threading.Event().wait(20)
+    print("it was not ended")
+
+plugin._end_with_parent()  # this process was started by nobody of ours
+fork = multiprocessing.get_context("fork")
+ended = fork.Process(target=plugin._end_with_parent)
+ended.start()
+ended.join(10)
+print("exit code", ended.exitcode, flush=True)
+ended.kill()
+reading, writing = os.pipe()
+if not os.fork():
+    os.dup2(writing, 1)
+    fork.Process(target=wait).start()
+    os._exit(0)
+os.close(writing)
+print(b"".join(iter(lambda: os.read(reading, 100), b"")).decode(), end="")
+"""
+
+
+def test_a_process_of_vllm_ends_by_itself_and_with_its_parent():
+    command = [sys.executable, "-c", ENDS_WITH_PARENT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "exit code 0\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "loads"), [("", True), ("raise OSError('no operator')", False), ("import no_such", False)]
+)
+def test_a_package_counts_if_it_loads(tmp_path, monkeypatch, body, loads):
+    name = f"package_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert can_import(name) is loads and not can_import("no_such_package")
