@@ -285,3 +285,27 @@ def test_a_long_output_lacks_its_middle_and_is_cleared(size, tmp_path):
     os.write(handle, b"\xffnext")
     assert cells.take_output(handle) == "\ufffdnext"
     os.close(handle)
+
+
+def test_a_session_of_pieces_answers_each_with_all_that_it_printed():
+    pieces = [
+        ("x = 2", ""),
+        ("print(x, end='')\nx + 1", "23\n"),
+        ("import sys\n_ = sys.stderr.write('no end of line')", "no end of line"),
+        ("print('out'); sys.stdout.flush(); print('err', file=sys.stderr)", "out\nerr\n"),
+        ("import os\n_ = os.system('echo child')", "child\n"),
+        ("sys.exit(3)", "SystemExit: 3\n"),
+        ("x", "2\n"),
+    ]
+    asked = "".join(json.dumps({"source": source}) + "\n" for source, _ in pieces)
+    done = subprocess.run(
+        [sys.executable, cells.__file__],
+        input=asked,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},  # buffered, as in a sandbox
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = [json.loads(line)["output"] for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr) == (0, "") and said[:5] == [output for _, output in pieces[:5]]
+    assert said[5].endswith(pieces[5][1]) and said[6:] == ["2\n"]

