@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from core.types.measures import ENTROPY
 from data_feeds.packing.batches import micro_batches
 from modeling.attention import BY_SEQUENCE
-from modeling.forward import compute_values, forward
+from modeling.forward import compute_states, compute_values, forward
 from modeling.layout_probe import layout_for
 from modeling.load import load_model, load_scalar_model
+from modeling.softmax import Softmax
 from unit_tests.helpers.alone import alone, check_alike, one_by_one
 from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.models import FAMILIES, compute_policy, packed, random_model, some_samples
@@ -143,6 +144,41 @@ def test_long_batches_are_scored_in_chunks(monkeypatch):
     whole = forward(model, model, batch, layout="padded", temperature=1.0).logp
     monkeypatch.setattr("modeling.softmax.CHUNK_LOGITS", 64 * 7)
     torch.testing.assert_close(forward(model, model, batch, layout="padded", temperature=1.0).logp, whole)
+
+
+class Widths(Softmax):
+    """Softmax that notes how many logits it computes at a time, and computes nothing."""
+
+    def compute(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        self.measures[logits.numel()] = rows
+        return logits[None, :, 0]
+
+
+def test_logits_are_upcast_in_pieces_of_64_mib():
+    seen: dict = {}
+    softmax = Widths(labels=torch.zeros(5), temperature=1.0, measures=seen)
+    found = softmax.compute_at_once(torch.arange(5.0)[:, None].expand(5, 2**23))
+    assert found.tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
+    assert seen == {2 * 2**23: slice(2, 4), 2**23: slice(4, 5)} and 4 * max(seen) == 64 * 2**20
+
+
+@pytest.mark.parametrize("mib", [0, 1])
+def test_a_model_is_called_through_the_module_that_wraps_it(mib):
+    """As DeepSpeed's engine does, which has no head of its own."""
+    model = random_model("llama", vocab_size=4096)
+    [[batch]] = micro_batches(some_groups(2, 2), "token", 10_000)
+    calls: list[dict] = []
+
+    class Engine(nn.Module):
+        def forward(self, **inputs):
+            calls.append(inputs)
+            return model(**inputs)
+
+    plain = forward(model, model, batch, layout="padded", temperature=0.7, logits_mib=mib)
+    wrapped = forward(Engine(), model, batch, layout="padded", temperature=0.7, logits_mib=mib)
+    assert torch.equal(wrapped.logp, plain.logp) and len(calls) == 1
+    states = compute_states(Engine(), model, batch, layout="padded")
+    assert torch.equal(states, compute_states(model, model, batch, layout="padded")) and len(calls) == 2
 
 
 def test_packing_without_flash_refuses_windows_shorter_than_a_sequence():
