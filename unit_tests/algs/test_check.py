@@ -437,6 +437,16 @@ def test_the_command_line_says_it_all(capsys):
     assert re.fullmatch(r"all obligations hold \(.* s\)", last)
 
 
+def test_the_command_line_explains_itself(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert said.startswith("usage: python -m algs.check [-h] FILE_OR_NAME [key=value ...] Proof obligations for an alg")
+    for argument in ("FILE_OR_NAME a file, or a module of algs/ key=value", "hyper-parameters, such as clip_high=0.3"):
+        assert argument in said
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [

@@ -22,7 +22,15 @@ from algs.check.instruments import OtherPath, ReplayDetached, Tape, list_variant
 from algs.check.obligations import list_sampled
 from algs.check.off_policy import describe_side, measure_advantages, weigh_on_policy
 from algs.check.replay import make_up_step_seen, see_step
-from algs.check.update import NotApplicable, compute_advantages, compute_losses, plan_batches, run_update
+from algs.check.update import (
+    HORIZON,
+    NotApplicable,
+    compute_advantages,
+    compute_losses,
+    make_plan,
+    plan_batches,
+    run_update,
+)
 from algs.chord import CHORD
 from algs.dpo import DPO
 from algs.grpo import GRPO
@@ -96,6 +104,18 @@ def test_an_algorithm_has_the_terms_that_it_is_given():
     [plain] = plan_batches(GRPO(), compute_advantages(GRPO(), step.groups, stale=False), step.now)
     [(coef, labels, tokens)] = list_sampled(GRPO(), plain)
     assert coef == 1 and labels is plain.labels and tokens is plain.tokens
+
+
+def test_weights_of_a_plan_are_of_its_horizon():
+    alg = GRPO(loss_norm="constant")
+    step = made_up_step(alg)
+    groups = compute_advantages(alg, step.groups, stale=False)
+    n = sum(bool(sample.n_trained) for group in groups for sample in group)
+    for given, horizon in (({}, HORIZON), ({"horizon": 14}, 14), ({"horizon": 1}, 1)):
+        [batch] = plan_batches(alg, groups, step.now, **given)
+        assert batch.tokens.weight.unique().tolist() == [pytest.approx(1 / (n * horizon))]
+        [[planned]] = make_plan(alg, groups, **given).batches(torch.float64)
+        assert torch.equal(planned.tokens.weight, batch.tokens.weight)
 
 
 def test_variants_have_another_value_each_that_is_valid():

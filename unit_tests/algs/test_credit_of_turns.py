@@ -200,6 +200,13 @@ def test_returns_add_what_comes_later_with_a_discount(gamma: float, want: list[f
     assert [reward_to_go(np.array(own), gamma).tolist() for own in ([], [4.0])] == [[], [4.0]]
 
 
+def test_returns_of_whole_numbers_and_of_float32_are_computed_in_float64():
+    for given in ([1, 0, 2], np.array([1, 0, 2]), np.array([1, 0, 2], dtype=np.float32)):
+        found = reward_to_go(given, 0.1)  # type: ignore[arg-type]
+        assert found.dtype == np.float64 and found.tolist() == pytest.approx([1.02, 0.2, 2.0], rel=1e-15)
+        assert reward_to_go(given, 1.0).tolist() == [3.0, 2.0, 2.0]  # type: ignore[arg-type]
+
+
 def test_advantages_of_tokens_look_at_the_next_value():
     rewards, values = np.array([1.0, 0.0, 2.0]), np.array([0.5, 0.25, 4.0])
     got = generalised_advantages(rewards, values, gamma=0.5, lam=0.0, bootstrap=8.0)

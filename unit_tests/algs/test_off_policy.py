@@ -75,6 +75,18 @@ FOUND: dict[str, tuple[str, str, str, str]] = {
     "a gradient that turns around": (
         "", "-(ratio - 0.1 * ratio.square()) * A", "l", r"at A=\+1, ratio \d+\.\d+ the gradient is -\S+ times that"
     ),
+    "a stretch above 1 that turns around": (
+        "",
+        "-ratio * A * (1 - 2.0 * ((ratio > 3) & (ratio < 9)))",
+        "l",
+        r"at A=\+1, ratio 3\.\d+ the gradient is -1?\S+ times that at ratio 1",
+    ),
+    "a stretch below 1 that turns around": (
+        "",
+        "-ratio * A * (1 - 2.0 * ((ratio > 0.1) & (ratio < 0.3)))",
+        "l",
+        r"at A=\+1, ratio 0\.2\d+ the gradient is -\S+ times that at ratio 1",
+    ),
     "an overflow": (
         "", "-(policy.logp - tokens.prox_logp).mul(40).exp() * A / 40", "l", "the gradient is (nan|inf) times that"
     ),
