@@ -70,6 +70,24 @@ def test_gathered_units_are_released_and_a_policys_weights_listed():
     assert len(found) == 2 + 3 and found[1] is shard and torch.equal(found[0], model[0].weight.data)
 
 
+class Other:
+    kept = torch.ones(2)
+
+    def __init__(self) -> None:
+        self.own = torch.ones(3)
+
+    def hook(self) -> None: ...
+
+
+def test_only_what_an_object_holds_itself_is_offloaded():
+    """A hook of another object is code: from it, that object would be emptied too, and it may be in use."""
+    other, held = Other(), torch.ones(5)
+    for end in (Other, other.hook, other.own.add_, [other.own].append, lambda: other.own, torch.nn, len):
+        assert find_storages({"held": [held], "end": end}, device="cpu") == [held.untyped_storage()], end
+    assert [s.nbytes() for s in find_storages(other, device="cpu")] == [12]
+    assert find_storages(held, device="meta") == []
+
+
 def test_storages_are_emptied_and_filled_again_or_only_made_again():
     tensors = [torch.arange(5.0), torch.arange(7, dtype=torch.int16), torch.empty(0)]
     storages = find_storages(tensors, device="cpu")

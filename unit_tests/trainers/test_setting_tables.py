@@ -69,6 +69,18 @@ def test_compilations_are_those_of_the_rank_with_the_most(monkeypatch):
     assert metrics.finish() == {"compile/count": 2.0, "compile/seconds": 0.5}
 
 
+def test_compilations_are_compared_on_the_device_of_the_ranks():
+    seen: list[Any] = []
+
+    def find_largest(own: torch.Tensor) -> torch.Tensor:
+        seen.append((own.device.type, own.dtype, own.shape))
+        return torch.tensor([3.0, 0.5])
+
+    rank: Any = SimpleNamespace(device="meta", find_largest=find_largest)
+    assert CompileMetrics(rank).finish() == {"compile/count": 3.0, "compile/seconds": 0.5}
+    assert seen == [("meta", torch.float64, (2,))]
+
+
 NOT_COMPARED = (
     "trainer.compile=true with backend: ray has not been compared with an uncompiled run for {}: leave one of the two "
     "out"

@@ -197,6 +197,23 @@ def test_a_group_whose_member_failed_is_formed_again() -> None:
     assert world.sync(transport) == [*FORMS, *SENDS]
 
 
+def test_a_group_that_could_not_be_formed_leaves_none_behind() -> None:
+    """The members of before have left theirs to join it."""
+    world, transport = World(), BroadcastTransport("gloo")
+    world.sync(transport)
+    find, actors = world.ends.sources.find_free_address, cast(Any, world.ends.engines).actors
+    before, actors[1] = actors[1], "restarted"
+
+    async def fail(rank: int) -> Any:
+        raise RunStopped("trainer 0 died")
+
+    cast(Any, world.ends.sources).find_free_address = fail
+    with pytest.raises(RunStopped, match=r"^trainer 0 died$"):
+        asyncio.run(transport.transfer(8, world.ends))
+    cast(Any, world.ends.sources).find_free_address, actors[1] = find, before
+    assert world.sync(transport) == [*FORMS, *SENDS]
+
+
 def test_chunks_go_through_the_object_store_one_by_one() -> None:
     world = World()
     write = both("trainer", "write_chunk")
