@@ -24,6 +24,7 @@ from core.types.messages import describe_messages, find_images
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
 from data_feeds.images.read_images import ImageReader
+from data_feeds.rows.invalid_rows import InvalidRow
 from data_prep import tiny_vision_model
 from driver.evaluation.suites.generations import describe_group
 from driver.records.sample_files import make_sample_record
@@ -355,3 +356,12 @@ def test_a_reward_in_another_process_sees_the_image(chat, tmp_path):
     with closing(Rewarder(one_reward(resolve_reward(str(file)), {}), 1, 30.0)) as pool:
         result = asyncio.run(pool.compute_reward(prompt, [{"role": "assistant", "content": "3"}]))
     assert (result.reward_parts, result.failure) == ({"width": 30.0}, "")
+
+
+def test_a_file_that_cannot_be_read_is_told_with_the_reason(tmp_path):
+    reader = ImageReader(folder=tmp_path, max_pixels=LARGEST_SIDE**2, max_pixels_key="data.max_image_pixels")
+    # a file that even root cannot read from its start, where no memory is
+    for name, said in (("/proc/self/mem", "cannot be read (Input/output error)"), ("no.png", "there is no file ")):
+        with pytest.raises(InvalidRow) as refused:
+            reader.read(name, "images")
+        assert said in str(refused.value) and refused.value.reason == "bad_image"

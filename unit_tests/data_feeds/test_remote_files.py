@@ -177,3 +177,14 @@ def test_supervised_rows_come_from_a_store_too(tmp_path, tokenizer, memory):
     rows = [{"messages": [*row["messages"], {"role": "assistant", "content": "yes"}]} for row in rows_of(5)]
     url = memory(write(tmp_path / "rows.jsonl", rows))
     assert len(load_groups(RowDataConfig(train=url), "train", tokenizer, rows="conversations", seed=0).all()) == 5
+
+
+@pytest.mark.parametrize("missing", ["rows.jsonl", "empty"])
+def test_a_file_or_folder_without_rows_is_not_there(cache, missing):
+    store = fsspec.filesystem("memory")
+    store.makedirs("/nothing/empty", exist_ok=True)
+    try:
+        with pytest.raises(UserError, match=r"^data\.train=x: there is no such file in the store$"):
+            fetch(f"memory://nothing/{missing}", "data.train=x")
+    finally:
+        store.rm("/nothing", recursive=True)
