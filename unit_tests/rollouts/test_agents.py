@@ -259,7 +259,7 @@ COMMAND = """
 import sys, os
 task = json.load(sys.stdin)
 assert task["base_url"] == os.environ["OPENAI_BASE_URL"] and "answer" not in task
-print("what a harness prints is its own")
+print("what a harness prints is its own", flush=True)
 from types import SimpleNamespace
 said = ask(SimpleNamespace(**task), task["messages"])
 mode = sys.argv[1]
