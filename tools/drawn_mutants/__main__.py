@@ -12,7 +12,8 @@ slow tier, where one that no test runs counts as a bug that survived. equivalent
 notice; they leave the count. It prints the share noticed by folder with its 95 % interval (Wilson). Exit code 1 where
 the lower end is below 0.90, or where more than 5 % of the sample are explained away.
 
-Run it on a machine that you can lose, not as root: a bug in code that removes or shuts folders has done so with /tmp.
+Run it on a machine that you can lose, not as root: a bug in code that removes or shuts folders has done so with /tmp
+and /proc. PYTHONUNBUFFERED hides bugs of what is not flushed, so it is unset.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(4, CORES), help="bugs at the same time (default %(default)s)")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ.pop("PYTHONUNBUFFERED", None)
     for module in read_list(LIST)[1]:
         importlib.import_module(module)
     tier: Tier = args.tier
