@@ -277,6 +277,7 @@ def _explain_misfit(kind: RowKind, probe: Probe, *, key: str, path: str) -> str:
     """Return the end of a sentence that says why no form fits, with the fix."""
     there = sorted(set().union(*(row.keys() for row in probe.rows)))
     has = f"it has {', '.join(map(quote, there))}"
+    # the mistake with the smallest repair first: a row is odd, the rows are of another program, a column is missing
     for form in FORMS:
         if form.kind == kind and not form.refusal and fits(form, probe, strictly=False):
             column, n = _find_odd(form, probe)

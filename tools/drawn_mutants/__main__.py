@@ -114,6 +114,7 @@ def make_table(noticed: dict[str, list[bool]]) -> list[str]:
 
 
 def main() -> int:
+    """Draw bugs, plant them and print the tables, as the command line says; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.drawn_mutants", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--size", type=int, default=300, help="bugs of each seed (default %(default)s)")

@@ -6,10 +6,8 @@ import asyncio
 import base64
 import json
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from rewards.rewarder import Rewarder
 from rewards.sandbox import Bubblewrap, HttpSandbox, Limits, SandboxUnavailable
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.one_reward import one_reward
+from unit_tests.helpers.posts import serve_posts
 
 pytestmark = pytest.mark.one_core
 
@@ -265,19 +264,6 @@ def test_without_a_sandbox_a_run_does_not_start_and_a_sample_fails(refused, monk
 def serve(**broken: Any) -> Iterator[str]:
     """A server that answers as SandboxFusion does, with what the local sandbox makes of the code."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            broken.get("asked", []).append(asked)
-            body = json.dumps(broken.get("answer") or answer(asked)).encode()
-            self.send_response(broken.get("status", 200) if self.path == "/run_code" else 404)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *what: Any) -> None:
-            pass
-
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         files = {name: base64.b64decode(content) for name, content in asked["files"].items()}
         commands = {"python": ["python3", "code"], "bash": ["bash", "code"]}
@@ -304,13 +290,14 @@ def serve(**broken: Any) -> Iterator[str]:
             "files": {},
         }
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    def reply(path: str, headers: Mapping[str, str], given: bytes) -> tuple[int, bytes]:
+        asked = json.loads(given)
+        broken.get("asked", []).append(asked)
+        body = json.dumps(broken.get("answer") or answer(asked)).encode()
+        return broken.get("status", 200) if path == "/run_code" else 404, body
+
+    with serve_posts(reply) as url:
+        yield url
 
 
 @needs_sandbox

@@ -12,15 +12,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core.cluster.child_process import ROOT
-from core.loading import resolve
+from core.cluster.child_process import ROOT, start_module
+from core.errors import UserError
+from core.loading import FileSpec, resolve
+from rollouts.agents.launching import LauncherClient
 from rollouts.agents.run_file import CANCELLED, run_agent, serve_episodes
-from rollouts.agents.task import Task
+from rollouts.agents.task import AgentPlan, Task
 from unit_tests.helpers.processes import wait_until
 
 TASK = {"base_url": "http://h:1/s/7/v1", "api_key": "k", "model": "policy", "messages": []}
@@ -63,6 +66,10 @@ class Episode:
             return status, read_all(self.result), read_all(self.log)
 
 
+def name_file(file: Path) -> FileSpec:
+    return resolve(str(file), "agents", offers=lambda _: True)
+
+
 class Launched:
     """Launcher as a worker starts it."""
 
@@ -81,7 +88,11 @@ class Launched:
                 stderr=said,
             )
         self.socket.send(json.dumps({"file": None, "command": [], "serve": None} | plan).encode())
-        self.answer = json.loads(self.socket.recv(1000))
+
+    @cached_property
+    def answer(self) -> dict[str, Any]:
+        """The launcher's first message, which comes once it has imported the agent."""
+        return json.loads(self.socket.recv(1000))
 
     def start(self, given: str = "", **environment: str) -> Episode:
         return Episode(self.socket, given, environment)
@@ -92,6 +103,7 @@ def launching(folder: Path, **plan: Any) -> Iterator[Launched]:
     """Yield a launcher, which must have ended in silence one moment after its socket."""
     launched = Launched(folder, **plan)
     try:
+        assert "serves" in launched.answer
         yield launched
         launched.socket.close()
         assert (launched.process.wait(WAIT_S), launched.said.read_text()) == (0, "")
@@ -136,6 +148,7 @@ def test_a_program_that_is_not_there_is_named_in_the_log(tmp_path):
 
 def test_a_worker_hears_of_a_launcher_that_dies_while_agents_play(tmp_path):
     launched = Launched(tmp_path, command=["cat"])
+    assert launched.answer == {"serves": False}
     episode = launched.start("x")
     launched.process.kill()
     launched.process.wait()
@@ -163,13 +176,50 @@ def test_an_import_that_starts_a_thread_makes_later_episodes_import_anew(tmp_pat
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     (tmp_path / "agent.py").write_text(IMPORTS_LATE)
-    spec = resolve(str(tmp_path / "agent.py"), "agents", offers=lambda _: True)
-    with launching(tmp_path, file=asdict(spec)) as launched:
+    with launching(tmp_path, file=asdict(name_file(tmp_path / "agent.py"))) as launched:
         for seed, is_fresh in ((4, 0.0), (5, 1.0)):
             episode = launched.start(json.dumps(TASK | {"seed": seed}))
             status, result, log = episode.finish()
             assert (status, log) == (0, f"played {seed}\n")
             assert json.loads(result) == {"parts": {"is_fresh": is_fresh, "seed": float(seed)}, "failure": ""}
+
+
+SLOW_IMPORT = """import pathlib, time
+pathlib.Path("began").touch()
+while not pathlib.Path("closed").exists():
+    time.sleep(0.01)
+{then}
+"""
+
+
+@pytest.mark.parametrize("then", ["def run(task): return {}", "run = None"])
+def test_a_run_that_closes_while_the_agent_is_imported_leaves_no_traceback(tmp_path, then):
+    file = tmp_path / "agent.py"
+    file.write_text(SLOW_IMPORT.format(then=then))
+    launched = Launched(tmp_path, file=asdict(name_file(file)))
+    while not (tmp_path / "began").exists():
+        assert launched.process.poll() is None
+    launched.socket.close()
+    (tmp_path / "closed").touch()
+    assert (launched.process.wait(60), launched.said.read_text()) == (0, "")
+
+
+def test_a_launcher_that_dies_before_it_has_its_plan_is_told_in_a_sentence(tmp_path, monkeypatch):
+    def start_and_lose(*args: object, **options: object) -> subprocess.Popen[bytes]:
+        started = start_module(*args, **options)
+        os.killpg(started.pid, 9)
+        started.wait()
+        return started
+
+    monkeypatch.setattr("rollouts.agents.launching.start_module", start_and_lose)
+    file = tmp_path / "agent.py"
+    file.write_text("def run(task): return {}")
+    client = LauncherClient(AgentPlan(file=name_file(file)))
+    try:
+        with pytest.raises(UserError, match=r"agent\.py ended the process that imported it$"):
+            asyncio.run(client.serves())
+    finally:
+        client.kill()
 
 
 # the agent's side -----------------------------------------------------------------------------------------------------
