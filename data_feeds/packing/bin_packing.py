@@ -131,7 +131,9 @@ def _fill_evenly(
     filled: list[list[int]] = [[] for _ in range(n)]
     spent, room = np.zeros(n), np.full(n, max_tokens)
     for i in longest_first:
-        b = int(np.where(room >= sizes[i], spent, np.inf).argmin())  # among equals, the lowest number
+        b = spent.argmin()  # among equals, the lowest number
+        if room[b] < sizes[i]:
+            b = np.where(room >= sizes[i], spent, np.inf).argmin()
         if room[b] < sizes[i]:
             return None
         filled[b].append(i)

@@ -126,7 +126,8 @@ def find_inputs(samples: Sequence[Sample], masks: Sequence[Mask]) -> Inputs:
 
 def pad_columns(per_sample: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
     """Return columns of several numbers per token, [L, K] each, with one K: -1 in the slots that were added."""
-    width = max((values.shape[1] for values in per_sample if values.ndim == 2), default=0)
-    if all(values.shape[1:] in ((), (width,)) for values in per_sample):
+    widths = {values.shape[1:] for values in per_sample}
+    if len(widths) <= 1:
         return per_sample
+    width = max(width for (width,) in widths)
     return [np.pad(v, ((0, 0), (0, width - v.shape[1])), constant_values=-1.0) for v in per_sample]

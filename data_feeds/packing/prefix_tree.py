@@ -118,10 +118,23 @@ def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
     >>> sort_by_prefix([np.array([7, 8, 9]), np.array([5]), np.array([7, 8])])
     ([1, 2, 0], [0, 0, 2])
     """
+    # a plan sorts the sequences of its micro-batches, so these are sorted already
+    if (shared := _count_sorted(ids)) is not None:
+        return [*range(len(ids))], shared
     # big-endian bytes sort as the ids do, and faster than lists
     keys = [own.astype(">i4").tobytes() for own in ids]
     order = sorted(range(len(ids)), key=keys.__getitem__)
-    return order, [0, *(_count_common(ids[a], ids[b]) for a, b in pairwise(order))][: len(ids)]
+    return order, [0, *(_count_common(ids[a], ids[b]) for a, b in pairwise(order))]
+
+
+def _count_sorted(ids: Sequence[Array]) -> list[int] | None:
+    """Return the number of tokens each sequence shares with its predecessor; None if they are not sorted."""
+    shared = [0] * len(ids)
+    for i, (one, other) in enumerate(pairwise(ids), start=1):
+        shared[i] = n = _count_common(one, other)
+        if n < len(one) and (n == len(other) or one[n] > other[n]):
+            return None
+    return shared
 
 
 def _count_common(a: Array, b: Array) -> int:

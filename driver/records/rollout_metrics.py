@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,36 +24,39 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
     Returns mean, maximum and histogram (fractions of the tokens), and the fraction of samples with several versions.
     Raises RunStopped for a token older than allowed or newer than possible.
     """
-    sampled = [s.versions[s.action_mask] for g in groups for s in g if s.origin == "policy"]
-    ages = step - np.concatenate(sampled)
+    counted = [count_versions(s) for g in groups for s in g if s.origin == "policy"]
+    ages: Counter[int] = Counter()
+    for own in counted:
+        ages.update({step - version: n for version, n in own.items()})
     # The buffer bounds staleness when a group starts; this checks the result, whatever the schedule did.
-    if len(wrong := ages[(ages < 0) | (ages > max_staleness)]):
+    if wrong := [age for age in ages if not 0 <= age <= max_staleness]:
         raise RunStopped(
-            f"step {step} was to train on a token that is {wrong.min()} steps old, with max_staleness={max_staleness}: "
+            f"step {step} was to train on a token that is {min(wrong)} steps old, with max_staleness={max_staleness}: "
             "its engine did not sample from the version that it named, or a group was started too early"
         )
-    if not len(ages):
+    if not ages:
         return {}
-    # several times as fast as a sort, for the few ages that may be
-    counts = [int(np.count_nonzero(ages == age)) for age in range(max_staleness + 1)]
+    total = ages.total()
     measured = {
-        names.ROLLOUT_STALENESS_MEAN: sum(age * n for age, n in enumerate(counts)) / len(ages),
-        names.ROLLOUT_STALENESS_MAX: float(ages.max()),
+        names.ROLLOUT_STALENESS_MEAN: sum(age * n for age, n in ages.items()) / total,
+        names.ROLLOUT_STALENESS_MAX: float(max(ages)),
     }
     if max_staleness:
-        mixed = sum(len(own) > 0 and own.min() != own.max() for own in sampled)
-        measured[names.ROLLOUT_MIXED_VERSIONS] = mixed / len(sampled)
-        measured |= {names.ROLLOUT_STALENESS.format(age): n / len(ages) for age, n in enumerate(counts)}
+        measured[names.ROLLOUT_MIXED_VERSIONS] = sum(len(own) > 1 for own in counted) / len(counted)
+        measured |= {names.ROLLOUT_STALENESS.format(age): ages[age] / total for age in range(max_staleness + 1)}
     return measured
 
 
 def count_versions(sample: Sample) -> dict[int, int]:
     """Count the sampled tokens per policy version, oldest first."""
     sampled = sample.versions[sample.action_mask]
-    if len(sampled) and (sampled == sampled[0]).all():  # the usual case, in a third of the time
-        return {int(sampled[0]): len(sampled)}
-    versions, counts = np.unique(sampled, return_counts=True)
-    return dict(zip(versions.tolist(), counts.tolist(), strict=True))
+    if not len(sampled):
+        return {}
+    oldest, newest = int(sampled.min()), int(sampled.max())
+    if oldest == newest:  # the usual case, in a third of the time
+        return {oldest: len(sampled)}
+    counts = np.bincount(sampled - oldest).tolist()  # faster than a sort
+    return {oldest + age: n for age, n in enumerate(counts) if n}
 
 
 def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn: bool = False) -> dict[str, float]:
@@ -65,10 +69,12 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
     groups = select_policy(groups)
     samples = [s for g in groups for s in g]
     episodes = [[list_episodes(part) for part in split_players(g)] for g in groups]  # each as one sample
-    joined = [e for g in episodes for part in g for e in part]
+    played = [part for g in episodes for part in g]
+    joined = [e for part in played for e in part]
     rewarded = [e for e in joined if e.reward is not None]
     rewards = [e.reward for e in rewarded if e.reward is not None]
-    lengths = [e.n_sampled for e in joined]
+    sampled = [[e.n_sampled for e in part] for part in played]
+    lengths = [n for own in sampled for n in own]
     # A group has a signal if any player's rewards differ, since players are compared separately.
     zero_std = sum(not any(_has_signal(part, by_turn=by_turn) for part in g) for g in episodes)
     measured = {
@@ -88,7 +94,7 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
     if rewards:
         measured[names.REWARD_MEAN] = mean = sum(rewards) / len(rewards)
         measured[names.REWARD_STD] = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
-        if (corr := correlate_with_length([part for g in episodes for part in g])) is not None:
+        if (corr := correlate_with_length(played, sampled)) is not None:
             measured[names.REWARD_LENGTH_CORR] = corr
         parts = sorted({name for s in rewarded for name in s.reward_parts})
         # before one of the two numbers replaces the other
@@ -107,9 +113,12 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
     return measured
 
 
-def correlate_with_length(groups: Sequence[Group]) -> float | None:
+def correlate_with_length(groups: Sequence[Group], sampled: Sequence[Sequence[int]]) -> float | None:
     """Return the correlation of reward and sampled tokens within groups; None if either is the same everywhere."""
-    pairs = [[(e.reward, e.n_sampled) for e in group if e.reward is not None] for group in groups]
+    pairs = [
+        [(e.reward, n) for e, n in zip(group, own, strict=True) if e.reward is not None]
+        for group, own in zip(groups, sampled, strict=True)
+    ]
     # within groups, because a hard prompt has long replies and low rewards
     return correlate(np.concatenate([np.array(own) - np.mean(own, axis=0) for own in pairs if own]))
 

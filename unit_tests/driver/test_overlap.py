@@ -21,7 +21,7 @@ from data_feeds.packing.batches import plan_update
 from driver.checkpoint import find_checkpoint
 from driver.context import RunContext, run_in_context
 from driver.load_recipe import load_recipe
-from driver.records.rollout_metrics import measure_staleness
+from driver.records.rollout_metrics import count_versions, measure_staleness
 from driver.rl.run import Run
 from driver.rl.setup import prepare, start
 from rollouts.envs.single_turn import SingleTurn as OneTurn
@@ -433,6 +433,12 @@ def sampled_by(*versions: int) -> Sample:
     """After a prompt of one token."""
     n = len(versions)
     return sample_of([1] * (n + 1), [False] + [True] * n, versions=[-1, *versions])
+
+
+def test_the_versions_of_a_sample_are_counted_oldest_first():
+    for versions, counts in (((), {}), ((5, 5), {5: 2}), ((7, 4, 4), {4: 2, 7: 1})):
+        assert list(count_versions(sampled_by(*versions)).items()) == list(counts.items()), versions
+    assert measure_staleness([[sampled_by()]], step=4, max_staleness=1) == {}
 
 
 def test_lags_are_counted_by_token_and_a_wrong_one_stops_the_run():
