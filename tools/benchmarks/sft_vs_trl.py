@@ -10,8 +10,8 @@ padding_free is tried all the same. Liger's kernels want a GPU.
 
 Both run in processes of their own, in turns, ours first and TRL's first alternately; the first update of each is
 warm-up. It prints trained tokens per second and the peak of resident memory. Seconds are of the wall clock, and of the
-CPU time, which is steadier on a machine with other work. Exit code 1 where ours is not 1.3 times as fast in no more
-memory, or the losses differ.
+CPU time, which is steadier on a machine with other work. Exit code 1 where ours is not 1.5 times as fast, or the losses
+differ. More tokens in a forward pass are faster and take more memory.
 
 Without --trl-python the environment is made under build/, from PyPI and where that has no CPU build of torch, from
 PyTorch's index.
@@ -36,11 +36,11 @@ def main() -> int:
     parser.add_argument(
         "--data", type=Path, default=ROOT / "unit_tests/data/gsm8k_rows.jsonl", help="JSONL as GSM8K has it"
     )
-    parser.add_argument("--micro-batch-tokens", type=int, default=512, help="ours")
+    parser.add_argument("--micro-batch-tokens", type=int, default=768, help="ours")
     benchmark = Benchmark(
         module="tools.benchmarks.sft_vs_trl",
         trl_side="sft",
-        goal=1.3,
+        goal=1.5,
         settings=("trl_padding_free",),
         count_trained=lambda row: sum(row["mask"]),
         count_tokens=lambda row: len(row["ids"]),
