@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
@@ -74,13 +77,12 @@ class Softmax:
         # divided by the temperature before the softmax, so that logp is that of the distribution the engine samples
         # from
         support = self._find_support(rows)
-        logits = support.restrict(logits, self.temperature)  # [m, A]
-        norm = logits.logsumexp(-1)  # [m]
         labels = support.to_columns(self.labels[rows])
-        # computed alike with and without measures, so that scoring and training agree to the bit
-        logp = logits.gather(-1, labels[:, None])[:, 0] - norm
         if not self.measures:
-            return logp[None]
+            return _LogProb.apply(logits, labels, support, self.temperature)[None]
+        logits = support.restrict(logits, self.temperature)  # [m, A]
+        # computed alike with and without measures, so that scoring and training agree to the bit
+        logp, norm = _choose(logits, labels)
         s = logits - norm[:, None]
         at = At(
             labels=labels,
@@ -93,10 +95,11 @@ class Softmax:
     def compute_at_once(self, logits: Tensor) -> Tensor:
         """Compute the same of all logits, [M, V] -> [1 + k, M], without a full float32 copy of them."""
         # checkpoint() recomputes each chunk in the backward pass; otherwise autograd would keep all float32 chunks.
+        compute = partial(checkpoint, self.compute, use_reentrant=False) if self.measures else self.compute
         size = max(1, CHUNK_LOGITS // logits.shape[-1])
-        places = split_rows(len(logits), size)
-        parts = [checkpoint(self.compute, logits[rows], rows, use_reentrant=False) for rows in places]
-        return torch.cat(parts, dim=-1)
+        # split, not slices: the gradient of each slice would be as large as all logits
+        chunks = zip(logits.split(size), split_rows(len(logits), size), strict=True)
+        return torch.cat([compute(own, rows) for own, rows in chunks], dim=-1)
 
     def name_rows(self, computed: Tensor) -> Policy:
         """Return the rows of [1 + k, M] under their names."""
@@ -112,9 +115,8 @@ class Softmax:
                 f"a measure reads at.teacher({name!r}), and those that it declares are: {there}; name it in "
                 f"Measure(..., teachers=({name!r},))"
             )
-        logits = self._find_support(rows).restrict(self.teachers[name](rows), self.temperature)
         # as `compute` does for the policy: a model beside itself has a divergence of exactly 0
-        return logits.sub_(logits.logsumexp(-1, keepdim=True))
+        return normalize(self._find_support(rows).restrict(self.teachers[name](rows), self.temperature))
 
     def _find_support(self, rows: slice) -> AllowedTokens | KeptTokens:
         return self.allowed_tokens if self.kept is None else self.kept.select(rows)
@@ -126,3 +128,38 @@ class Softmax:
             raise UserError("stored distributions are of all tokens: leave rollout.allowed_tokens out")
         # finite numbers in empty slots, which a product with `live` removes
         return Stored(columns=ids.masked_fill(~live, 0).long(), logp=logp.masked_fill(~live, 0.0), live=live)
+
+
+def _choose(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of the labels and the norms, [m] each, of restricted logits [m, A]."""
+    norm = logits.logsumexp(-1)
+    return logits.gather(-1, labels[:, None])[:, 0] - norm, norm
+
+
+class _LogProb(torch.autograd.Function):
+    """Log-probabilities [m] of the labels, from logits [m, V] over a support.
+
+    The backward pass needs only the norms, because exp(logit - norm) is the softmax. Autograd would keep the float32
+    logits, or compute the norms again, and add two gradients of their size.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, support: AllowedTokens | KeptTokens, temperature: float
+    ) -> Tensor:
+        logp, norm = _choose(support.restrict(logits, temperature), labels)
+        ctx.save_for_backward(logits, labels, norm)
+        ctx.support, ctx.temperature = support, temperature
+        return logp
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, norm = ctx.saved_tensors
+        leaf = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            restricted = ctx.support.restrict(leaf, ctx.temperature)
+        each = grad[:, None]
+        # the gradient of the label's logit minus that of the norm
+        of_restricted = (restricted.detach() - norm[:, None]).exp_().mul_(-each).scatter_add_(-1, labels[:, None], each)
+        return torch.autograd.grad(restricted, leaf, of_restricted)[0], None, None, None

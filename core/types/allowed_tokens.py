@@ -43,7 +43,7 @@ class AllowedTokens:
         return [i for i in ids if i in self.banned]
 
     def restrict(self, logits: Tensor, temperature: float) -> Tensor:
-        """Return logits [m, V] divided by the temperature, in float32 or wider, ready for softmax.
+        """Return logits [m, V] divided by the temperature, in float32 or wider, ready for softmax; perhaps themselves.
 
         With `allowed`, only those columns remain: [m, A]. `to_columns` and `to_ids` map between tokens and columns.
         """
@@ -51,7 +51,8 @@ class AllowedTokens:
             # Select before the conversion, so that only A of the V columns exist in float32.
             logits = logits.index_select(-1, _to_tensor(self.allowed, logits))
         # bfloat16 has 8 significant bits, too few for log-probabilities; a float64 model keeps its own dtype.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if temperature == 1 else logits / temperature  # which would copy them
         return logits.index_fill(-1, _to_tensor(self.banned, logits), LOWEST) if self.banned else logits
 
     def to_columns(self, ids: Tensor) -> Tensor:

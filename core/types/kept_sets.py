@@ -164,7 +164,8 @@ class KeptTokens:
         else:
             # Select before the conversion, so that only K of the V columns exist in float32.
             logits = logits.gather(-1, columns)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if temperature == 1 else logits / temperature  # which would copy them
         return logits.masked_fill(~is_own, LOWEST)
 
     def to_columns(self, ids: Tensor) -> Tensor:
