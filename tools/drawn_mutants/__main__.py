@@ -12,6 +12,9 @@ slow tier, where one that no test runs counts as a bug that survived. equivalent
 notice; they leave the count. It prints the share noticed by folder with its 95 % interval (Wilson). Exit code 1 where
 the lower end is below 0.90, or where more than 5 % of the sample are explained away.
 
+What was recorded and noticed is kept in build/drawn_mutants, for one state of the code: a run that was stopped goes on
+where it was, and bugs whose tests have changed are planted again.
+
 Run it on a machine that you can lose, not as root: a bug in code that removes or shuts folders has done so with /tmp
 and /proc. PYTHONUNBUFFERED hides bugs of what is not flushed, so it is unset.
 """
@@ -35,7 +38,8 @@ from pathlib import Path
 
 import yaml
 
-from tools.drawn_mutants.lines import Record, Tier, record
+from tools.drawn_mutants.lines import Record, Tier, hash_files, record
+from tools.drawn_mutants.outcomes import Outcomes
 from tools.drawn_mutants.rules import Edit, find_edits
 from tools.mutants import CORES, LIST, ROOT, Mutant, read_list, run_all
 
@@ -46,6 +50,7 @@ FOLDERS = (
 RUNS = ("driver", "tools/test_docs.py")
 """Test files that run or read the code of all folders."""
 EXPLAINED = Path(__file__).parent / "equivalent.yaml"
+KEPT = ROOT / "build" / "drawn_mutants"
 WANTED = 0.90
 MOST_EXPLAINED = 0.05
 BUDGETS_S = (2.0, 20.0)
@@ -135,7 +140,7 @@ def main() -> int:
     drawn = [Bug(file, edit, sources[file]) for seed in args.seeds for file, edit in draw(sources, seed, args.size)]
     planted = [bug for bug in drawn if not find_explained(bug.file, bug.edit, bug.source)]
     explained = len(drawn) - len(planted)
-    judge = Judge(tier, args.jobs)
+    judge = Judge(tier, args.jobs, Outcomes(KEPT / f"{hash_files(ROOT)}-{tier}" / "outcomes.jsonl", ROOT))
     noticed: dict[str, list[bool]] = defaultdict(list)
     for bug in judge.find_noticed(planted):
         noticed[bug.file.split("/")[0]].append(bool(bug.by))
@@ -144,7 +149,8 @@ def main() -> int:
     every = [one for found in noticed.values() for one in found]
     print(f"{explained} more cannot be noticed (equivalent.yaml)")
     print(f"{len(planted) - len(every)} more belong to the {'slow' if tier == 'fast' else 'fast'} tier")
-    print(f"{judge.used_s / len(every):.1f} CPU seconds per bug, and {used_cpu_s() - judge.used_s:.0f} to record lines")
+    recording_s = used_cpu_s() - judge.used_s
+    print(f"{judge.used_s:.0f} CPU seconds to plant bugs and {recording_s:.0f} to record lines, since this start")
     enough = wilson(sum(every), len(every))[0] >= WANTED
     return 0 if enough and explained <= MOST_EXPLAINED * len(drawn) else 1
 
@@ -193,6 +199,7 @@ class Judge:
 
     tier: Tier
     jobs: int
+    outcomes: Outcomes
     used_s: float = 0.0
     """CPU seconds of the tests of planted bugs."""
     left: list[Bug] = field(default_factory=list[Bug])
@@ -218,8 +225,7 @@ class Judge:
         yield from self.left
 
     def record(self, tier: Tier, *, folders: Iterable[str] = (), modules: Iterable[str] = ()) -> Record:
-        kept = ROOT / "build" / "drawn_mutants"
-        return record(ROOT, kept, tier, jobs=self.jobs, folders=folders, modules=modules)
+        return record(ROOT, KEPT, tier, jobs=self.jobs, folders=folders, modules=modules)
 
     def ask(self, lines: Record, budget_s: float, *, done_s: float = 0.0) -> Iterator[Bug]:
         """Plant each bug that is left, and yield those that tests notice."""
@@ -228,7 +234,11 @@ class Judge:
         before = used_cpu_s()
         with tempfile.TemporaryDirectory(prefix="drawn_", ignore_cleanup_errors=True) as copies:
             mutants = [mutant for mutant in asked.values() if mutant.tests]
-            for outcome in run_all(mutants, ROOT, Path(copies), jobs=self.jobs, known_to_pass=True):
+            known = {mutant.breaks: by for mutant in mutants if (by := self.outcomes.find(mutant)) is not None}
+            yield from (replace(by_name.pop(bug), by=by) for bug, by in known.items() if by)
+            new = [mutant for mutant in mutants if mutant.breaks not in known]
+            for outcome in run_all(new, ROOT, Path(copies), jobs=self.jobs, known_to_pass=True):
+                self.outcomes.add(outcome.mutant, outcome.by if outcome.killed else "")
                 if outcome.killed:
                     yield replace(by_name.pop(outcome.mutant.breaks), by=outcome.by)
         self.left = list(by_name.values())
