@@ -149,11 +149,11 @@ def form_of(*places: str) -> Callable[[str], str]:
 
     def parse(form: str) -> str:
         try:
-            # filled once with plain text: this finds unknown names, attribute access and broken braces alike
-            filled = form.format(**dict.fromkeys(places, "x"))
+            # filled with plain text: this finds unknown names, attribute access and broken braces alike
+            filled, other = (form.format(**dict.fromkeys(places, text)) for text in "xy")
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise argparse.ArgumentTypeError(f"the places to fill are {_list(places)}, found {form!r}") from error
-        if filled == form:
+        if filled == other:
             raise argparse.ArgumentTypeError(f"{form!r} has no place to fill: write {{{places[0]}}} into it")
         return form
 
