@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import exp
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from analysis.capture.batch_file import read_batch, write_batch
+from analysis.capture.compare import ONE_SILENT, OPPOSITE
+from analysis.capture.pieces import PieceDecoder
 from analysis.capture.step_recorder import describe_tokens
-from analysis.capture.token_maps import LossTokens, TokenMaps
-from analysis.capture.tokens import TOKEN_COLUMNS, CapturedSample
+from analysis.capture.token_maps import Disagreement, LossTokens, TokenMaps, list_disagreements
+from analysis.capture.tokens import (
+    MANIFEST,
+    TOKEN_COLUMNS,
+    CapturedSample,
+    TokenColumn,
+    read_captured,
+    snapshot_folder,
+    write_captured,
+)
 from analysis.capture.triggers import Triggers
 from analysis.report.captured import encode_column
 from analysis.report.replay_page import make_records
@@ -163,3 +175,48 @@ def test_no_group_takes_more_than_a_fourth_of_the_samples_on_a_page():
     assert [len(group.samples) for group in choose_samples(samples, 32, step=0)] == [8, 8, 8, 8]
     two = choose_samples(samples[:32], 24, step=0)
     assert [len(group.samples) for group in two] == [12, 12], "but for a page with room for all of few groups"
+
+
+def test_the_tokens_on_which_losses_differ_most_come_first():
+    nan = float("nan")
+
+    def numbers(name: str, slope: list[float], judged: list[float]) -> LossTokens:
+        arrays = [np.array(one, dtype=np.float32) for one in (slope, judged)]
+        return LossTokens(name=name, clipped=None, slope=arrays[0], judged=arrays[1])
+
+    samples = [
+        CapturedSample(step=0, group=0, sample=i, reward=0.0, pieces=["x"] * n, columns={})
+        for i, n in enumerate((2, 3))
+    ]
+    run = numbers("run", [nan, -0.5, nan, 0.25, 1.0], [nan, 0, nan, 0, 0])
+    other = numbers("other", [nan, 0, nan, 0, 0], [nan, ONE_SILENT, nan, ONE_SILENT, ONE_SILENT])
+    mine = numbers("mine", [nan, 0.5, nan, nan, -1.0], [nan, OPPOSITE, nan, ONE_SILENT, OPPOSITE])
+    # apart by 1, 0.25 and 2
+    found = [
+        Disagreement(sample=1, token=2, judged=OPPOSITE, of_run=1.0, of_loss=-1.0),
+        Disagreement(sample=0, token=1, judged=OPPOSITE, of_run=-0.5, of_loss=0.5),
+        Disagreement(sample=1, token=1, judged=ONE_SILENT, of_run=0.25, of_loss=0.0),
+    ]
+    maps = TokenMaps(samples=samples, losses=[run, other, mine])
+    assert [list_disagreements(maps, mine, most) for most in (0, 2, 9)] == [[], found[:2], found]
+    assert list_disagreements(maps, run, 9) == []
+
+
+def test_one_captured_sample_comes_back_alone(tmp_path: Path):
+    folder = snapshot_folder(tmp_path, 0)
+    folder.mkdir(parents=True)
+    columns: dict[TokenColumn, Any] = {"logp": np.array([-0.5, -1.0], dtype=np.float32)}
+    one = CapturedSample(step=0, group=3, sample=1, reward=0.5, pieces=["a", "b"], columns=columns)
+    write_captured(folder, [one])
+    (folder / MANIFEST).write_text("{}")
+    [again] = read_captured(tmp_path, 0)
+    assert again.columns["logp"].tolist() == [-0.5, -1.0] and [*again.columns] == ["logp"]
+    assert replace(again, columns={}) == replace(one, columns={})
+
+
+def test_the_text_of_a_token_is_decoded_once(tiny_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    ids = tokenizer.encode("3+3=", add_special_tokens=False)
+    decoder = PieceDecoder(tokenizer)
+    assert decoder.decode(ids) == decoder.decode(ids) == ["3", "+", "3", "="]
+    assert decoder.known == dict(zip(ids, "3+3=", strict=True))
