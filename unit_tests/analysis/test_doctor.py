@@ -437,6 +437,7 @@ def test_a_supervised_recipe_is_checked_and_starts_nothing(recipe, capsys):
 
 def test_one_process_has_one_engine_and_one_rank(recipe):
     several = {"backend": "ray", "rollout.num_engines": 2, "trainer.ranks": 2, "trainer.sequence_parallel": 2}
+    several["weight_sync.transport"] = "direct"
     cfg = in_one_process(load_recipe(RLConfig, recipe(several), []).cfg)
     assert RLConfig.model_validate(cfg.model_dump()) == cfg
 
