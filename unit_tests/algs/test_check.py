@@ -309,6 +309,27 @@ def test_a_measure_that_depends_on_its_chunk_is_caught(settings, said):
     assert o.status == "FAILED" and re.search(said, o.detail), o
 
 
+class MixesSlopes(GRPO):
+    """Its measure is of each row alone, and its gradient of the chunk."""
+
+    @property
+    def measures(self) -> dict[str, Measure]:
+        def share(s: torch.Tensor, at: At) -> torch.Tensor:
+            entropy = -(s.exp() * s).sum(-1)
+            return entropy + (entropy.mean() - entropy.mean().detach())
+
+        return {"share": Measure(share)}
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        return loss + policy.share, metrics
+
+
+def test_a_measure_whose_gradient_depends_on_its_chunk_is_caught():
+    [o] = check(MixesSlopes, letters="o")
+    assert (o.status, o.detail) == ("FAILED", "the gradient of the measures differs in chunks of 1")
+
+
 class ReadsThePrompt(GRPO):
     def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
         return super().compute_advantages(
@@ -345,6 +366,15 @@ class LossWithoutEnd(GRPO):
         return loss + math.inf, metrics
 
 
+class CountsBatches(GRPO):
+    def totals(self, policy: Policy, tokens: Tokens) -> dict[str, torch.Tensor]:
+        return {"batches": torch.ones_like(policy.logp.sum())}
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        return loss * tokens.totals["batches"], metrics
+
+
 class WithoutCredit(GRPO):
     def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
         return groups
@@ -365,6 +395,7 @@ class SumsUnderOtherNorms(GRPO):
         (DividesByNothing, "e", "a group of one: the loss is nan, the largest gradient nan"),
         (DividesByScored, "e", "ZeroDivisionError"),
         (LossWithoutEnd, "e", "the loss is inf, the largest gradient "),
+        (CountsBatches, "e", r"^an empty micro-batch: the gradient by logp at .* is \S+ instead of \S+ without it$"),
         (WithoutCredit, "d", "MissingColumn: tokens.advantage is not there"),
         (
             ReadsThePrompt,

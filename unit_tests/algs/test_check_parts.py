@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,10 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from algs.base import Metrics, with_prox
 from algs.check.checker import Result, check, find_class, run_obligation
+from algs.check.chunks import does_not_depend_on_the_chunk
 from algs.check.fixtures import made_up_step
-from algs.check.obligations import APPLICABLE, OBLIGATIONS, expect_sound, one_sided_slopes, pick
-from algs.check.off_policy import find_bound, find_moved, find_pairs, weigh
+from algs.check.obligations import (
+    APPLICABLE,
+    OBLIGATIONS,
+    expect_sound,
+    has_the_gradient_of_its_loss,
+    one_sided_slopes,
+    pick,
+    prefers_what_the_rows_prefer,
+)
+from algs.check.off_policy import clips_on_the_right_side, find_bound, find_moved, find_pairs, weigh
 from algs.check.partitions import describe_slopes, draw_partitions, keep_rows, run_in_lock_step, same_bits
 from algs.check.update import (
     SPLITS,
@@ -31,13 +42,16 @@ from algs.check.update import (
     slopes_by_ratio,
 )
 from algs.cispo import CISPO
+from algs.distill import Distill
 from algs.dpo import DPO
 from algs.erc import ERC
+from algs.gpg import GPG
 from algs.grpo import GRPO
 from algs.gspo import GSPO
 from algs.ppo import PPO
 from algs.reductions import Collective
 from algs.terms import Correction
+from core.types.samples import Policy, Tokens
 from unit_tests.helpers.sentences import tell
 
 OFF = Correction(level="none")
@@ -203,3 +217,62 @@ def test_an_obligation_is_told_in_a_line_whatever_happens():
     assert {kind: len(letters) for kind, letters in APPLICABLE.items()} == {
         **{"policy gradient": 15, "conversations": 10, "pairs": 10, "unpaired": 10, "scored": 9}
     }
+
+
+def test_an_algorithm_is_named_by_its_module_or_the_path_of_its_file(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    text = "from algs.grpo import GRPO\nclass {}(GRPO): ...\n"
+    (tmp_path / "mine.py").write_text(text.format("Mine"))
+    (tmp_path / "own" / "other.py").write_text(text.format("Other"))
+    monkeypatch.chdir(tmp_path)
+    names = ("grpo", "mine.py", "own/other.py", str(tmp_path / "mine.py"))
+    assert [find_class(name).__name__ for name in names] == ["GRPO", "Mine", "Other", "Mine"]
+    said = "alg.file=own/other is not a Python file: its name must end in .py"
+    assert tell(lambda: find_class("own/other")) == said
+    for name, key in (("nowhere.py", "file"), ("own/nowhere.py", "file"), ("nowhere", "name")):
+        assert tell(lambda name=name: find_class(name)).startswith(f"alg.{key}")
+
+
+class Bent(GRPO):
+    """Its loss has a corner where a token has not moved since the step began, and where every n-th one is."""
+
+    every: int = 0
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        held = with_prox(policy, tokens).prox_logp
+        if self.every:
+            is_corner = torch.arange(len(held)) % self.every == 0
+            held = torch.where(is_corner, policy.logp.detach(), held)
+        return (policy.logp - held).abs(), {}
+
+
+def test_corners_of_a_loss_prove_nothing_of_its_gradient():
+    said = tell(lambda: has_the_gradient_of_its_loss(Bent(every=1)), ObligationFailed)
+    found = re.fullmatch(
+        r"all (\d+) points are kinks, or the loss computes in less than float64: nothing is shown", said
+    )
+    assert found, said
+    n = int(found[1])
+    agree = "central differences agree at {} tokens"
+    assert has_the_gradient_of_its_loss(GRPO()) == agree.format(n)
+    # the second update finds prox_logp elsewhere
+    assert has_the_gradient_of_its_loss(Bent()) == f"{agree.format(n // 2)}, {n // 2} kinks excluded"
+    weak = has_the_gradient_of_its_loss(Bent(every=2))
+    assert re.fullmatch(r".* tokens, \d+ kinks excluded: weak evidence, most points are kinks", weak), weak
+
+
+def test_an_obligation_says_why_it_is_none_of_an_algorithm():
+    for obligation, alg, why in (
+        (does_not_depend_on_the_chunk, GRPO(), "it has no measures"),
+        (
+            clips_on_the_right_side,
+            GPG(),
+            "it has no clip_low and clip_high, nor another pair of low and high; (l) looks for clips",
+        ),
+        (
+            prefers_what_the_rows_prefer,
+            Distill(),
+            "it compares distributions, and the rows' own tokens have no say",
+        ),
+    ):
+        assert tell(lambda check=obligation, of=alg: check(of), NotApplicable) == why

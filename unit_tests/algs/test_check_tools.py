@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,9 +17,10 @@ from algs.base import Metrics, with_advantages
 from algs.bco import BCO
 from algs.check.bandit import bandit_tables, train_bandit
 from algs.check.checker import check, run
+from algs.check.declared import collect_outputs
 from algs.check.fixtures import made_up_step
 from algs.check.instruments import OtherPath, ReplayDetached, Tape, list_variants, with_settings, with_terms
-from algs.check.obligations import list_sampled
+from algs.check.obligations import expect_no_effect_of_failures, list_sampled
 from algs.check.off_policy import describe_side, measure_advantages, weigh_on_policy
 from algs.check.replay import make_up_step_seen, see_step
 from algs.check.update import (
@@ -35,6 +36,7 @@ from algs.chord import CHORD
 from algs.dpo import DPO
 from algs.grpo import GRPO
 from algs.ppo import PPO
+from algs.reductions import Stages, count
 from algs.reward_model import RewardModel
 from algs.sft import SFT
 from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens
@@ -306,3 +308,46 @@ class Fair(GRPO):
 
 def test_a_loss_without_an_advantage_learns_no_bandit():
     assert train_bandit(Fair(), engine_offset=0.0) == 0.25
+
+
+class PerToken(GRPO):
+    """Its gradient is a share of the tokens of the update."""
+
+    def totals(self, policy: Policy, tokens: Tokens) -> Stages:
+        yield {"n": count(policy.logp)}
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        return -tokens.advantage * policy.logp / tokens.totals["n"], {}
+
+
+def test_the_weight_at_ratio_one_is_of_three_tokens_alone():
+    """One of each advantage: 1, -1 and 0."""
+    assert weigh_on_policy(PerToken()).tolist() == pytest.approx([1 / 3, 1 / 3])
+
+
+class Noting(GRPO):
+    """It notes the sizes of the groups that it credits, and how many of each have failed."""
+
+    seen: ClassVar[list[tuple[int, int]]] = []
+
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
+        self.seen.extend((len(g), sum(bool(s.failure) for s in g)) for g in groups)
+        return super().compute_advantages(groups)
+
+
+def test_one_sample_fails_in_a_group_and_all_of_another():
+    step = made_up_step(Noting())
+    Noting.seen.clear()
+    expect_no_effect_of_failures(Noting(), step, stale=False)
+    sizes = [len(group) for group in step.groups]
+    failed = [0, 1, sizes[2], *[0] * (len(sizes) - 3)]
+    assert Noting.seen[: len(sizes)] == [*zip(sizes, failed, strict=True)]
+
+
+def test_what_is_read_beside_the_loss_is_an_output_too():
+    alg = PPO(critic_lr=0.25, critic_warmup=2)
+    step, reads = made_up_step(alg), set[str]()
+    outputs = collect_outputs(alg, step, reads)
+    at = outputs.index(0.25)
+    assert outputs[:2] == [alg.required_columns, alg.needs_entropy] and {"critic_lr", "critic_warmup"} <= reads
+    assert outputs[at : at + 3] == [0.25, False, [alg.accept_group(group) for group in step.groups]]
