@@ -158,6 +158,7 @@ def test_an_array_in_json_is_the_same_array_on_every_machine(dtype):
     got = from_json(json.loads(json.dumps(to_json({"a": array, "b": None, "c": [1]}))))
     assert got["b"] is None and got["c"] == [1]
     assert np.array_equal(got["a"], array) and got["a"].dtype.isnative
+    assert not got["a"].flags.writeable, "what was read is shared"
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 64, 1000])

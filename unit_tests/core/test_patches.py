@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from core.patches import PATCHES, Patch, begin_shared_memory_names, is_grad_switch, patched
-from tools.private_names import PATCH_FILES
+from tools.layers import parse_file
+from tools.private_names import PATCH_FILES, find_in
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "ray", "transformers", "deepspeed", "vllm", "datasets", "huggingface_hub")
@@ -95,6 +96,23 @@ def test_every_private_name_of_the_patch_files_is_listed():
             n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
         }
         used = {name for name in own if re.fullmatch(r"_[a-z]\w+", name)} - {"_cls"}
+        assert used <= listed, f"{file}: {used - listed}"
+
+
+def test_what_the_patch_files_replace_or_reach_is_listed():
+    listed = {part for patch in all_patches() for part in patch.target.split(".")}
+    for file in PATCH_FILES:
+        tree = parse_file(ROOT / file)
+        nodes = [*ast.walk(tree)]
+        found = [what for _, what in find_in(tree, set()) if what.endswith(" =")]
+        assigned = {what.removesuffix(" =").rpartition(".")[2] for what in found}
+        calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "patched"]
+        replaced = {keyword.arg for call in calls for keyword in call.keywords}
+        bound = [node for node in nodes if isinstance(node, ast.AnnAssign) and node.value is not None]
+        modules = {ast.unparse(node.target) for node in bound if "import_module(" in ast.unparse(node.value)}
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        reached = {node.attr for node in attributes if ast.unparse(node.value) in modules}
+        used = assigned | replaced | reached
         assert used <= listed, f"{file}: {used - listed}"
 
 

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -160,3 +162,15 @@ def test_what_a_run_starts_finds_its_folder_and_the_usual_kernels(base, monkeypa
             told = {"TMPDIR": own, "VLLM_RPC_BASE_PATH": own, "SPT_NOENV": "1", "TORCHINDUCTOR_CACHE_DIR": kernels}
             assert {name: os.environ.get(name) for name in told} == told
         assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == given
+
+
+def test_a_socket_below_the_longest_folder_has_a_path_that_linux_takes():
+    """The longest path of Ray's has 88 bytes below the temporary folder."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as one:
+        for more, fits in ((1, False), (0, True)):
+            path = folder + "/".ljust(scratch.LONGEST_BASE + 88 + more - len(folder), "x")
+            if fits:
+                one.bind(path)
+            else:
+                with pytest.raises(OSError, match="too long"):
+                    one.bind(path)

@@ -69,3 +69,12 @@ def test_at_least_one_token_is_kept_and_more_is_kept_by_looser_rules():
         few, many = strict.find_kept(logits), loose.find_kept(logits)
         assert few.gather(-1, logits.argmax(-1, keepdim=True)).all()
         assert (few <= many).all() and few.sum() < many.sum()
+
+
+def test_without_top_p_a_token_of_almost_no_mass_is_kept():
+    """In double precision the first token has all of the mass, so nothing is left before the second."""
+    logits = torch.tensor([0.0, -100.0, -200.0])
+    assert Truncation(top_k=3).find_kept(logits).tolist() == [True, True, True]
+    assert Truncation(top_p=0.999999).find_kept(logits).tolist() == [True, False, False]
+    # a token is kept where those before it have less than the mass that is asked for
+    assert Truncation(top_p=0.5).find_kept(torch.zeros(2)).tolist() == [True, False]
