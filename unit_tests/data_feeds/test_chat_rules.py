@@ -61,6 +61,7 @@ TOKENS = ("<u>", "<a>", "</a>", "</s>", "<h>")
         ({}, ("</a>", "after", True, "</a>", ("</a>", "</s>"), 1, "")),
         ({"last": "</a></s>"}, ("</a>", "after", True, "</a>", ("</a>", "</s>"), 2, "")),
         ({"last": "</s>", "after": "<h>"}, ("</s>", "after", True, "<h>", ("</s>",), 1, "<h>")),
+        ({"after": "<h></a>"}, ("</a>", "after", True, "<h></a>", ("</a>", "</s>"), 1, "")),
         ({"after": "\n", "last": ""}, ("<u>", "next", True, "", ("<u>", "</s>"), 0, "")),
         ({"after": " END ", "before": "U:"}, ("END", "after", False, " END", ("END", "</s>"), 1, "")),
         ({"after": "", "before": ""}, ("</s>", "never", True, "", ("</s>",), 0, "")),

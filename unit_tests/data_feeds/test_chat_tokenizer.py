@@ -119,6 +119,10 @@ def test_a_conversation_is_too_long_where_its_characters_tell(chat):
     assert chat.bound_tokens([half[0], user("x" * (size - size // 2 - 15))], limit=10) == 11
     # tokens of eight characters and more may fit, whatever the characters are
     assert chat.bound_tokens([user("<|user|>" * 200)], limit=60) is None
+    # of twice as many characters as hold no answer, those after the long tokens tell
+    long = "<|assistant|>" * (size // 13 + 1)
+    assert chat.bound_tokens([user(long + "x" * (5 * size // 2 - len(long)))], limit=10) == 11
+    assert chat.bound_tokens([user(long + "x" * (size // 2))], limit=10) is None
 
 
 IMAGE = EncodedImage(data=b"", width=3, height=2, hash="h")

@@ -78,6 +78,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"segments": [{"label": False, "text": "q"}]}, {"messages": [user("q") | {"train": False}]}),
     ({"prompt": "q", "completion": [says("a")]}, {"messages": [user("q"), says("a")]}),
     ({"prompt": json.dumps([user("q")]), "completion": "a"}, {"messages": [user("q"), says("a")]}),
+    ({"prompt": json.dumps([HUMAN]), "completion": "a"}, {"messages": [user("q"), says("a")]}),
     ({"text": "all of it"}, {"messages": "all of it"}),
     (
         SHARED | {"tools": json.dumps([{"name": "f"}])},

@@ -16,12 +16,13 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, Features, Image, Value
 
-from configs.data_schema import PromptDataConfig, RowDataConfig
+from configs.data_schema import PromptDataConfig, RowDataConfig, SourceConfig
 from core.errors import RunStopped, UserError
 from data_feeds.disk_source import DiskSource
 from data_feeds.feed import Feed, load_groups, load_prompts
 from data_feeds.rows.disk_rows import DatasetRows, ParquetRows, shuffle_whole
 from data_feeds.rows.line_index import find_lines, index_lines
+from data_feeds.rows.open_rows import open_disk_rows
 from data_feeds.rows.permute import permute
 from data_prep.regroup import regroup
 from unit_tests.helpers.prompt_files import rows_of, write
@@ -207,6 +208,19 @@ def test_only_large_files_are_lazy_by_themselves(tmp_path, tokenizer, monkeypatc
     monkeypatch.setattr("data_feeds.rows.open_rows.LARGE_BYTES", 100)
     assert load(path, tokenizer, lazy="auto").sources[0].is_lazy
     assert not load(path, tokenizer, lazy=False).sources[0].is_lazy
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_file_is_large_above_two_gibibytes(tmp_path, more):
+    path = tmp_path / "rows.parquet"
+    path.touch()
+    os.truncate(path, 2**31 + more)  # sparse: it takes no room
+    source = SourceConfig(path=str(path), lazy="auto")
+    if more:
+        with pytest.raises(pyarrow.ArrowInvalid):
+            open_disk_rows(source, "data.train")
+    else:
+        assert open_disk_rows(source, "data.train") is None, "and is not looked into"
 
 
 def test_a_file_that_changed_has_another_digest(tmp_path, tokenizer):

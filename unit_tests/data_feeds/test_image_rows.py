@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 import re
 import shutil
 from contextlib import closing
@@ -365,3 +366,23 @@ def test_a_file_that_cannot_be_read_is_told_with_the_reason(tmp_path):
         with pytest.raises(InvalidRow) as refused:
             reader.read(name, "images")
         assert said in str(refused.value) and refused.value.reason == "bad_image"
+
+
+def test_a_file_of_an_image_has_at_most_128_mib(tmp_path, monkeypatch):
+    reader = ImageReader(folder=tmp_path, max_pixels=LARGEST_SIDE**2, max_pixels_key="data.max_image_pixels")
+    (tmp_path / "large.png").touch()
+    os.truncate(tmp_path / "large.png", 2**27 + 1)  # sparse: it takes no room
+    with pytest.raises(InvalidRow, match=r"large\.png has over 128 MiB$"):
+        reader.read("large.png", "images")
+    data = to_bytes(draw_image(8, 8))
+    (tmp_path / "x.png").write_bytes(data)
+    monkeypatch.setattr("data_feeds.images.read_images.MOST_BYTES", len(data))
+    assert reader.read("x.png", "images").width == 8
+
+
+def test_a_data_set_without_a_folder_brings_the_bytes_of_its_images():
+    reader = ImageReader(folder=None, max_pixels=LARGEST_SIDE**2, max_pixels_key="data.max_image_pixels")
+    with pytest.raises(InvalidRow) as refused:
+        reader.read("x.png", "images")
+    assert str(refused.value) == "images: x.png is a path, and a data set of the hub must bring the bytes"
+    assert reader.read({"bytes": to_bytes(draw_image(8, 8)), "path": "x.png"}, "images").width == 8

@@ -1,5 +1,7 @@
 """Files of object stores and web servers: downloaded once per version, or refused with the remedy."""
 
+import hashlib
+import re
 import subprocess
 import sys
 import threading
@@ -188,3 +190,37 @@ def test_a_file_or_folder_without_rows_is_not_there(cache, missing):
             fetch(f"memory://nothing/{missing}", "data.train=x")
     finally:
         store.rm("/nothing", recursive=True)
+
+
+def test_a_later_start_finds_a_copy_by_address_and_version(tmp_path, memory, cache, capsys):
+    url = memory(write(tmp_path / "rows.jsonl", rows_of(2)))
+    files, of_url, version, name = fetch(url, "data.train=x").relative_to(cache).parts
+    assert (files, of_url, name) == ("files", hashlib.sha256(url.encode()).hexdigest()[:16], "rows.jsonl")
+    assert re.fullmatch("[0-9a-f]{16}", version)
+    assert fetch(url, "data.train=x") == cache / files / of_url / version / name
+    folder = cache / files / of_url / version
+    said = [f"downloading 0.0 MiB to {folder}", f"read from the copy in {folder}"]
+    assert capsys.readouterr().err.splitlines() == [f"data.train=x: {one}" for one in said]
+
+
+def test_a_download_that_breaks_off_leaves_no_copy(tmp_path, memory, cache, monkeypatch):
+    url = memory(write(tmp_path / "rows.jsonl", rows_of(2)))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no route\nmore")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(fsspec.filesystem("memory")), "get_file", fail)
+        with pytest.raises(UserError, match=r"^data\.train=x cannot be downloaded: .*no route$"):
+            fetch(url, "data.train=x")
+    assert [*cache.rglob("*.jsonl")] == [] == [*cache.rglob("partial-*")]
+    assert fetch(url, "data.train=x").is_file()
+
+
+def test_a_store_that_tells_no_version_is_asked_at_every_start(tmp_path, memory, monkeypatch, capsys):
+    url = memory(write(tmp_path / "rows.jsonl", rows_of(2)))
+    monkeypatch.setattr("data_feeds.rows.remote_files.VERSION_KEYS", ())
+    first, second = (fetch(url, "data.train=x") for _ in range(2))
+    assert first != second and first.read_bytes() == second.read_bytes()
+    told = "data.train=x: the store tells neither time nor hash of the file, so this copy is for this start only"
+    assert capsys.readouterr().err.splitlines().count(told) == 2

@@ -85,3 +85,11 @@ def test_a_wrong_row_after_the_last_one_that_is_needed_is_not_looked_at(chat, tm
     assert len(feed.load_prompts(data, "eval", chat, seed=0).all()) == 2
     with pytest.raises(UserError, match="row 3: the chat template leaves out the name"):
         feed.load_prompts(data.model_copy(update={"eval_rows": 3}), "eval", chat, seed=0)
+
+
+def test_slow_reading_says_how_far_it_is(chat, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("core.timing.progress.PROGRESS_EVERY_S", -1.0)
+    file = write(tmp_path / "rows.jsonl", "prompts", ["1+1="] * 5)
+    load(file, "prompts", chat)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.endswith("rows read")]
+    assert said == [f"data.train={file}: {n} of 5 rows read" for n in range(1, 6)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset, DatasetDict
 
 from configs.data_schema import PromptDataConfig, RowDataConfig, SourceConfig
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -259,3 +261,28 @@ def test_what_a_source_needs_or_leaves_is_one_sentence(chat, tmp_path):
         f"{key}, row 300 has system, which no row had when form ours was recognised, so it would not be read: move a "
         "row with system to the beginning of the file"
     )
+
+
+def test_a_cell_of_a_csv_file_may_be_of_two_gibibytes(tmp_path):
+    (tmp_path / "rows.csv").write_text(f"a\n{'x' * 200_000}\n")
+    before = csv.field_size_limit(100)
+    try:
+        assert read(tmp_path / "rows.csv") == [{"a": "x" * 200_000}]
+        assert csv.field_size_limit() == 2**31 - 1
+    finally:
+        csv.field_size_limit(before)
+
+
+def test_a_saved_data_set_that_is_broken_or_of_other_splits_is_told(tmp_path):
+    one = Dataset.from_dict({"a": [1, 2]}, split="test")
+    one.save_to_disk(tmp_path / "one")
+    DatasetDict({"test": one, "dev": one}).save_to_disk(tmp_path / "two")
+    for folder, split in (("one", "train"), ("one", "test"), ("two", "dev")):
+        assert list(load_saved(tmp_path / folder, split, "k")["a"]) == [1, 2]
+    said = "k holds one split (test), and split is 'dev': leave split out"
+    assert tell(lambda: load_saved(tmp_path / "one", "dev", "k")) == said
+    said = "k has no split 'train'; it has test, dev: set split to one of them"
+    assert tell(lambda: load_saved(tmp_path / "two", "train", "k")) == said
+    (tmp_path / "one" / "state.json").write_text("{")
+    said = tell(lambda: load_saved(tmp_path / "one", "train", "k"))
+    assert said.startswith("k cannot be loaded by datasets.load_from_disk: ") and "\n" not in said
