@@ -134,6 +134,12 @@ def test_code_is_loaded_and_its_objects_stay_where_they_are(candidate):
         same(key=object())
 
 
+def test_an_object_may_have_plain_values_for_steps(candidate):
+    steps = "class Steps(list):\n    def __next__(self): return self.pop(0)\n"
+    candidate.tell(do="load", code=f"{steps}class Box:\n    def __iter__(self): return Steps([1, 2])\n")
+    assert [*candidate.do("name", "Box")()] == [1, 2]
+
+
 def test_an_error_of_the_code_is_the_builtin_of_its_name_or_named(candidate):
     candidate.tell(do="load", code=CODE)
     fails = candidate.do("name", "fails")
@@ -273,6 +279,12 @@ def test_a_piece_that_fails_shows_its_own_last_three_frames(capsys):
     for source, end in (("x =", "SyntaxError: invalid syntax"), ("raise SystemExit(3)", "SystemExit: 3")):
         cells.run_cell(source, names)
         assert capsys.readouterr().err.splitlines()[-1] == end
+
+
+@pytest.mark.parametrize("source", ["1 / 0", "x = 1 / 0"])
+def test_a_piece_that_fails_shows_no_frame_of_ours(source, capsys):
+    cells.run_cell(source, {})
+    assert re.findall('File "(.*?)", line (.*?), in', capsys.readouterr().err) == [("cell", "1")]
 
 
 @pytest.mark.parametrize("size", [0, 20_000, 20_001, 20_007])

@@ -46,6 +46,7 @@ def reply(text: str, **more: Any) -> Any:
         (r"\boxed{\frac{1}{2} + 3}", Fraction(7, 2), True),
         (r"\boxed{-(2 - 5)}", 3, True),
         (r"\boxed{2 ** 3}", None, True),
+        (r"\boxed{1 + 2 ** 3}", None, True),
         (r"\boxed{7 - 2 \text{ apples}}", 5, True),
         (r"\boxed{a = 3 + 4 = 7}", 7, True),
         ("$1,234.50 and -.5", Fraction(-1, 2), False),
@@ -118,6 +119,7 @@ def test_a_task_of_reasoning_gym_is_scored_by_its_last_harmless_answer(monkeypat
     }
     assert asked == [("zebra", '{"a": 2, "b": 1}', "2", {"answer": (1, [()])})]
     assert score("<answer>odd</answer>") == {"correct": 0.0, "format": 1.0}
+    assert score("<answer>3</answer> or <answer>4</answer>")["correct"] == 0.5 and asked[-1][2] == "4"
     asked.clear()
     assert score("2") == {"correct": 0.0, "format": 0.0}
     assert score("<answer>().x</answer>", dataset="n_queens") == {"correct": 0.0, "format": 1.0} and asked == []
