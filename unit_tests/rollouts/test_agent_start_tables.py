@@ -19,10 +19,10 @@ from rollouts.agents import host as hosting
 from rollouts.agents.bounded_json import Unreadable, read_json
 from rollouts.agents.host import check_options, read_options, read_start
 from rollouts.agents.launcher import Launcher, choose_serving, find_run, load_agent
-from rollouts.agents.launching import check_ready
+from rollouts.agents.launching import LauncherClient, check_agent, check_ready
 from rollouts.agents.processes import name_endpoint, write_memory, write_task
 from rollouts.agents.results import AgentResult
-from rollouts.agents.run_file import describe_error, make_task
+from rollouts.agents.run_file import describe_error, make_task, run_agent
 from rollouts.agents.served import ServedAgent, share_endpoint
 from rollouts.agents.task import HOST_KEY, AgentPlan, Task
 from rollouts.agents.verifiers_agent import is_policy_limit
@@ -299,3 +299,55 @@ def test_a_host_says_where_it_serves_and_what_can_be_read(options, risk, monkeyp
             signal.signal(number, handler)
     listen = options[1] if options else "127.0.0.1"
     assert re.fullmatch(rf"episodes of cat at http://{listen}:\d+{risk}\n", capsys.readouterr().out)
+
+
+def test_a_file_that_is_not_imported_in_time_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollouts.agents.launching.AGENT_START_TIMEOUT_S", 0.001)  # Python takes longer to start
+    (tmp_path / "mine.py").write_text("def run(task): ...\n")
+    path = str(tmp_path / "mine.py")
+    plan = AgentPlan(file=FileSpec(module="mine", path=path, sha256="0", in_package=False))
+    said = f"rollout.agent.file: {path} takes too long to import"
+    assert tell(lambda: check_agent(plan)) == said
+
+    async def open_once() -> None:
+        launcher = LauncherClient(plan)
+        try:
+            await launcher.serves()
+        finally:
+            launcher.kill()
+
+    assert tell(lambda: asyncio.run(open_once())) == said
+
+
+def test_a_host_does_not_start_on_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            said = tell(lambda: hosting.main(["--port", str(port), "--", "cat"]))
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    assert re.fullmatch(rf"--listen 127\.0\.0\.1 --port {port}: .*address already in use.*; choose another", said)
+
+
+def test_a_function_of_an_agent_brings_numbers_or_one_sentence():
+    source = (
+        "def scores(task): return {'a': 1}\n"
+        "async def later(task): return {'b': task.model == 'policy'}\n"
+        "def fails(task):\n    raise ValueError('x\\ny')\n"
+        "async def fails_later(task):\n    raise OSError('gone')\n"
+        "def leaves(task):\n    raise SystemExit(3)\n"
+    )
+    names: dict[str, Any] = {}
+    exec(compile(source, "/there/mine.py", "exec"), names)
+    found = {name: run_agent(run, GIVEN, "/there/mine.py", print) for name, run in names.items() if name[0] != "_"}
+    assert {name: one["parts"] for name, one in found.items() if one["parts"]} == {
+        "scores": {"a": 1.0},
+        "later": {"b": 1.0},
+    }
+    assert {name: one["failure"] for name, one in found.items() if one["failure"]} == {
+        "fails": "ValueError: x y (mine.py, line 4)",
+        "fails_later": "OSError: gone (mine.py, line 6)",
+        "leaves": "the agent ended its process by sys.exit(3)",
+    }

@@ -278,3 +278,17 @@ def test_archives_are_written_and_read():
     for most, found in ((2, b"12"), (9, b"123")):
         inner = write_archive("d", {"f": b"123"})[512:]  # without the folder
         assert read_archive(inner, most=most) == found
+
+
+@pytest.mark.parametrize(
+    ("stderr", "why"),
+    [
+        (b"", "no end after 3.14 s"),
+        (b"one\ntwo\n", "two"),
+        (b"no such image\n\nRun 'docker run --help' for more information\n", "no such image"),
+    ],
+)
+def test_a_command_of_a_container_that_fails_is_told_with_its_reason(stderr, why):
+    ran = Ran(exit_code=None, stdout=b"out", stderr=stderr, seconds=3.14159, killed_for="time")
+    said = tell(lambda: containers.raise_failure(["docker", "start", "x"], ran), SandboxUnavailable)
+    assert said == f"`docker start` failed: {why}"

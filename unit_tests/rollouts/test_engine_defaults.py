@@ -12,7 +12,10 @@ import pytest
 from core.errors import RunStopped
 from core.types.allowed_tokens import EVERY_TOKEN
 from core.types.truncation import EVERYTHING_KEPT
-from rollouts.engines.base import Completion, Engine, EngineConfig, EngineLacks
+from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig, EngineLacks
+from rollouts.engines.hf import HfEngine
+from rollouts.engines.http import HttpEngine
+from rollouts.engines.vllm import VllmEngine
 from unit_tests.helpers.sentences import tell
 
 DEFAULTS = {
@@ -29,6 +32,18 @@ def test_an_engine_has_these_settings_unless_it_is_given_others():
     given: dict[str, Any] = {"model_path": "m", "temperature": 0.5, "max_model_len": 7, "stop_token_ids": (3,)}
     config = EngineConfig(**given)
     assert {one.name: getattr(config, one.name) for one in fields(config)} == given | DEFAULTS
+
+
+def list_cans(engine: type[Engine]) -> set[str]:
+    return {one.name for one in fields(Capabilities) if getattr(engine.capabilities, one.name)}
+
+
+def test_an_engine_says_what_it_can_do():
+    everything = {one.name for one in fields(Capabilities)}
+    assert list_cans(Engine) == set() and list_cans(VllmEngine) == everything - {"batch_invariant"}
+    of_devices = {"tensor_parallel", "nccl", "ipc"}
+    assert list_cans(HttpEngine) == {"tensor_parallel", "broadcast", "chunks", "deltas", "file_names"}
+    assert list_cans(HfEngine) == everything - of_devices - {"adapter", "file_names"} and HfEngine.max_batch == 256
 
 
 class Meeting(Engine):

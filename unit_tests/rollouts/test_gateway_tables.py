@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -197,6 +198,18 @@ def test_a_body_has_at_most_64_mib(qwen):
         assert LARGEST_BODY == 2**26
         status, _, text = await address.send("/messages", body.ljust(LARGEST_BODY + 1))
         assert (status, json.loads(text)["error"]["message"]) == (413, said)
+
+    play(lambda: make_session(Policy(qwen, [])), use)
+
+
+def test_a_compressed_body_is_not_unpacked(qwen):
+    """Some bytes can hold gigabytes."""
+
+    async def use(address: Address) -> None:
+        packed = gzip.compress(json.dumps(BODY).encode())
+        headers = address.with_key(**{"Content-Encoding": "gzip", "Content-Type": "application/json"})
+        status, said = await address.refuse("/chat/completions", packed, headers=headers)
+        assert status == 400 and "must be JSON" in said
 
     play(lambda: make_session(Policy(qwen, [])), use)
 

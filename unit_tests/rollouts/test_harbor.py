@@ -307,7 +307,7 @@ def test_a_task_that_boxes_cannot_run_is_named(rows, tmp_path, toml, words):
     with pytest.raises(UserError, match=words):
         harbor.make_row(Path(extra["task"]), "row", "", network=False)
     made, invalid = harbor.make(tmp_path)
-    assert made == [] and words in str(invalid)
+    assert made == [] and words in str(invalid) and invalid.looked_at == 1
 
 
 def test_rows_without_a_task_or_an_image_are_refused(rows, tmp_path):

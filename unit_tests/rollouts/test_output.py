@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import queue
+import select
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,3 +232,31 @@ def test_the_pipes_are_closed_in_the_end(shown):
     for stays in (False, True):
         read([b"1"], [b"one\n"], stays=stays)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_end_that_is_closed_is_not_asked_about_again(shown, monkeypatch):
+    """Or the thread would keep a core busy while the process goes on."""
+    answers: list[set[int]] = []
+
+    class Poll:
+        def __init__(self) -> None:
+            self.own = select.poll()
+            self.register, self.unregister = self.own.register, self.own.unregister
+
+        def poll(self) -> list[tuple[int, int]]:
+            found = self.own.poll()
+            answers.append({end for end, _ in found})
+            return found
+
+    monkeypatch.setattr("rollouts.output.select", SimpleNamespace(poll=Poll, POLLIN=select.POLLIN))
+    output = Output(bytearray())
+    mine = begin(output)
+    os.close(mine[0])
+    for n in range(1, 6):
+        os.write(mine[1], b"x")
+        while output.printed < n:
+            os.sched_yield()
+    os.close(mine[1])
+    asyncio.run(output.finish())
+    assert [sum(end in told for told in answers) for end in (output._result_end, output._log_end)] == [1, 6]
+    assert shown == ["xxxxx"]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from core.timing.deadlines import SERVER_CLOSE_GRACE_S
+from core.timing.deadlines import AGENT_END_TIMEOUT_S, SERVER_CLOSE_GRACE_S
+from rollouts.agents import host as hosting
 from rollouts.agents.remote import RemoteAgents
 from rollouts.agents.results import AgentResult
 from rollouts.agents.task import AgentPlan, Task
@@ -179,3 +182,42 @@ def test_players_that_were_closed_leave_no_connection():
 
     asyncio.run(run())
     assert logged == []
+
+
+def test_an_episode_may_be_shorter_than_the_wait_for_its_end():
+    async def run() -> None:
+        host = Host(202, SOLVED)
+        async with host.serving() as address:
+            agents = RemoteAgents(AgentPlan(address=(address,)))
+            assert AGENT_END_TIMEOUT_S > 9
+            assert (await agents.run(TASK, timeout_s=9.0, log=bytearray())).parts == {"solved": 1.0}
+            await agents.close()
+
+    asyncio.run(run())
+
+
+def test_a_host_ends_what_nobody_has_asked_for_lately_and_in_the_end_all(monkeypatch):
+    monkeypatch.setattr(hosting, "FORGET_S", 2.0)
+    closed: list[bool] = []
+
+    async def close() -> None:
+        closed.append(True)
+
+    async def run() -> None:
+        agents: Any = SimpleNamespace(close=close)
+        host, now = hosting.AgentHost(agents, most=9, key=""), time.monotonic()
+        playing = {name: asyncio.ensure_future(asyncio.sleep(600)) for name in ("old", "new")}
+        for name, asked_at in (("old", now - 60.0), ("new", now + 1.5)):
+            episode: Any = playing[name]
+            host.episodes[name] = hosting.Hosted(playing=episode, log=bytearray(), asked_at=asked_at)
+        runner = web.AppRunner(host.make_app())
+        await runner.setup()
+        while not playing["old"].done():
+            await asyncio.sleep(0)
+        for _ in range(9):  # turns of the event loop in which others would be ended, too
+            await asyncio.sleep(0)
+        assert [*host.episodes] == ["new"] and playing["old"].cancelled() and not playing["new"].done()
+        await runner.cleanup()
+        assert host.episodes == {} and playing["new"].cancelled() and closed == [True]
+
+    asyncio.run(run())

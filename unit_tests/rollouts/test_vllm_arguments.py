@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import UserError
 from rollouts.engines.vllm_support.settings import check_adapter_dtype, engine_args
 from unit_tests.helpers.engines import engine_config
+from unit_tests.helpers.small_trained import edit
 
 
 def test_an_engine_is_made_with_the_settings_of_the_run(tiny_path):
@@ -53,3 +56,22 @@ def test_adapters_in_float32_are_refused_on_a_gpu():
         check_adapter_dtype(dtype, on_gpu=on_gpu)
     with pytest.raises(UserError, match=r"^weight_sync\.lora is adapter and model\.dtype is float32, and vLLM's kern"):
         check_adapter_dtype("float32", on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_states"),
+    [
+        ({}, False),
+        ({"mamba_d_state": 8}, True),
+        ({"layers_block_type": ["attention", "mamba"]}, True),
+        ({"layers_block_type": ["attention", "attention"]}, False),
+    ],
+    ids=["llama", "states", "a mamba layer", "attention"],
+)
+def test_a_cpu_keeps_no_prefixes_of_models_with_recurrent_layers(tiny_path, tmp_path, changes, has_states):
+    folder = shutil.copytree(tiny_path, tmp_path / "model")
+    edit(folder / "config.json", **changes)
+    for on_cpu, text_only, prefix_cache in itertools.product([True, False], repeat=3):
+        config = engine_config(str(folder), prefix_cache=prefix_cache)
+        kept = engine_args(config, on_cpu=on_cpu, text_only=text_only)["enable_prefix_caching"]
+        assert kept == (prefix_cache and not (on_cpu and has_states))

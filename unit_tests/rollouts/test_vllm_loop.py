@@ -30,6 +30,7 @@ class OneTokenAnIteration:
         self.slept: list[Any] = []
         self.calls: list[str] = []
         self.answers: dict[str, Any] = {}
+        self.given: list[tuple[str, Any]] = []
         self.closed = self.fails = self.held = False
         self.version = "3"
         core = SimpleNamespace(pause_scheduler=self._hold, resume_scheduler=self._go_on, batch_queue=[None] * ahead)
@@ -51,6 +52,7 @@ class OneTokenAnIteration:
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         self.calls.append(method)
+        self.given.append((method, kwargs))
         return self.answers.get(method, ["", ""])
 
     def set_weight_version(self, version: str) -> None:
@@ -280,7 +282,10 @@ def test_a_request_of_the_engine_ends_where_its_text_does(tiny_path: str) -> Non
     async def body() -> None:
         engine = QuickEngine(EngineConfig(model_path=tiny_path, **SETTINGS))
         output = await engine._ask([1, 2], (), 50, lambda tokens: len(tokens) == 4)
+        with pytest.raises(ValueError, match="no tokens are wanted"):
+            await engine._ask([1, 2], (), 0)
         assert tokens_of(output) == [0, 1, 2, 3]
+        await engine.sleep()  # no request is left
         await engine.close()
 
     asyncio.run(body())
@@ -336,6 +341,58 @@ def test_an_update_is_checked_and_what_was_computed_before_is_cleared(tiny_path:
             await engine.receive_weights(8)
             assert not engine._loop.is_paused
         assert engine.llm.calls == calls
+        await engine.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("settings", [{}, LORA], ids=["whole", "adapter"])
+def test_workers_are_told_what_an_update_brings_and_how_it_comes(tiny_path: str, settings):
+    adapter = {"adapter": bool(settings)}
+    chunk: Any = b"chunk"
+    buckets: Any = [[("a", 1)]]
+
+    async def body() -> None:
+        engine = QuickEngine(EngineConfig(model_path=tiny_path, **settings, **SETTINGS))
+        given, engine.llm.answers = engine.llm.given, {"feynrl_untouched": [[]], "feynrl_load_adapter": [[]]}
+        await engine.join_broadcast(address="a", port=7, first_rank=2, members=5)
+        joined = {"address": "a", "port": 7, "first_rank": 2, "members": 5, "timeout_s": 300.0}
+        assert given == [("feynrl_join", {"init_info": joined})]
+        for update, brought in (
+            (lambda: engine.receive_weights(8), {}),
+            (lambda: engine.load_weights(9, buckets), {"buckets": buckets}),
+        ):
+            given.clear()
+            await engine.pause()
+            await update()
+            begun = [("feynrl_begin", adapter), ("feynrl_load_part", adapter | {"update_info": brought})]
+            assert given[:2] == begun and not engine._loop.is_paused
+        given.clear()
+        await engine.pause()
+        await engine.begin_chunks()
+        for _ in range(2):
+            await engine.load_chunk(chunk)
+        part = ("feynrl_load_part", adapter | {"update_info": {"chunk": chunk}})
+        assert given == [("feynrl_begin", adapter), part, part]
+        await engine.receive_weights(10)
+        assert [method for method, _ in given].count("feynrl_begin") == 1, "the chunks were the update"
+        await engine.close()
+
+    asyncio.run(body())
+
+
+def test_an_engine_that_is_asleep_takes_no_weights(tiny_path: str):
+    async def body() -> None:
+        engine = QuickEngine(EngineConfig(model_path=tiny_path, sleep="offload", **SETTINGS))
+        engine.llm.answers = {"feynrl_untouched": [[]]}
+        await engine.sleep()
+        for update in (engine.receive_weights(8), engine.load_weights(8, []), engine.begin_chunks()):
+            with pytest.raises(RunStopped, match=r"^an engine was sent weights while it was asleep: wake its weights"):
+                await update
+        assert engine.llm.calls == []
+        await engine.wake("weights")
+        await engine.receive_weights(8)
+        assert engine._loop.is_paused, "it samples when its cache is awake, too"
         await engine.close()
 
     asyncio.run(body())
