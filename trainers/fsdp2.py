@@ -94,11 +94,9 @@ class FsdpLearner:
         loss.backward()  # every unit's gradient is summed over the ranks, and added to that of this rank's rows
 
     def has_finite_gradients(self) -> bool:
-        gradients = [local_part(p.grad) for p in self.trained.values() if p.grad is not None]
-        # The largest magnitude is NaN or infinite if any number is; all are read in a few launches. A rank may have no
-        # rows of a tensor, and nothing has no largest.
-        largest = nn.utils.get_total_norm([g for g in gradients if g.numel()], norm_type=math.inf)
-        return self.sum_over_ranks((~torch.isfinite(largest)).double()).item() == 0
+        # a norm may overflow where no number does, and is NaN or infinite where one is; all are read in a few launches
+        norm = nn.utils.get_total_norm([local_part(p.grad) for p in self.trained.values() if p.grad is not None])
+        return self.sum_over_ranks((~torch.isfinite(norm)).double()).item() == 0
 
     def update(self, *, lr: float, apply: bool) -> float:
         self._sum_gradients_of_adapter()
@@ -196,7 +194,7 @@ class FsdpLearner:
     def _name_copies(self, copies: list[Tensor]) -> dict[str, Tensor]:
         """Return copies of the shards as parts of whole tensors, which any number of ranks can read."""
         whole = zip(self.trained.items(), copies, strict=True)
-        return {f"{WEIGHTS}.{name}": as_part_of(p, own) if isinstance(p, DTensor) else own for (name, p), own in whole}
+        return {f"{WEIGHTS}.{name}": as_part_of(p, own) for (name, p), own in whole}
 
 
 class MatrixParts:

@@ -64,8 +64,8 @@ class TorchLearner:
 
     def has_finite_gradients(self) -> bool:
         gradients = [m.grad for m in self.master if m.grad is not None]
-        # the largest magnitude is NaN or infinite if any number is; a single result is waited for
-        return math.isfinite(nn.utils.get_total_norm(gradients, norm_type=math.inf))
+        # the norm of `update`, which may overflow where no number does; a single result is waited for
+        return math.isfinite(nn.utils.get_total_norm(gradients))
 
     def update(self, *, lr: float, apply: bool) -> float:
         norm = nn.utils.get_total_norm([m.grad for m in self.master if m.grad is not None])

@@ -28,6 +28,7 @@ from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
 from trainers.meter import SourceLosses, StepMetrics
 from trainers.observers import BatchSeen, Observers
 from trainers.optimizer import make_optimizer
+from trainers.references import AVERAGE
 from unit_tests.helpers.examples import a_changed, columns_of, sample_of, some_groups, with_values
 from unit_tests.helpers.local_trainers import TEMPERATURE, trainer_of
 
@@ -74,6 +75,48 @@ def test_an_update_that_is_skipped_for_its_critic_leaves_the_policy_too(tiny_pat
     update = micro_batches(with_values(some_groups(2, 2)), "token", 10_000)[0]
     assert trainer.step([update])["updates_skipped"] == 1
     assert torch.equal(trainer.flatten_weights(), before)
+
+
+class TooLarge(PPO):
+    """Every number of its policy's gradient is finite, and the squares of none."""
+
+    def loss(self, policy, tokens):
+        loss, metrics = super().loss(policy, tokens)
+        return loss * 1e30, metrics
+
+
+def test_an_update_whose_norm_overflows_leaves_the_critic_too(tiny_path):
+    trainer = trainer_of(tiny_path, TooLarge(critic_lr=0.5))
+    before = trainer.flatten_weights()
+    update = micro_batches(with_values(some_groups(2, 2)), "token", 10_000)[0]
+    assert trainer.step([update])["updates_skipped"] == 1
+    assert torch.equal(trainer.flatten_weights(), before)
+
+
+def test_a_skipped_update_does_not_move_the_average(tiny_path):
+    trainer = trainer_of(tiny_path, Planted(), lr=0.1, ema=0.5)
+    trainer.step([an_update(good=True)])
+    average = [weight.clone() for weight in trainer.references[AVERAGE].weights]
+    trainer.step([an_update(good=False)])
+    assert all(map(torch.equal, trainer.references[AVERAGE].weights, average))
+    trainer.step([an_update(good=True)])
+    assert not all(map(torch.equal, trainer.references[AVERAGE].weights, average))
+
+
+def test_in_its_warm_up_the_value_model_is_trained_alone(tiny_path):
+    alg = PPO(critic_warmup=1, critic_lr=0.5)
+    trainer = trainer_of(tiny_path, alg)
+    update = micro_batches(with_values(some_groups(2, 2)), "token", 10_000)[0]
+    for step, is_trained in enumerate([False, True]):
+        before = [[p.detach().clone() for p in model.parameters()] for model in trainer.list_models()]
+        trainer.set_algorithm(alg.with_state({}, step=step))
+        metrics = trainer.step([update])
+        found = zip(before, trainer.list_models(), strict=True)
+        changed = [not all(map(torch.equal, old, model.parameters())) for old, model in found]
+        assert changed == [is_trained, True] and ("grad_norm" in metrics) is is_trained
+        assert metrics["updates_skipped"] == 0 and metrics["value/grad_norm"] > 0 and "loss" in metrics
+        assert trainer.observers.utilization.trained is is_trained
+    assert len(trainer.observers.utilization.flops) == 2, "of the policy and the value model"
 
 
 def test_a_teachers_name_may_have_a_dot(tiny_path):
