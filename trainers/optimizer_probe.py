@@ -144,7 +144,7 @@ def _run_updates(cfg: TrainerConfig, weight: Tensor, gradients: list[Tensor]) ->
 
 def _describe_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
     """Return the values of the parameter groups as text, but for those that the trainer sets."""
-    ours = ("params", "lr", "lr_scale")
+    ours = ("params", "lr")
     return [{key: repr(value) for key, value in group.items() if key not in ours} for group in optimizer.param_groups]
 
 

@@ -36,13 +36,14 @@ class Rank(Protocol):
 class Utilization(Observer):
     """Counter of the operations of a step's updates, over all ranks. Shared prefixes are computed and counted once."""
 
+    trained: bool
+    """Whether the step's updates are of the policy, too."""
+    counts: Tensor
+    """[3 + learners] float64: tokens, trained tokens, pairs of a token and one before it, and those in the window of
+    each learner."""
+
     def __init__(self, rank: Rank):
         self.rank = rank
-        self.trained = True
-        """Whether the step's updates are of the policy, too."""
-        self.counts = torch.zeros(0)
-        """[3 + learners] float64: tokens, trained tokens, pairs of a token and one before it, and those in the window
-        of each learner."""
         self.flops: list[TrainingFlops] = []
         """Of the policy and the value model, counted in the first step."""
 

@@ -86,7 +86,6 @@ class OffloadedTrainer:
         with self.trainer.timer.measure(Activity.RELOAD):
             self.aside.bring_back()
             self.trainer.policy, self.trainer.critic, self.trainer.frozen = self.there
-            del self.there
             self.left = []
 
     def _check_left(self, expected: list[str], call: str) -> None:

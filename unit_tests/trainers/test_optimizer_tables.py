@@ -11,6 +11,7 @@ from torch import nn
 
 from configs.trainer_schema import TrainerConfig
 from core.errors import UserError
+from trainers import optimizer_probe
 from trainers.muon import Muon, orthogonalize
 from trainers.optimizer import make_optimizer
 from trainers.optimizer_probe import ProbedOptimizer, check_optimizer, probe_optimizer
@@ -68,6 +69,19 @@ def test_muon_is_the_formula_written_out(shape, settings):
     np.testing.assert_allclose(weight.double().numpy(), want, rtol=2e-4, atol=2e-5)
 
 
+def test_the_experts_of_a_layer_are_matrices_of_their_own():
+    """Seven of three rows and two columns: the scale is of the matrix, however many there are."""
+    chance = torch.Generator().manual_seed(0)
+    whole, gradient = (torch.randn(7, 3, 2, generator=chance) for _ in range(2))
+    parts = [own.clone() for own in whole]
+    optimizers = [Muon([{"params": [p], "is_matrix": True}], lr=0.5, weight_decay=0.25) for p in (whole, *parts)]
+    for p, own in zip((whole, *parts), (gradient, *gradient), strict=True):
+        p.grad = own.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(whole, torch.stack(parts), rtol=1e-5, atol=1e-6)
+
+
 def test_a_matrix_of_zeros_has_no_direction_and_others_have_their_own():
     assert not orthogonalize(torch.zeros(3, 4)).any()
     pair = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 100.0])[:, None, None]
@@ -100,6 +114,7 @@ def test_muon_is_resumed_with_both_kinds_of_states():
     step(others, second)
     assert all(torch.equal(own, other) for own, other in zip(weights, others, strict=True))
     clear_moments(first)
+    assert {frozenset(state) for state in first.state.values()} == {frozenset(state) for state in second.state.values()}
     assert all(not value.any() for state in first.state.values() for value in state.values())
 
 
@@ -191,6 +206,14 @@ class Moving(Plain):
         self.param_groups[0]["updates"] = 1
 
 
+class OwnRate(Plain):
+    """Changes its rate, which the trainer sets before every update."""
+
+    def step(self):
+        super().step()
+        self.param_groups[0]["lr"] = 9.0
+
+
 class Refusing(torch.optim.SGD):
     def step(self):
         raise UserError("not this one")
@@ -213,12 +236,22 @@ def named(kind: type, **trainer) -> TrainerConfig:
         (Text, (True, False, 0.0, False, "str")),
         (Factored, (False, True, 0.0, False, None)),
         (Moving, (True, True, 4.0, True, None)),
+        (OwnRate, (True, True, 4.0, False, None)),
     ],
 )
 def test_a_probe_finds_the_properties_of_an_optimizer(kind, found):
     names = ("is_elementwise", "keeps_by_shape", "state_bytes", "moves_groups", "unsaved")
     for is_sharded in (False, True):
         assert probe_optimizer(named(kind), is_sharded=is_sharded) == ProbedOptimizer(**dict(zip(names, found)))  # noqa: B905
+
+
+def test_a_probe_draws_no_random_number_of_the_run(monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(optimizer_probe, "find_device", lambda: asked.append("asked") or "cpu")
+    before = torch.get_rng_state()
+    for is_sharded, times in ((True, 0), (False, 1)):
+        probe_optimizer(named(Plain), is_sharded=is_sharded)
+        assert len(asked) == times and torch.equal(torch.get_rng_state(), before)
 
 
 ONE, TWO = {"strategy": "fsdp2", "ranks": 1}, {"strategy": "fsdp2", "ranks": 2}

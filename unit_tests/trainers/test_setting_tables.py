@@ -21,6 +21,7 @@ from trainers.deepspeed_masters import find_offload, list_masters, show_masters
 from trainers.layouts import combine_layouts
 from trainers.utilization import Utilization, measure_peak
 from unit_tests.helpers.models import random_model
+from unit_tests.helpers.seeing import make_model
 
 
 def test_operations_are_counted_by_kind_and_averaged_by_nobody():
@@ -46,14 +47,37 @@ def test_operations_are_counted_by_kind_and_averaged_by_nobody():
         assert counter.counts.tolist() == [4.0 * n for n in (4, 2, 7, 6, 6)]
         once = 4 * (4 + 20 + 700 + 6000)
         assert counter.read_tflops() == pytest.approx(once * share + once)
+    rank.device = "meta"
+    counter.begin_step()
+    assert (counter.counts.device.type, counter.counts.dtype) == ("meta", torch.float64)
 
 
-@pytest.mark.parametrize(("device", "size", "products"), [("cpu", 512, 2)])
+class Matrix:
+    """Square matrix that counts its products, and when they are read."""
+
+    def __init__(self) -> None:
+        self.products, self.read = 0, list[Any]()
+
+    def __matmul__(self, other: Any) -> Matrix:
+        self.products += 1
+        return self
+
+    def __getitem__(self, at: Any) -> float:
+        self.read.append((at, self.products))
+        return 1.0
+
+
+@pytest.mark.parametrize(("device", "size", "products"), [("cpu", 512, 2), ("cuda", 4096, 50)])
 def test_the_peak_is_that_of_the_fastest_of_three(device, size, products, monkeypatch):
+    made, matrix = list[Any](), Matrix()
     ticks = iter([0.0, 4.0, 10.0, 10.5, 20.0, 22.0])
+    monkeypatch.setattr(torch, "ones", lambda *shape, **how: made.append((shape, how)) or matrix)
     monkeypatch.setattr(utilization.time, "perf_counter", lambda: next(ticks))
-    assert measure_peak.__wrapped__(device, torch.float32) == products * 2 * size**3 / 0.5 / 1e12
-    assert next(ticks, None) is None
+    assert measure_peak.__wrapped__(device, torch.float16) == products * 2 * size**3 / 0.5 / 1e12
+    assert next(ticks, None) is None and made == [((size, size), {"device": device, "dtype": torch.float16})]
+    # a product before each measurement, and the last one, are waited for
+    done = [n * (1 + products) for n in range(3)]
+    assert matrix.read == [((0, 0), n) for before in done for n in (before + 1, before + 1 + products)]
 
 
 def test_compilations_are_those_of_the_rank_with_the_most(monkeypatch):
@@ -212,3 +236,43 @@ def test_rows_have_the_layout_that_all_models_support(levels, settings, padded, 
     found = combine_layouts(policy, others, TrainerConfig(**settings), images="auto")
     assert (found.padded, found.shares_prefixes) == (padded, shares)
     assert found.measured == policy.layout_probe.describe()
+
+
+def test_a_model_that_also_sees_says_that_it_is_used_for_text():
+    model: Any = make_model("qwen2_5_vl")
+    attention = read_attention(model.config.get_text_config())
+    model.layout_probe = LayoutProbe(level="padded", attention=attention, error=1e-7, bound=1e-5, seconds=2.0)
+    told = model.layout_probe.describe()
+    cfg = TrainerConfig(layout="padded")
+    assert combine_layouts(model, [], cfg, images="auto").measured == told
+    text = "used for text only, all other parts of the model are frozen"
+    assert combine_layouts(model, [], cfg, images="off").measured == f"{told}; {text}"
+
+
+def test_the_float32_weights_of_zero_reach_the_model_as_the_stage_does_it():
+    """ZeRO-3 frees what was gathered, takes its shards anew, and gathers the parameters that stay whole."""
+    told: list[Any] = []
+    zero_1 = SimpleNamespace(single_partition_of_fp32_groups=[], update_lp_params=lambda: told.append("shown"))
+    show_masters(zero_1)
+    assert told == ["shown"]
+    told.clear()
+    whole = SimpleNamespace(all_gather=lambda parameters: told.append(("gather", len(parameters))))
+    zero_3 = SimpleNamespace(
+        fp32_partitioned_groups_flat=[],
+        fp16_partitioned_groups_flat=["first", "second"],
+        persistent_parameters=[whole, whole],
+        update_lp_params=lambda: told.append("shown"),
+        invalidate_secondary_tensor=lambda: told.append("invalidate"),
+        _partition_all_parameters=lambda: told.append("partition"),
+        _reassign_or_swap_out_partitioned_parameters=lambda number: told.append(("reassign", number)),
+    )
+    show_masters(zero_3)
+    assert told == ["partition", ("reassign", 0), ("reassign", 1), ("gather", 2), "invalidate"]
+
+
+def test_the_peak_is_the_recipes_or_that_of_the_ranks_device(monkeypatch):
+    rank: Any = SimpleNamespace(device="cuda:1", cfg=SimpleNamespace(peak_tflops=989.0))
+    monkeypatch.setattr(utilization, "measure_peak", lambda *asked: {("cuda", torch.bfloat16): 0.5}[asked])
+    assert Utilization(rank).find_peak("bfloat16") == 989.0
+    rank.cfg.peak_tflops = None
+    assert Utilization(rank).find_peak("bfloat16") == 0.5
