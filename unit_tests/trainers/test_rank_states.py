@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from core.errors import UserError
 from modeling.nf4 import Nf4Linear
+from trainers import row_shards
 from trainers.checkpoint.copies import load_tensors, save_tensors
 from trainers.checkpoint.fsdp2_state import (
     from_saved,
@@ -301,14 +303,15 @@ def test_rows_are_sharded_and_united_with_their_ties(mesh):
     assert kinds == {"scale": (Replicate(), False), "first.weight": (Shard(0), True), "first.bias": (Shard(0), True)}
     rows = model.first.weight
     assert type(local_part(rows)) is Tensor and torch.equal(local_part(rows), want["first.weight"])
-    held = torch.ones(3, 2)
+    held, other = torch.ones(3, 2), torch.zeros(3, 2)
     part = as_part_of(rows, held)
     assert (
         isinstance(part, DTensor)
         and part.placements == rows.placements
         and local_part(part).data_ptr() == held.data_ptr()
     )
-    assert as_part_of(held, held) is held and local_part(held) is held and cut_rows(held, held) is held
+    assert as_part_of(other, held) is held and local_part(held) is held
+    assert cut_rows(held, other) is other
     assert type(cut_rows(rows, held)) is Tensor and torch.equal(cut_rows(rows, held), held)
     assert unite_rows(model, taken.append, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert [id(p) for p in taken] == [id(p) for p in (model.scale, model.first.weight, model.first.bias)]
@@ -317,3 +320,15 @@ def test_rows_are_sharded_and_united_with_their_ties(mesh):
     )
     for name, p in model.named_parameters():
         assert not isinstance(p, DTensor) and torch.equal(p, want[name].bfloat16())
+
+
+def test_a_shard_is_freed_before_the_memory_is_returned(mesh, monkeypatch):
+    model: Any = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    model.tie_weights = lambda: None
+    shard_rows(model, mesh)
+    shards, left = [weakref.ref(p) for p in model.parameters()], list[int]()
+    monkeypatch.setattr(
+        row_shards, "return_freed_memory", lambda: left.append(sum(shard() is not None for shard in shards))
+    )
+    assert unite_rows(model, lambda whole: None, device=torch.device("cpu"), dtype=torch.float32)
+    assert left == [3, 2, 1, 0]

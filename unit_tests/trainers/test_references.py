@@ -156,6 +156,18 @@ def test_a_reset_may_clear_the_moments_of_the_optimizer(tiny_path):
     assert not torch.equal(moved[0], moved[1])
 
 
+@pytest.mark.parametrize(
+    ("resets", "rate", "stays"), [(True, 1.0, False), (True, 0.5, True), (False, 1.0, True), (False, 0.5, True)]
+)
+def test_the_moments_stay_unless_a_reset_is_to_clear_them(tiny_path, resets, rate, stays):
+    alg = GRPO(kl=KL(coef=0.1, ema=0.5, reset_every=2, reset_optimizer=resets))
+    trainer = trainer_of(tiny_path, alg, **ADAM)
+    trainer.step([[a_batch(trainer)]])
+    trainer.move_teachers({"ref_logp": rate})
+    moments = [state["exp_avg"] for state in trainer.policy.optimizer.state.values()]
+    assert moments and any(moment.any() for moment in moments) is stays
+
+
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_a_resumed_run_goes_on_with_the_same_reference(tiny_path, tmp_path, after):
     alg = GRPO(kl=KL(coef=0.1, ema=0.3, reset_every=3, reset_optimizer=True))
