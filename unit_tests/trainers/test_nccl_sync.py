@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from inspect import signature
+from threading import Timer
+from threading import enumerate as enumerate_threads
 from time import monotonic
+from typing import Any
 
 import pytest
 import torch
@@ -61,12 +64,13 @@ def test_a_member_that_dies_in_a_sync_ends_the_wait_of_all_others():
     for member in (group.sender, *group.receivers):
         member._timeout = timedelta(seconds=SHORT_S)
     began = monotonic()
-    other = group.pool.submit(lambda: list(group.receivers[0].receive()))  # and the second never receives
+    got: list[Bucket] = []
+    other = group.pool.submit(lambda: got.extend(group.receivers[0].receive()))  # and the second never receives
     with pytest.raises(TransportFailed, match=r"over nccl: the members did not finish within 0\.3 s"):
         group.sender.send(buckets())
     with pytest.raises(TransportFailed, match="over nccl"):
         other.result()
-    assert monotonic() - began < LONG_S / 2
+    assert monotonic() - began < LONG_S / 2 and got == [], "an aborted transfer is none"
     assert sorted(made.destroyed for made in group.network.made) == [0, 1, 1], "aborted once, and never twice"
     with pytest.raises(TransportFailed, match="this member is not in the group"):
         group.sender.send(buckets())
@@ -122,3 +126,52 @@ def test_the_stand_in_has_what_is_used_of_vllms_communicator():
     assert [*signature(made.group.broadcast_obj).parameters] == [
         *listed["StatelessProcessGroup.broadcast_obj"].arguments
     ]
+
+
+def test_members_wait_for_their_device_and_as_long_as_the_run_says(monkeypatch):
+    module, notes, timers = torch.get_device_module(), list[str](), list[bool]()
+    monkeypatch.setattr(module, "synchronize", lambda *_: notes.append("waits"))
+    monkeypatch.setattr(module, "set_device", lambda device: notes.append(f"joins on {device}"))
+    group = Members(receivers=1)
+    assert isinstance(group.port, int) and notes == [f"joins on {module.current_device()}"] * 2
+    assert [made.group.store.timeout for made in group.network.made] == [timedelta(seconds=LONG_S)] * 2
+    notes.clear()
+
+    def export() -> Iterator[Bucket]:
+        timers.extend(thread.daemon for thread in enumerate_threads() if isinstance(thread, Timer))
+        yield from buckets()
+
+    received = group.pool.submit(lambda: list(group.receivers[0].receive()))
+    group.sender.send(export())
+    assert notes == ["waits"] * 2 * len(received.result()), "each member after each bucket"
+    assert timers and all(timers), "none keeps a process alive"
+
+
+def test_a_thread_that_waits_for_a_missing_member_keeps_no_process_alive():
+    sender_class, receiver_class = members_of(network := Network())
+    sender = sender_class(timeout_s=SHORT_S)
+    port = sender.open()
+    with pytest.raises(TransportFailed, match=r"over nccl: not all 2 members joined within 0\.3 s"):
+        sender.join(members=2)
+    waiting = [thread for thread in enumerate_threads() if thread.name == "join the NCCL group"]
+    assert waiting and all(thread.daemon for thread in waiting)
+    receiver_class(address="127.0.0.1", port=port, rank=1, members=2, timeout_s=LONG_S).leave()  # which ends it
+    for thread in waiting:
+        thread.join()
+    assert len(network.made) == 2
+
+
+def test_a_member_that_cannot_connect_says_why_at_once():
+    sender_class, _ = members_of(Network())
+
+    class Cut(sender_class):  # type: ignore[valid-type, misc]
+        def load_connect(self) -> Callable[..., Any]:
+            def connect(**where: Any) -> Any:
+                raise OSError(f"no route to {where['master_address']}")
+
+            return connect
+
+    sender = Cut(timeout_s=LONG_S)
+    sender.open()
+    with pytest.raises(TransportFailed, match=r"^weights did not get through over nccl: no route to 127\.0\.0\.1$"):
+        sender.join(members=2)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.errors import ProofFailed, TransportFailed
 from trainers.weight_sync import store
@@ -71,6 +72,25 @@ def test_rows_are_summed_in_blocks_of_any_size():
     want = [sum((int(w) + (int(w) >> 32)) * k for w, k in zip(row, (1, 3, 5, 7), strict=True)) for row in words]
     for block in (1, 4, 7, 8, 100):
         assert sum_rows(words, weight, block_words=block).tolist() == want
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that is made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.most = max(self.most, made.numel() if isinstance(made, Tensor) else 0)
+        return made
+
+
+@pytest.mark.parametrize(("block", "most"), [(4, 10), (10, 10), (19, 10), (25, 20), (1000, 40)])
+def test_no_more_than_a_block_or_a_row_is_read_at_a_time(block, most):
+    words, weight = torch.ones(4, 10, dtype=torch.int16), torch.arange(10)
+    with Largest() as largest:
+        assert sum_rows(words, weight, block_words=block).tolist() == [45] * 4
+    assert largest.most == most
 
 
 @pytest.mark.parametrize(

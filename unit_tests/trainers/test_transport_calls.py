@@ -243,16 +243,20 @@ def test_objects_go_to_a_folder_and_are_removed(tmp_path: Path) -> None:
     assert sorted(notes[len(before) : -3]) == sorted(both("engine", "load_chunk") * len(BUCKETS))
     assert notes[-3:] == [*both("engine", "receive_weights"), "trainer 0 summarize_chunks"]
     assert not folder.exists()
-    load_one = world.engines[0].load_chunk
+    load_one, left = world.engines[0].load_chunk, list[Path]()
+    folder.mkdir()
+    (folder / "of a killed run").write_text("")
 
     def noted(chunk: Any) -> None:
         seen.append(str(chunk))
+        left.extend(folder.glob("of a*"))
         load_one(chunk)
 
     world.engines[0].load_chunk = noted  # type: ignore[method-assign]
     world.sync(StoreTransport(str(folder)), version=12)
     hashed = [re.sub(r"-[0-9a-f]{8}/", "-HEX/", one.partition("#")[0]) for one in seen]
     assert hashed == [f"{folder}/12-HEX/{n}.safetensors" for n in range(len(BUCKETS))]
+    assert left == [], "room for new weights"
 
 
 @pytest.mark.parametrize("failure", [RunStopped("out of memory"), ValueError("odd")], ids=repr)
