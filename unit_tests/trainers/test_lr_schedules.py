@@ -24,6 +24,7 @@ def after_warmup(form) -> list[float]:
 def test_rates_without_decay_are_constant_and_without_warm_up_fall_at_once():
     assert rates() == after_warmup(lambda u: 1.0)
     assert rates(lr_schedule="linear", warmup_updates=0) == pytest.approx([LR * (1 - u / TOTAL) for u in range(51)])
+    assert rates(lr_schedule="linear", warmup_updates=TOTAL)[-2:] == [LR, LR], "a warm-up as long as the run"
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -96,10 +97,37 @@ def test_storages_are_emptied_and_filled_again_or_only_made_again():
     assert aside.put(storages) == 34 and [s.nbytes() for s in storages] == [0, 0]
     aside.bring_back()
     assert tensors[0].tolist() == [*range(5)] and tensors[1].tolist() == [*range(7)]
+    tensors[0][0] = 9
     aside.bring_back()  # nothing is aside
+    assert tensors[0].tolist() == [9, *range(1, 5)]
     assert aside.put(storages, keep=False) == 34
     aside.bring_back()
     assert sorted(s.nbytes() for s in storages) == [14, 20]
     host = HostBlocks(5, pinned=False)
     pieces = [host.copy(torch.tensor(values, dtype=torch.uint8)) for values in ([1, 2, 3], [4, 5])]
     assert [[p.tolist() for p in one] for one in pieces] == [[[1, 2, 3]], [[4, 5]]]
+
+
+def test_memory_of_another_owner_stays_where_it_is():
+    """torch cannot resize it, and so not free it."""
+    owned = torch.from_numpy(np.ones(3))
+    assert find_storages([owned, held := torch.ones(2)], device="cpu") == [held.untyped_storage()]
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_other_processes_get_the_memory_of_a_gpu(monkeypatch, has_gpu):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    assert OffloadedStorages().put(find_storages(torch.ones(2), device="cpu")) == 8
+    assert calls == (["ipc_collect", "empty_cache"] if has_gpu else [])
+
+
+def test_a_rank_names_the_gpus_that_it_was_given(monkeypatch):
+    away = OffloadedTrainer(trainer_of())
+    for given, name in (("2,3", "2,3"), (None, "")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if given is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert away.name_devices() == name

@@ -42,6 +42,7 @@ def test_means_are_over_tokens_and_a_value_without_weight_has_none():
     assert meter.compute_means(alone) == want and meter.compute_means(two) == want | {"tokens": 12.0}
     assert all(pair.dtype == torch.float64 for pair in meter.sums.values())
     assert Meter().compute_means(alone) == {"tokens": 0.0}
+    assert Meter(tokens=2.0**24 + 1).compute_means(alone) == {"tokens": 2.0**24 + 1}, "more than float32 counts"
 
 
 def test_an_objective_of_terms_has_means_over_the_tokens_of_each():
