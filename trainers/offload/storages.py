@@ -55,11 +55,8 @@ def find_tensors(*roots: object) -> Iterator[Tensor]:
             continue
         seen[id(one)] = one
         if isinstance(one, Tensor):
-            if callable(to_local := getattr(one, "to_local", None)):
-                # a sharded tensor has no storage; its part on this rank has one, and would be a view with gradients on
-                with torch.no_grad():
-                    waiting.append(to_local())
-            else:
+            # a sharded tensor has no storage; it refers to its part on this rank, which has one
+            if not callable(getattr(one, "to_local", None)):
                 yield one
             if one.is_leaf:
                 waiting.append(one.grad)
