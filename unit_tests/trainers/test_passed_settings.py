@@ -32,7 +32,7 @@ from trainers.local import LocalTrainer
 from trainers.models import ModelLoader
 from trainers.observers import BatchSeen, Observer
 from trainers.trainer import Trainer
-from unit_tests.helpers.examples import sample_of, some_groups, with_kept
+from unit_tests.helpers.examples import sample_of, some_groups, with_kept, with_routes
 from unit_tests.helpers.local_trainers import TEMPERATURE, trainer_of
 from unit_tests.helpers.models import random_model
 
@@ -261,3 +261,11 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tiny_path, tmp_path):
     trainer_of(tiny_path, SFT()).save_state(tmp_path)
     with pytest.raises(UserError, match=r"^trainer.optimizer is adamw and the checkpoint .* was made with sgd, whose"):
         trainer_of(tiny_path, SFT(), optimizer="adamw").load_state(tmp_path)
+
+
+def test_choices_of_routers_are_measured_where_the_recipe_asks(mixture_path):
+    groups = with_routes(some_groups(2, 2), layers=2, experts=4, k=2)
+    update = micro_batches(groups, "token", 10_000)[0]
+    for replay, is_measured in (("watch", True), ("off", False)):
+        metrics = trainer_of(mixture_path, SFT(), settings={"router_replay": replay}).step([update])
+        assert any(name.startswith("moe/") for name in metrics) is is_measured
