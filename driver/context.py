@@ -265,7 +265,7 @@ class RunContext:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await asyncio.gather(*(self.engines.call_one(rank, RolloutWorker.close) for rank in ranks))
         except (TimeoutError, RunStopped) as error:  # it is killed next
-            self.console.say(f"an engine did not close by itself ({error or 'no response'})")
+            self.console.say(f"an engine did not close by itself ({str(error) or 'no response'})")
         finally:
             if self.cluster is not None:
                 self.cluster.close()
