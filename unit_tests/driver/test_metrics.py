@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,18 +20,15 @@ from algs.objective import compute_objective
 from algs.ops import reaches_cap, reaches_clamp
 from configs.schema import RLConfig, SLConfig
 from configs.trainer_schema import StopWhenConfig
-from core.errors import RunStopped, UserError
 from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
 from core.timing.clock import Clock
 from core.timing.phases import Phase
-from core.types.samples import Prompt, Sample, make_sample
 from driver.checks.metric_names import check_metric_names
 from driver.load_recipe import load_recipe
 from driver.records.console import Console
 from driver.records.episode_metrics import measure_counts
 from driver.records.judge_metrics import measure_judges, measure_second
-from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
-from rollouts.scheduling.buffer import FinishedGroup
+from driver.records.rollout_metrics import measure_groups
 from rollouts.scheduling.judge_spend import JudgeSpend
 from tools.benchmarks import rl_ceiling, rl_vs_trl, rl_work
 from trainers.compiled import CompileMetrics
@@ -179,19 +175,6 @@ def test_a_name_that_is_not_declared_is_found():
     assert find_metric("reward/two/parts") is None
 
 
-def test_explained_variance_is_that_of_the_definition():
-    """1 - Var(return - prediction) / Var(return), from averages."""
-    returns, predictions = torch.tensor([0.0, 1.0, 2.0, 5.0]), torch.tensor([0.5, 1.0, 1.0, 4.0])
-    gap = returns - predictions
-    means = {"value/return": returns, "value/return_sq": returns**2, "value/error": gap, "value/error_sq": gap**2}
-    named = name_train_metrics({name: float(values.mean()) for name, values in means.items()})
-    want = 1 - gap.var(unbiased=False) / returns.var(unbiased=False)
-    assert named["train/value/explained_variance"] == pytest.approx(float(want))
-    assert not named.keys() & set(VALUE_MOMENTS)
-    constant = {"value/return": 1.0, "value/return_sq": 1.0, "value/error": 0.0, "value/error_sq": 0.0}
-    assert "train/value/explained_variance" not in name_train_metrics(constant), "it is not defined there"
-
-
 def test_the_step_benchmark_reads_the_phases_of_two_steps(tmp_path):
     """Worked out by hand: steps of 10 s, of which 3 s of waiting for data, 5 s of training, 1 s of sync."""
     row = {
@@ -254,79 +237,6 @@ def test_the_ceilings_train_the_tokens_of_the_run_in_either_layout(work):
         assert sorted(seen.tolist()) == list(range(int(positions[row, column]) + 1)), "each position before it, once"
 
 
-def rewarded(reward: float | None, *, tokens: int = 2, source: str = "", **more: Any) -> Sample:
-    n = 1 + tokens
-    return make_sample(
-        prompt=Prompt(id="p", messages=[], source=source),
-        token_ids=[1] * n,
-        action_mask=[False] + [True] * tokens,
-        rollout_logp=[0.0] * n,
-        versions=[0] * n,
-        reward=reward,
-        failure="" if reward is not None else "timeout",
-        **more,
-    )
-
-
-MIXED = [
-    [
-        rewarded(1.0, reward_parts={"right": 1.0, "short": 0.5}, source="a"),
-        rewarded(3.0, tokens=6, stop="length", source="a"),
-    ],
-    [rewarded(2.0, reward_parts={"right": 0.0}, source="b"), rewarded(None, tokens=4)],
-]
-
-
-def test_what_is_told_of_groups_by_hand():
-    """Rewards 1, 3, 2 and none; the second group has one reward only, so it cannot compare."""
-    assert measure_groups(MIXED, ["a", "b", "c"]) == {
-        "rollout/samples": 4.0,
-        "rollout/branches_per_episode": 1.0,
-        "rollout/trained_fraction": 10 / 14,
-        "rollout/failed": 1.0,
-        "rollout/tokens": 14.0,
-        "rollout/tokens_mean": 3.5,
-        "rollout/tokens_max": 6.0,
-        "rollout/truncated_fraction": 0.25,
-        "rollout/zero_std_groups": 0.5,
-        "reward/mean": 2.0,
-        "reward/std": pytest.approx((2 / 3) ** 0.5),
-        "reward/length_corr": pytest.approx(1.0),
-        "reward/right": 0.5,
-        "reward/short": 0.5,
-        "reward/a": 2.0,
-        "reward/b": 2.0,
-    }
-    with pytest.raises(RunStopped, match="reward/right is a part of the reward and a source"):
-        measure_groups(MIXED, ["right"])
-
-
-@pytest.mark.parametrize("name", ["mean", "others"])
-def test_a_part_does_not_replace_a_metric_of_its_name(name):
-    group = [[rewarded(1.0, reward_parts={name: 0.5})]]
-    with pytest.raises(UserError, match=f"a part '{name}', as another metric is called: rename the part"):
-        measure_groups(group)
-
-
-def test_what_was_drawn_for_nothing_is_told():
-    """Count 14 + 2 tokens, of which a failed sample of 4 and a rejected group of 2 are wasted."""
-    rejected = FinishedGroup(ticket=2, group=[rewarded(5.0)], accepted=False, seconds=6.0)
-    drawn = [FinishedGroup(ticket=i, group=g, accepted=True, seconds=3.0) for i, g in enumerate(MIXED)]
-    assert measure_drawn([*drawn, rejected]) == {
-        "rollout/groups_drawn": 3.0,
-        "rollout/wasted_fraction": 6 / 16,
-        "time/groups/mean_s": 4.0,
-        "time/groups/std_s": pytest.approx(2**0.5),
-        "reward/mean_drawn": 11 / 4,
-    }
-
-
-def test_as_many_failures_as_allowed_are_allowed():
-    check_failures(MIXED, max_failed_fraction=0.25)
-    with pytest.raises(RunStopped, match=r"1 of 4 samples failed, more than .*=0.2; the first: timeout"):
-        check_failures(MIXED, max_failed_fraction=0.2)
-
-
 def test_a_column_that_comes_later_gets_its_heading(capsys):
     """The first update may be skipped: its line has neither a loss nor a gradient."""
     console = Console(3, Clock(), live=False)
@@ -347,30 +257,3 @@ def test_tokens_at_the_bounds_of_ratio_and_k3_are_counted():
     logp, prox, rollout = (torch.tensor(x) for x in ([0.0, -25.0, 0.0, -1.0], [0.0, 0.0, 0.0, -1.0], [0.0, 0, -20, -2]))
     assert reaches_clamp(logp, prox, rollout).tolist() == [0.0, 1.0, 1.0, 0.0]
     assert reaches_cap(torch.tensor([-12.0, -9.0, 12.0]), torch.zeros(3)).tolist() == [1.0, 0.0, 0.0]
-
-
-def test_judges_are_measured_over_all_samples_with_the_cost_of_failed_ones():
-    """Seconds 1, 2 and 9 of calls, one of them of a failed sample; the cached verdict took none."""
-    notes = [[{"by": "j", "text": "", "seconds": s, "cached": not s} for s in of] for of in ([1.0, 2.0], [9.0], [0.0])]
-    counts = [
-        {"calls": 2, "unreadable": 1, "votes": 2, "agreed": 1, "tokens_in": 30, "tokens_out": 4},
-        {"calls": 1, "unanswered": 1, "retries": 3, "tokens_in": 20, "tokens_out": 2},
-        {"cached": 1, "anchors": 4, "anchor_errors": 1},
-    ]
-    sample = some_groups()[0][0]
-    samples = [
-        replace(sample, notes=n, counts={f"judge/{k}": float(v) for k, v in c.items()}, failure=f)
-        for n, c, f in zip(notes, counts, ("", "unreadable", ""), strict=True)
-    ]
-    measured = {
-        **{"judge/calls": 3, "judge/retries": 3, "judge/unanswered": 1, "judge/cached_fraction": 0.25},
-        **{"judge/tokens_in": 50, "judge/tokens_out": 6, "judge/unreadable_fraction": 1 / 3},
-        **{"judge/anchor_error": 0.25, "judge/agreement": 0.5},
-        # 0.9 of the way from the second to the third
-        **{"judge/seconds_p50": 2, "judge/seconds_p95": 2 + 0.9 * 7},
-    }
-    assert measure_judges(samples) == pytest.approx(measured)
-    unknown = replace(sample, counts={"judge/calls": 1.0, "judge/without_usage": 1.0})
-    of_tokens = {"judge/tokens_in", "judge/tokens_out"}
-    assert measure_judges([*samples, unknown]).keys() == measured.keys() - of_tokens
-    assert measure_judges([sample]) == {}
