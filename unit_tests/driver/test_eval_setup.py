@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 import main_eval
 from core.errors import RunStopped
+from core.timing.clock import Clock
 from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.eval_sets import load_sets
@@ -21,6 +24,7 @@ from driver.evaluation.suites.setup import (
     explain_eval,
     load_eval_recipe,
     prepare_eval,
+    start_eval,
     with_base,
     write_merged,
 )
@@ -86,6 +90,10 @@ def test_missing_devices_are_counted(monkeypatch):
     assert check("rollout.num_engines=9", "ray_address=a:1") is None
     assert check("backend=local", "rollout.num_engines=1") is None
     assert check("device=cuda") == "device is cuda, and this machine has no GPU: set device=auto"
+    monkeypatch.setattr(os, "cpu_count", lambda: None)  # as on a system that does not tell
+    assert check("rollout.num_engines=1") is None
+    assert check("rollout.num_engines=2") == f"2 {more} 1 CPU cores: lower rollout.num_engines"
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr("driver.evaluation.suites.setup.check_gpus", lambda cfg: "the GPUs are old")
     assert check() == "the GPUs are old" and check("ray_address=a:1") is None
     assert tell(lambda: prepare_eval(load_eval_recipe(RAW, []))) == "the GPUs are old"
@@ -201,3 +209,37 @@ def test_every_set_has_the_system_prompt_of_the_recipe(tiny_path, tmp_path):
     cfg = load_eval_recipe(RAW | {"data": data}, [])
     [found] = load_sets(cfg, ChatTokenizer(tiny_path, "chat"))
     assert found.prompts[0].messages[0] == {"role": "system", "content": "be brief"}
+
+
+NO_ENGINE = """
+from core.errors import UserError
+from rollouts.engines.hf import HfEngine
+
+class Mine(HfEngine):
+    def __init__(self, config):
+        raise UserError(f"no engine for {config.model_path}")
+"""
+
+
+def test_an_engine_that_cannot_start_leaves_no_merged_model(tiny_path, tmp_path, sums, monkeypatch):
+    (tmp_path / "mine.py").write_text(NO_ENGINE)
+    model, data = {"path": tiny_path, "dtype": "float32"}, {"sets": [{"path": str(sums / "eval.parquet")}]}
+    raw = RAW | {"backend": "local", "model": model, "data": data | {"max_prompt_tokens": 32}}
+    raw |= {"rollout": {"engine": str(tmp_path / "mine.py"), "max_new_tokens": 8}}
+    checkpoint: Any = SimpleNamespace(base=tiny_path)
+    prepared = replace(prepare_eval(load_eval_recipe(raw, [])), checkpoint=checkpoint, why_text="it is blind")
+    written: list[Path] = []
+
+    def write(prepared: Any, folder: Path) -> None:
+        folder.mkdir()
+        written.append(folder)
+
+    monkeypatch.setattr("driver.evaluation.suites.setup.write_merged", write)
+    (run := tmp_path / "run").mkdir()
+    said: list[str] = []
+    console, folder = SimpleNamespace(say=said.append), SimpleNamespace(path=run)
+    context: Any = SimpleNamespace(cluster=None, console=console, folder=folder, clock=Clock())
+    assert tell(lambda: asyncio.run(start_eval(prepared, context))) == f"no engine for {run / 'merged_model'}"
+    assert written == [run / "merged_model"] and not written[0].exists()
+    assert json.loads((run / "evaluation.json").read_text()) == prepared.settings
+    assert said[0] == "it is blind"

@@ -163,3 +163,20 @@ def test_where_something_hangs_on_the_number_the_trainers_wait_for_it(recipe, su
         cfg, [], SimulatedRun(Schedule(steps=1, per_step=1), SimulatedEngines(TIMES, 1, 1), TIMES).generation
     )
     assert [held_out.may_run_beside(n + 1) for n in range(6)] == may
+
+
+def test_nothing_goes_on_beside_an_evaluation_that_has_ended():
+    """Each leaves no task behind, or a run would have one more for every evaluation."""
+
+    async def body() -> tuple[EvalResult | None, set[asyncio.Task[Any]]]:
+        engines = SimulatedEngines(times=TIMES, engines=1, concurrent=1)
+        run = SimulatedRun(Schedule(steps=1, per_step=1), engines, TIMES)
+        held_out = Evaluator(CFG, [Prompt(id="0", messages=[])], run.generation)
+        await run.sync_weights(0)
+        held_out.when, held_out.pending = "after step 0", asyncio.create_task(held_out.sample())
+        found = await held_out.end()
+        await asyncio.sleep(0)
+        return found, asyncio.all_tasks() - {asyncio.current_task()}
+
+    found, left = run_in_virtual_time(body())
+    assert found is not None and (found.when, found.version) == ("after step 0", 0) and left == set()

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from configs.schema import SLConfig
 from core.errors import RunStopped
-from driver.checks.hub_upload import push_model
+from driver.checks.hub_upload import check_hub_upload, push_model
 from driver.checks.output_folder import MARKER
+from driver.load_recipe import load_recipe
+from unit_tests.helpers.sentences import tell
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "hf_right42"
@@ -184,3 +187,16 @@ def test_a_pushed_folder_arrives_in_a_private_repository(tmp_path):
             push_model("tiny", tmp_path / "none")
     assert hub.files == {"config.json": b"{}", "value_model/config.json": b"[]"}
     assert [made["visibility"] for made in hub.made] == ["private"] and hub.summary == "Trained with FeynRL"
+
+
+def test_what_may_be_pushed_is_accepted_before_the_start(recipe, tmp_path):
+    """Under one's own name, an organization's, and without a name, which is one's own."""
+    cfg = load_recipe(SLConfig, recipe(kind="sl"), []).cfg
+    check_hub_upload(cfg)
+    with asking(Hub(), TOKEN, tmp_path):
+        for name in ("tiny", "me/tiny", "lab/tiny"):
+            check_hub_upload(cfg.model_copy(update={"push_to": name}))
+        for name in ("them/tiny", "labs/tiny"):
+            assert tell(lambda name=name: check_hub_upload(cfg.model_copy(update={"push_to": name}))) == (
+                f"push_to={name}: the token is that of me, lab: name one of them before the slash"
+            )

@@ -17,6 +17,7 @@ from core.errors import UserError
 from core.types.samples import Message, Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.checks.explain import estimate_memory
+from driver.evaluation.suites.setup import load_eval_recipe, prepare_eval
 from driver.load_recipe import load_recipe
 from driver.resume import check_settings
 from modeling.hf_config import meta_model, read_config
@@ -29,6 +30,7 @@ from rollouts.engines.vllm_support.architectures import has_architecture
 from rollouts.engines.vllm_support.settings import engine_args
 from tools import layers
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.sentences import tell
 
 ROOT = Path(__file__).parent.parent.parent
 CODE = """
@@ -231,3 +233,22 @@ def test_a_resumed_run_keeps_the_setting():
     then = {"trainer.lr_schedule": "constant", "model.trust_remote_code": False}
     with pytest.raises(UserError, match=r"^model\.trust_remote_code is True and was False"):
         check_settings(then, then | {"model.trust_remote_code": True})
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_an_evaluation_runs_the_code_and_asks_whether_its_engine_can(is_sampled, foreign, sums):
+    folder, mark = foreign
+    raw = {
+        **{"name": "eval", "backend": "local", "reward": {"function": "arithmetic"}},
+        "model": {"path": folder, "dtype": "float32", "trust_remote_code": True},
+        "data": {"sets": [{"path": str(sums / "eval.parquet")}], "max_prompt_tokens": 32},
+        "rollout": {"engine": "hf", "max_new_tokens": 8},
+    }
+    if is_sampled:
+        prepare_eval(load_eval_recipe(raw, []))
+        assert mark.exists()
+        return
+    with (Path(folder) / "own.py").open("a") as file:
+        file.write("\n    def forward(self, input_ids, attention_mask=None): ...\nModel.forward = Tokenizer.forward\n")
+    said = tell(lambda: prepare_eval(load_eval_recipe(raw, [])))
+    assert "forward() takes no position_ids, with which the engine hf generates" in said
