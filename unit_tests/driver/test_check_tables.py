@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from algs.chord import CHORD
+from algs.grpo import GRPO
 from algs.teachers import Teacher
+from algs.terms import Correction
 from configs.schema import RLConfig, SLConfig
 from core.errors import RunStopped
 from core.types.images import EncodedImage
-from core.types.samples import Prompt
+from core.types.samples import Prompt, RecordedEpisode
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.checks.image_use import settle_images
 from driver.checks.metric_names import list_metrics
@@ -251,6 +254,43 @@ def test_a_teacher_of_text_is_refused_the_images_of_its_own_sources(recipe: Reci
     check("a")
     check("b", own_file=True)
     check("b", has_prompt=False)
+
+
+def test_demonstrations_need_a_term_and_a_reward_of_text(recipe: Recipe):
+    cfg, played = (
+        load(recipe, {}).cfg,
+        load(recipe, {"reward.function": "environment", "rollout.env": "calculator"}).cfg,
+    )
+    asked = {"messages": [{"role": "user", "content": "?"}], "id": "a"}
+    reply: Any = [{"role": "assistant", "content": "7"}]
+    plain, shown = Prompt(**asked), Prompt(**asked, demonstration=reply)
+    told = Prompt(**asked, recorded=(RecordedEpisode(messages=reply, completion="7"),))
+    episode = RecordedEpisode(messages=reply, completion="7", token_ids=[1, 2], logp=[None, 0.0])
+    mine = Prompt(**asked, recorded=(episode,))
+
+    def check(alg: Any, row: Prompt, cfg: Any = cfg) -> None:
+        given: Any = SimpleNamespace(all=lambda: [row])
+        check_given(cfg, alg, given, plan_rewards(cfg.reward))
+
+    exact = GRPO(correction=Correction(level="sequence"))
+    for alg, row in ((GRPO(), plain), (CHORD(), shown), (CHORD(), told), (exact, mine)):
+        check(alg, row)
+    assert tell(lambda: check(CHORD(), plain)) == (
+        "CHORD has a term on demonstrated tokens, and no row of data.train has a column demonstration: add it, or name "
+        "the column that holds the replies in data.train columns ({demonstration: ...})"
+    )
+    for row in (shown, told):
+        assert tell(lambda row=row: check(GRPO(), row)).startswith(
+            "data.train has demonstrations, or episodes without logp (as in a), and GRPO trains on none: use an "
+        )
+    assert tell(lambda: check(CHORD(), shown, played)) == (
+        "reward.function=environment scores episodes that were played, and the demonstrations and recorded episodes of "
+        "data.train (as of a) are text: use a reward function of text, or remove them"
+    )
+    assert tell(lambda: check(GRPO(), mine)) == (
+        "data.train has recorded episodes (as in a), and alg.correction.level=token is biased over a sequence: set it "
+        "to sequence (and alg.correction.high to .inf for the exact weight)"
+    )
 
 
 def test_an_algorithm_that_cannot_train_here_is_refused_first(recipe: Recipe):

@@ -237,3 +237,57 @@ def test_the_rows_of_memory_say_what_each_number_is(
     assert rows["memory per rank"] == (
         f"{rank}, and are all that a GPU holds besides one block's weights, CUDA (0.75) and DeepSpeed's buckets (1.86)"
     )
+
+
+def test_buckets_of_deepspeed_are_whole_whatever_the_models_size(recipe: Recipe):
+    usual = 500_000_000
+    small = {"reduce_bucket_size": 1000}
+    rows: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+        # changes, zero_optimization; bytes
+        ({"trainer.zero_stage": 0}, {}, 0),
+        ({"trainer.zero_stage": 1}, {}, 4 * usual),
+        ({"trainer.zero_stage": 2}, {}, 4 * usual),
+        ({"trainer.zero_stage": 1, "model.dtype": "bfloat16"}, small, 4000),
+        ({"trainer.zero_stage": 2, "model.dtype": "bfloat16"}, small, 2000),
+        ({"trainer.zero_stage": 2}, small | {"overlap_comm": True}, 8000),
+        ({"trainer.zero_stage": 1}, small | {"overlap_comm": True}, 4000),
+        ({"trainer.zero_stage": 2}, small | {"contiguous_gradients": False}, 0),
+        ({"trainer.zero_stage": 2}, {"reduce_bucket_size": "auto"}, 0),
+        ({"trainer.strategy": "fsdp2"}, {}, 0),
+    ]
+    for changes, given, nbytes in rows:
+        cfg = load(recipe, {"backend": "ray"} | changes).cfg
+        trainer = cfg.trainer.model_copy(update={"deepspeed": {"zero_optimization": given}})
+        assert explain.count_buckets(cfg.model_copy(update={"trainer": trainer})) == nbytes
+    assert explain.count_buckets(load(recipe, {}).cfg) == 0
+
+
+def test_an_optimizer_has_as_many_states_as_it_keeps(recipe: Recipe):
+    for optimizer, nbytes in (("adamw", 8), ("sgd", 0), ("torch.optim.Adagrad", 4), ("torch.optim.NAdam", 8)):
+        assert explain.count_states(load(recipe, {"trainer.optimizer": optimizer}).cfg) == nbytes
+
+
+def test_every_process_of_a_run_on_ray_has_a_place(recipe: Recipe, has_gpus: Callable[[int], None]):
+    places = explain_devices.describe_processes
+    has_gpus(0)
+    assert places(load(recipe, {"backend": "ray"}).cfg) == []
+    has_gpus(2)
+    assert places(load(recipe, {}).cfg) == []
+    changes = {"backend": "ray", "rollout.engine": "vllm", "trainer.ranks": 2, "reward.workers": 3}
+    beside = ", and 3 processes of rewards on its CPU cores"
+    assert places(load(recipe, changes).cfg) == [
+        ("the driver", "this machine, no GPU"),
+        ("trainer 0", "machine 1, GPU 0"),
+        ("trainer 1", "machine 1, GPU 1"),
+        ("engine 0", "no room on machines of 2 GPUs" + beside),
+    ]
+    assert places(load(recipe, changes | {"ray_address": "10.0.0.1:6379", "device": "cuda"}).cfg) == [
+        ("the driver", "where it was started, no GPU"),
+        ("trainer 0", "machine 1, GPU 0"),
+        ("trainer 1", "machine 1, GPU 1"),
+        ("engine 0", "machine 2, GPU 0" + beside),
+    ]
+    assert places(load(recipe, changes | {"placement": "colocate", "rollout.num_engines": 2}).cfg)[3:] == [
+        ("engine 0", "machine 1, GPU 0" + beside),
+        ("engine 1", "machine 1, GPU 1" + beside),
+    ]
