@@ -151,6 +151,29 @@ def test_a_card_names_its_model_data_algorithm_and_rewards(recipe: Recipe, tiny_
     assert policy.text.lstrip().startswith("# test\n\nTrained with FeynRL.\n\n| | |\n|---|---|\n| base model |")
 
 
+def test_a_card_shows_held_out_numbers_only_where_there_are_some(recipe: Recipe, tmp_path: Path):
+    path = recipe()
+    cfg = load_recipe(RLConfig, path, []).cfg
+    rewards = [{"step": 0, "reward/mean": 0.12345}, {"step": 1, "reward/mean": 0.5}, {"step": 2, "train/loss": 1.0}]
+    held_out = [{"step": n, "eval/reward/mean": n + 0.25} for n in range(2)]
+    for lines, curve in (
+        ([], None),
+        (rewards[2:], None),
+        (rewards, ["| step | `reward/mean` |", "|---|---|", "| 0 | 0.1235 |", "| 1 | 0.5 |"]),
+        (
+            [*rewards, *held_out],
+            [
+                *("| step | `reward/mean` | `eval/reward/mean` |", "|---|---|---|"),
+                *("| 0 | 0.1235 | 0.25 |", "| 1 | 0.5 | 1.25 |"),
+            ],
+        ),
+    ):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        [card] = write_cards(cfg, path, tmp_path, "policy")
+        _, titled, after = card.text.partition("\n## Curve\n\n")
+        assert (after.rstrip("\n").split("\n") if titled else None) == curve
+
+
 def test_a_licence_is_read_from_a_card_with_other_mistakes(tiny_path: str, tmp_path: Path):
     base = Path(shutil.copytree(tiny_path, tmp_path / "base"))
     (base / "README.md").write_text("---\nlicense: mit\nmodel-index:\n- name: x\n  results: wrong\n---\n# Base")

@@ -19,7 +19,7 @@ from core.timing.deadlines import TRACKER_FINISH_TIMEOUT_S
 from driver.records.trackers.base import Outcome, TrackedRun, Tracker
 from driver.records.trackers.feeder import Feeder
 from driver.records.trackers.jsonl import Jsonl
-from driver.records.trackers.mlflow import MOST_TABLES, Mlflow, choose_experiment
+from driver.records.trackers.mlflow import MOST_TABLES, Mlflow, choose_experiment, make_name
 from driver.records.trackers.wandb import Wandb, choose_mode, choose_project
 from unit_tests.helpers.sentences import tell
 
@@ -201,3 +201,14 @@ def test_wandb_is_told_how_the_run_ended_and_an_offline_run_how_it_is_sent():
     tracker, noted = a_wandb(offline=True)
     tracker.abandon()
     assert noted.calls == [("teardown",)] and tracker.farewell == ""
+
+
+def test_names_that_mlflow_would_refuse_are_changed_as_little_as_possible():
+    for name, made in (
+        ("reward/a_b.c-d e:1", "reward/a_b.c-d e:1"),
+        ("reward/is it right?", "reward/is it right_"),
+        ("é=ü", "é_ü"),
+        ("a" * 251, "a" * 250),
+        *(("/a//b/", "_a/_b_"), ("../a/./b", "__/a/_/b"), ("", "_")),
+    ):
+        assert make_name(name) == made
