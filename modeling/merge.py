@@ -53,7 +53,7 @@ def check_base(folder: str, path: str, *, key: str, trust_remote_code: bool = Fa
         )
     empty: Any = meta_model(path, trust_remote_code=trust_remote_code)
     with _naming_adapter(folder, path, key=key):
-        wrapped: Any = peft.get_peft_model(empty, read_adapter(folder), autocast_adapter_dtype=False)
+        wrapped: Any = peft.get_peft_model(empty, read_adapter(folder))
         check_adapter_tensors(wrapped, Path(folder))
 
 

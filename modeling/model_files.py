@@ -126,6 +126,6 @@ def missing_in_index(folder: Path) -> str | None:
     """Return a tensor that the index lists and no file has, or the reverse; None if they agree."""
     if not (folder / INDEX).is_file():
         return None
-    listed: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    listed: dict[str, str] = json.loads((folder / INDEX).read_bytes())["weight_map"]
     there = {name: header.file.name for name, header in read_headers(folder).items()}
     return min((name for name in listed | there if listed.get(name) != there.get(name)), default=None)

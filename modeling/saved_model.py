@@ -105,7 +105,7 @@ def write_stop_tokens(folder: Path, *, eos: int, stops: Sequence[int]) -> None:
         path = folder / name
         if not path.is_file():
             continue
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_bytes())
         # a vision-language model may have it in the part of its text
         inner = config["text_config"] if "eos_token_id" not in config and "text_config" in config else config
         found = inner.get("eos_token_id")
@@ -122,7 +122,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _write_dtype(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Correct the dtype in config.json: transformers writes the training model's, which may be wider."""
     path = folder / CONFIG
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = json.loads(path.read_bytes())
     dtype = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
     if config.get("dtype") != dtype:
         _write_json(path, config | {"dtype": dtype})
@@ -187,7 +187,7 @@ def _check_adapter(home: Path, dtype: torch.dtype, *, trust_remote_code: bool) -
 
     config = read_adapter(str(home))
     empty: Any = meta_model(config.base_model_name_or_path, trust_remote_code=trust_remote_code)
-    wrapped: Any = peft.get_peft_model(empty, config, autocast_adapter_dtype=False)
+    wrapped: Any = peft.get_peft_model(empty, config)
     try:
         headers = check_adapter_tensors(wrapped, home)
     except ValueError as error:
