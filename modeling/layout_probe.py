@@ -192,7 +192,7 @@ class _Bench:
             with self._changed_embeddings(self._round):
                 noise = self._measure(make_batch(self.sequences), "padded")
             set_attention(model, self.attention)
-        self.bound = min(max(LEAST_BOUND.get(self.dtype, 1e-5), TIMES_NOISE * noise), LARGEST_BOUND)
+        self.bound = min(max(LEAST_BOUND[self.dtype], TIMES_NOISE * noise), LARGEST_BOUND)
 
     def find_first(self, attempts: Sequence[_Attempt]) -> tuple[Level, float] | None:
         """Return the first level that holds, and the error; None if there is none."""

@@ -37,9 +37,8 @@ def draw_segments(model: nn.Module, *, has_images: bool = True) -> list[Tensor]:
     windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
     beyond = max((w + 5 for w in windows if isinstance(w, int) and w <= LONGEST_WINDOW), default=0)
     most = getattr(config, "max_position_embeddings", None) or beyond + LAST
-    last = min(max(LAST, beyond), max(most, 2))
     random = torch.Generator().manual_seed(0)
-    lengths = [ALONE, PREFIX, *REPLIES, last]
+    lengths = [ALONE, PREFIX, *REPLIES, max(LAST, beyond)]
     segments = [known[torch.randint(len(known), (min(n, most),), generator=random)] for n in lengths]
     if has_images and (blocks := find_image_blocks(hf.config)) is not None and blocks.token < config.vocab_size:
         # An image in D, P and C, without pixels: what counts here is which tokens attend to which.
