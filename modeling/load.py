@@ -81,8 +81,8 @@ def load_scalar_model(
     """
     from transformers import AutoModelForSequenceClassification
 
-    is_new = not _is_scalar(path, trust_remote_code=trust_remote_code)
     kind: dict[str, Any] = {"key": key, "trust_remote_code": trust_remote_code}
+    is_new = not _is_scalar(path, **kind)
     if is_new and needs_images(path, **kind):
         from modeling.images.vision_scalar import with_scalar_head
 
@@ -153,9 +153,9 @@ def _register_scalar_class(config: Any) -> None:
         scalar_class(config.model_type)
 
 
-def _is_scalar(path: str, *, trust_remote_code: bool) -> bool:
+def _is_scalar(path: str, *, key: str = "model.path", trust_remote_code: bool) -> bool:
     """Tell whether `path` is a saved reward or value model. Classes in a model's own code may have any name."""
-    config = read_config(path, trust_remote_code=trust_remote_code)
+    config = read_config(path, key=key, trust_remote_code=trust_remote_code)
     own: str = (getattr(config, "auto_map", None) or {}).get("AutoModelForSequenceClassification", "")
     names = getattr(config, "architectures", None) or []
     return any("SequenceClassification" in name or name == own.rpartition(".")[2] for name in names)
@@ -173,7 +173,7 @@ def _load_pretrained(
     **settings: Any,
 ) -> nn.Module:
     if attention not in ("auto", FIXED_ORDER):
-        config = read_config(path, key=key, trust_remote_code=settings["trust_remote_code"])
+        config = read_config(path, trust_remote_code=settings["trust_remote_code"])  # it was read before
         # flash attention takes the borders of a packed row, which are not those of the images' patches
         split = getattr(config, "vision_config", None) is not None and attention == "flash_attention_2"
         settings["attn_implementation"] = {"text_config": attention, "vision_config": "sdpa"} if split else attention
