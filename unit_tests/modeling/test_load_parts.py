@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.utils import logging as hf_logging
 
 from configs.trainer_schema import LoraConfig
@@ -234,3 +239,30 @@ def test_a_file_of_a_model_of_the_hub_is_the_one_in_the_cache(monkeypatch):
     assert find_model_file("nobody/some", "config.json") == Path("/cache/nobody/some/config.json")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda path, name: None)
     assert find_model_file("nobody/some", "config.json") is None and find_own_head("nobody/some") is None
+
+
+def test_a_reward_model_without_a_readable_config_is_told_by_its_key(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    for load in (load_model, load_scalar_model):
+        assert refusal(load, str(tmp_path), key="k", **KIND).startswith(f"k: {tmp_path}/config.json cannot be read as")
+
+
+def test_the_language_part_of_another_model_is_placed_too(tmp_path):
+    """transformers has a class of the language part alone for it, which reads the config of the text."""
+    text = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+    text |= {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    text |= {"shared_expert_intermediate_size": 16, "linear_num_value_heads": 2, "linear_num_key_heads": 1}
+    text |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
+    text |= {"layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    placed: list[str] = []
+
+    def place(model: Any) -> None:
+        placed.append(type(model).__name__)
+
+    plain, other = (load_model(str(tmp_path), **KIND, place=p) for p in (None, place))
+    assert placed == [type(plain).__name__] == [type(other).__name__]
+    for (name, p), q in zip(plain.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name

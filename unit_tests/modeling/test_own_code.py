@@ -177,6 +177,16 @@ def test_a_model_with_its_own_code_is_loaded_whole(own):
     assert placed == [] and name(model) == "Model" and not any(p.is_meta for p in model.parameters())
 
 
+def test_a_known_config_beside_own_code_is_refused_by_key_and_path(tmp_path):
+    AutoConfig.for_model("t5").save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", auto_map={"AutoModelForCausalLM": "own.Model"})
+    with pytest.raises(UserError) as refused:
+        load_model(str(tmp_path), key="k", **KIND)
+    assert str(refused.value).startswith(
+        f"k={tmp_path} comes with code of its own, which does not run by default: read"
+    )
+
+
 def test_own_code_without_a_layer_named_score_is_refused(tmp_path):
     path = save_own(tmp_path, AutoModelForSequenceClassification="own.Nameless")
     edit(tmp_path / "config.json", architectures=["Nameless"])
