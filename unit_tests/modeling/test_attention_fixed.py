@@ -57,7 +57,7 @@ def test_a_query_sees_all_tokens_up_to_its_own(n, begins, scores):
 def test_rows_of_a_cache_are_padded_on_the_left(window):
     """All tokens, or the last of each row: the numbers are those of the rows without padding."""
     lengths, m = [7, 3, 5], 7
-    q, k, v = draw(3, 2, m, SIZE), draw(3, 2, m, SIZE), draw(3, 2, m, SIZE)
+    q, k, v = draw(3, 2, m, SIZE), draw(3, 2, m, SIZE) - 1, draw(3, 2, m, SIZE) + 1
     mask = torch.tensor([[0] * (m - n) + [1] * n for n in lengths])
     attend = attend_in_fixed_order
     given = {"sliding_window": window, "scaling": 0.7, "softcap": 2.0}
@@ -80,7 +80,7 @@ def test_rows_of_a_cache_are_padded_on_the_left(window):
 @pytest.mark.parametrize("shared", [False, True])
 def test_segments_of_a_row_have_values_and_gradients_of_their_own(shared):
     segments = Segments([3, 2, 2, 4], [-1, 0, 0, -1] if shared else [-1] * 4)
-    q, k, v = (draw(1, heads, 11, SIZE).requires_grad_() for heads in (4, 2, 2))
+    q, k, v = ((draw(1, heads, 11, SIZE) + n).requires_grad_() for n, heads in enumerate((4, 2, 2)))
     got, _ = attend_in_fixed_order(nn.Identity(), q, k, v, None, segments=segments, sliding_window=4, softcap=3.0)
     scores, parts, places = (
         Scores(scaling=None, window=4, cap=3.0),

@@ -245,3 +245,44 @@ def test_fixed_order_has_one_thread_and_gives_the_others_back():
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def test_a_mask_of_padding_reaches_the_kernels():
+    """Without their names in transformers' masks it would be left out in silence."""
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    wanted = random_model("llama", num_hidden_layers=1)(IDS, attention_mask=mask).logits
+    model = random_model("llama", num_hidden_layers=1)
+    use_fixed_order(model)
+    torch.testing.assert_close(model(IDS, attention_mask=mask).logits[mask > 0], wanted[mask > 0], atol=1e-5, rtol=1e-4)
+    set_attention(model, BY_SEQUENCE)
+    with pytest.raises(ValueError, match="neither a mask nor a cache"):
+        model(IDS, attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents"),
+    [([3, 2, 2, 4], [-1, 0, 0, 1]), ([3, 2, 2, 4], [-1, -1, -1, -1]), ([1, 1, 1], [-1, 0, 1]), ([2, 3], [-1, -1])],
+)
+@pytest.mark.parametrize("given", [{}, {"sliding_window": 3}, {"softcap": 0.7}], ids=str)
+def test_a_segment_has_the_keys_of_its_ancestors_and_its_own(lengths, parents, given):
+    q, k, v = draw(1, 4, sum(lengths), 8), draw(1, 2, sum(lengths), 8), draw(1, 2, sum(lengths), 8) + 1
+    got, none = attend_by_sequence(nn.Identity(), q, k, v, None, segments=Segments(lengths, parents), **given)
+    assert none is None and got.shape == (1, sum(lengths), 4, 8)
+    own, paths = torch.arange(sum(lengths)).split(lengths), list[Tensor]()
+    for place, parent in zip(own, parents, strict=True):
+        path = torch.cat([*([paths[parent]] if parent >= 0 else []), place])
+        paths.append(path)
+        alone, _ = attend_by_sequence(nn.Identity(), q[:, :, path], k[:, :, path], v[:, :, path], None, **given)
+        torch.testing.assert_close(got[:, place], alone[:, -len(place) :])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_heads_share_keys_in_any_number_of_rows(rows):
+    q, k, v = draw(rows, 4, 3, 8), draw(rows, 2, 3, 8), draw(rows, 2, 3, 8) + 1
+    want = scaled_dot_product_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=True)
+    torch.testing.assert_close(attend_by_sequence(nn.Identity(), q, k, v, None)[0], want.transpose(1, 2))
+    capped, _ = attend_by_sequence(nn.Identity(), q, k, v, None, softcap=1e4)
+    torch.testing.assert_close(capped, want.transpose(1, 2), atol=1e-4, rtol=1e-4)
+    sunk, _ = attend_by_sequence(nn.Identity(), q, k, v, None, s_aux=torch.full((4,), -1e4))
+    torch.testing.assert_close(sunk, want.transpose(1, 2))
