@@ -256,8 +256,11 @@ def test_what_cannot_be_kept_in_four_bits_is_refused(tmp_path):
 
 def test_routes_of_other_blocks_are_refused():
     model = random_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    replay = RouteReplay(model, model, forces=True, device="cpu")
-    assert (replay.hook.k, replay.hook.experts, len(replay.hook.blocks)) == (2, 4, 2)
+    engine, passes = nn.Sequential(model), list[Any]()
+    engine.forward = lambda **inputs: passes.append(inputs) or model(**inputs)
+    replay = RouteReplay(engine, model, forces=True, device="cpu")
+    assert (replay.hook.k, replay.hook.experts, len(passes)) == (2, 4, 1), "its first pass is the engine's"
+    assert [block.name for block in replay.hook.blocks] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     routes = torch.zeros(1, 3, 2, dtype=torch.int16)
     told = r"^routes of 3 blocks, and the model has 2$"
     with pytest.raises(ValueError, match=told), replay.over(routes, counted=True):
