@@ -213,10 +213,12 @@ class Products(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
+        self.first: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bmm.default:
             self.shapes |= {tuple(x.shape[1:]) for x in args}
+            self.first.append(args[0])
         return func(*args, **kwargs or {})
 
 
@@ -233,6 +235,18 @@ def test_every_product_in_fixed_order_has_one_shape_at_any_length():
             model(IDS)
         of_attention = {shape for shape in seen.shapes if 1 not in shape}  # the others are of positions
         assert of_attention == {(16, 32), (32, block), (16, block), (block, 32)}
+
+
+@pytest.mark.parametrize(("begin", "rows"), [(0, [0, 1]), (3, [6, 7]), (7, [14, 15]), (8, [0, 1]), (19, [6, 7])])
+def test_a_position_has_its_place_in_the_tile_by_itself(begin, rows):
+    """Position modulo 8, for each of two heads: the same when a token is decoded as in a whole row."""
+    with Products() as seen:
+        attend_blocks(
+            *(draw(1, 2, 1, 8), draw(1, 1, 20, 8), draw(1, 1, 20, 8)),
+            begins=torch.tensor([begin]),
+            scores=Scores(scaling=None, window=None),
+        )
+    assert seen.first[0].any(-1).nonzero()[:, 1].tolist() == rows
 
 
 def test_fixed_order_has_one_thread_and_gives_the_others_back():

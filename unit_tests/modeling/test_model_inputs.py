@@ -66,6 +66,8 @@ def test_a_padded_sequence_is_a_row_and_a_packed_one_has_borders():
     segments = packed.pop("segments")
     assert packed == PACKED | {"attention_mask": []}
     assert isinstance(segments, Segments) and (segments.lengths, segments.parents) == ([3, 2], [-1, -1])
+    empty = lay_out_part(model_of("by_sequence"), WHOLE, "packed", None).inputs["attention_mask"]
+    assert empty.shape == (0, 0, 0, 0) and empty.dtype == torch.bool
     borders = {"cu_seq_lens_q": [0, 3, 5], "cu_seq_lens_k": [0, 3, 5], "max_length_q": 3, "max_length_k": 3}
     assert lay_out(model_of("flash_attention_2"), WHOLE, "packed") == PACKED | borders
     part = lay_out_part(model_of("flash_attention_2"), WHOLE, "packed", None)

@@ -12,11 +12,11 @@ from transformers import AutoConfig
 
 from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
-from modeling.experts import list_blocks
+from modeling.experts import list_blocks, list_expert_weights
 from modeling.freeze import add_tied, check_patterns, find_frozen, freeze, match_names
 from modeling.lora import check_targets, is_plain_linear, linear_names, merged_weight, modules_in_reach, with_adapter
 from modeling.nf4 import check_quantization
-from modeling.route_counts import RouteReplay
+from modeling.route_counts import RouteCounts, RouteReplay
 from modeling.routes import check_mixture
 from modeling.text_use import list_unused
 from unit_tests.helpers.models import random_model
@@ -268,3 +268,17 @@ def test_routes_of_other_blocks_are_refused():
     with pytest.raises(UserError) as refused:
         check_mixture([], "this toy", key="k is set")
     assert str(refused.value) == "k is set, and this toy has no experts: leave it out"
+
+
+def test_counts_of_routes_are_on_the_device_of_the_model():
+    hook: Any = SimpleNamespace(blocks=[0, 1], experts=4)
+    counts = RouteCounts(hook, "meta")
+    assert all(x.is_meta for x in (counts.sums, counts.entropy, counts.load, counts.flatten()))
+    assert counts.flatten().shape == (6 + 2 + 2 * 4,)
+
+
+def test_weights_of_all_experts_are_those_of_the_module_itself():
+    model = with_parameters("mlp.experts.plain", "mlp.experts.inner.plain", "mlp.others.plain")
+    for module in (model.mlp.experts, model.mlp.experts.inner, model.mlp.others):
+        module.register_parameter("weight", nn.Parameter(torch.zeros(4, 2, 3)))
+    assert [*list_expert_weights(model)] == ["mlp.experts.weight"]

@@ -149,3 +149,27 @@ def test_the_best_layout_of_an_attention_is_tried_first(attention, layout, level
     poisons = level != "padded" and attention in ("by_sequence", "fixed_order")
     assert len(seen) == 1 + tried + poisons and model.config._attn_implementation == attention
     assert found.error <= found.bound == 1e-5
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_layers_run_by_path_only_where_that_is_exact(leaks):
+    """The layers of this family drop the segments."""
+    model: Any = random_model("nemotron", "by_sequence")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=0.15)
+
+    def leak(_norm: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        return out + 0.0 * out[:, :1] if leaks and out.shape[0] == 1 and out.shape[1] > 40 else out
+
+    model.model.norm.register_forward_hook(leak)
+    found = measure(model)
+    if leaks:
+        assert (found.level, found.by_path) == ("padded", "")
+        assert [told.rpartition(": ")[2] for told in found.refuted] == ["NaN of a sequence reaches another"] * 2
+    else:
+        assert (found.level, found.by_path, found.refuted) == ("shared", "2 x NemotronAttention", ())
+    hooks = [len(layer._forward_pre_hooks) for layer in list_layers(model)]
+    assert hooks == [0 if leaks else 1] * 2

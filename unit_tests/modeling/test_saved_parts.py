@@ -175,13 +175,13 @@ def test_a_model_that_does_not_generate_has_no_generation_config(tmp_path):
     assert (tmp_path / "whole" / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_experts_are_sent_under_the_names_of_files(tmp_path, adapted):
+@pytest.mark.parametrize("lora", [None, {}, {"targets": ["q_proj"], "experts": True}], ids=str)
+def test_experts_are_sent_under_the_names_of_files(tmp_path, lora):
     """A tensor in memory has the matrices of all experts, and the files have a tensor for each."""
     model = random_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     model.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
-    export = WeightExport(with_adapter(model, LoraConfig(r=2), path="p") if adapted else model)
+    export = WeightExport(model if lora is None else with_adapter(model, LoraConfig(r=2, **lora), path="p"))
     groups = [group for bucket in export.split("files", 2**30) for group in bucket]
     sent = dict(pair for group in groups for pair in group.compute(lambda t: t.compute()))
     assert sent.keys() == files.keys() and any(".experts.3.up_proj" in name for name in sent)
