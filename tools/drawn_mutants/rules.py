@@ -55,7 +55,7 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
     ast.BitOr: ("|", "&"),
     ast.BitAnd: ("&", "|"),
 }
-SYMMETRIC = {"min", "max", "minimum", "maximum", "equal", "isclose", "allclose"}
+SYMMETRIC = {"min", "max", "minimum", "maximum", "equal", "isclose", "allclose", "promote_types"}
 """Functions that do not tell their arguments apart."""
 GENERIC = {"Callable", "Literal", "Mapping", "Sequence", "dict", "frozenset", "list", "set", "tuple", "type"}
 """Names whose subscript is a type."""
