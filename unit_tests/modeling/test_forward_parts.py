@@ -335,7 +335,7 @@ def test_a_backward_pass_reaches_what_follows_the_head(chunks, dtype):
 def test_stored_distributions_are_read_slot_by_slot():
     logits, labels = torch.randn(2, 8), torch.tensor([1, 2])
     columns = {
-        "t_ids": torch.tensor([[3, 5, -1], [-1, -1, -1]], dtype=torch.int32),
+        "t_ids": torch.tensor([[3, 0, -1], [-1, -1, -1]], dtype=torch.int32),
         "t_logp": torch.tensor([[-0.5, -1.5, torch.nan], [torch.nan] * 3]),
     }
     seen: list[Any] = []
@@ -343,7 +343,7 @@ def test_stored_distributions_are_read_slot_by_slot():
     given: dict[str, Any] = {"temperature": 1.0, "measures": measures, "read_column": columns.__getitem__}
     compute_policy(logits, labels, **given)
     [stored] = seen
-    assert stored.columns.tolist() == [[3, 5, 0], [0, 0, 0]] and stored.columns.dtype == torch.int64
+    assert stored.columns.tolist() == [[3, 0, 0], [0, 0, 0]] and stored.columns.dtype == torch.int64
     assert stored.logp.tolist() == [[-0.5, -1.5, 0.0], [0.0] * 3]
     assert stored.live.tolist() == [[True, True, False], [False] * 3]
     with pytest.raises(UserError) as refused:

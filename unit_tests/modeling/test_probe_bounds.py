@@ -86,15 +86,25 @@ def test_in_half_precision_one_token_in_ten_may_be_another(dtype, spoilt, level)
     assert measure(model).level == level
 
 
-@pytest.mark.parametrize(("place", "level"), [(0, "padded"), (26, "padded"), (None, "shared")])
-def test_nan_that_reaches_another_sequence_is_noticed_wherever_it_is(place, level):
-    """Of the first sequence, or of the first reply; it adds nothing, but for NaN."""
+@pytest.mark.parametrize(
+    ("place", "reached", "level"),
+    [
+        (0, slice(None), "padded"),
+        (26, slice(None), "padded"),
+        (0, slice(33, 34), "padded"),
+        (None, slice(None), "shared"),
+    ],
+)
+def test_nan_that_reaches_another_sequence_is_noticed_wherever_it_is(place, reached, level):
+    """Of the first sequence or reply, in the first of the second reply's tokens; it adds nothing, but for NaN."""
     model = make_model()
 
     def leak(_layer: nn.Module, _args: Any, out: Tensor) -> Tensor:
         if place is None or out.shape[0] > 1 or out.shape[1] < 40:
             return out
-        return out + 0.0 * out[:, place : place + 1]
+        changed = out.clone()
+        changed[:, reached] += 0.0 * out[:, place : place + 1]
+        return changed
 
     list_layers(model)[0].register_forward_hook(leak)
     found = measure(model)
