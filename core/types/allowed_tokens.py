@@ -14,8 +14,9 @@ from torch import Tensor
 
 from core.errors import RunStopped
 
-LOWEST = torch.finfo(torch.float32).min
-"""Logit of a banned token. The probability is exactly 0; with -inf, entropy would compute 0 x -inf = NaN."""
+LOWEST = -(2.0**96)
+"""Logit of a banned token. The probability is exactly 0; with -inf, entropy would compute 0 x -inf = NaN, and so would
+its gradient with the lowest float, which a weight above 1 makes -inf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class AllowedTokens:
         """Raise RunStopped if a trained token, of labels [M], has probability 0."""
         if self.is_everything:
             return
-        # Its log-probability would be about -1e38: a single token would decide the loss.
+        # Its log-probability would be about -1e28: a single token would decide the loss.
         listed = torch.isin(labels, _to_tensor(self.banned if self.allowed is None else self.allowed, labels))
         if (wrong := labels[listed if self.allowed is None else ~listed]).numel():
             raise RunStopped(

@@ -374,3 +374,20 @@ def test_a_teacher_is_read_once_for_all_measures_of_a_chunk():
         "a measure reads at.teacher('other'), and those that it declares are: a, b; name it in Measure(..., "
         "teachers=('other',))"
     )
+
+
+@pytest.mark.parametrize("kind", ["banned", "kept"])
+def test_a_large_weight_of_an_entropy_has_a_finite_gradient(kind):
+    """A token that cannot be chosen has a logit whose product with the weight must not overflow: 0 x inf is NaN."""
+    labels = torch.tensor([1, 2, 3])
+    given: dict[str, Any] = {"temperature": 0.7, "measures": ENTROPY}
+    given |= {"allowed_tokens": AllowedTokens(banned=(0, 5))} if kind == "banned" else {}
+    if kind == "kept":
+        given["kept"] = KeptTokens.of(KeptSets.of_lists([[1], [2, 4], [0, 3, 5]]))
+    slopes = []
+    for weight in (1.0, 2.0**20):
+        logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        entropy = compute_policy(logits, labels, **given).entropy
+        assert entropy is not None
+        slopes += torch.autograd.grad((weight * entropy).sum(), logits)
+    assert slopes[0].any() and torch.equal(slopes[1], 2.0**20 * slopes[0])
