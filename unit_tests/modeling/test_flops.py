@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForSequenceClassification
 
 from algs.base import Algorithm
 from algs.ppo import PPO
@@ -97,6 +98,13 @@ def test_operations_by_hand(family, more, weights, whole, near, window):
     found = count_training_flops(random_model(family, **more))
     assert (found.per_token, found.per_label) == (6 * 2 * weights, 6 * HEAD)
     assert (found.per_pair, found.per_near_pair, found.window) == (6 * 2 * whole, 6 * 2 * near, window)
+
+
+def test_a_value_model_has_no_operations_per_label():
+    config = random_model("llama").config
+    model = AutoModelForSequenceClassification.from_config(config)
+    found, policy = count_training_flops(model), count_training_flops(random_model("llama"))
+    assert found.per_label == 0.0 and found.per_token == policy.per_token and found.per_pair == policy.per_pair
 
 
 @pytest.mark.parametrize("adapted", [False, True])

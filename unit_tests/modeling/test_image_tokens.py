@@ -166,14 +166,16 @@ def test_what_is_no_processor_of_the_model_is_told_by_key_and_path(path, tmp_pat
     told = refusal(UserError, ImageProcessor, wrong, key="k")
     assert told.startswith(f"k={wrong}: its image processor cannot be loaded: ")
     assert told.endswith(": save the model with its preprocessor_config.json")
-    lacking = SimpleNamespace(
-        get_vocab=lambda: {"<image>": 7}, encode=lambda text, add_special_tokens: [*text.encode()], image_token=None
-    )
+    ids: list[int] = []
+    lacking = SimpleNamespace(get_vocab=lambda: {"<image>": 7}, encode=lambda text, add_special_tokens: ids)
     processor = ImageProcessor(path, key="k", tokenizer=lacking)
     assert processor.reserved == ("<image>",) and processor.placeholder_ids == {7}
-    assert refusal(UserError, processor.expand, SMALL) == (
-        f"k={path}: its tokenizer lacks tokens of images: it reads {processor.family.write((3, 3))[:60]!r} as text"
-    )
+    lacks = f"its tokenizer lacks tokens of images: it reads {processor.family.write((3, 3))[:60]!r} as text"
+    for wrong_ids in ([], [60, 7], [7, 60], [60, 7, 60]):
+        ids[:] = wrong_ids
+        assert refusal(UserError, processor.expand, SMALL) == f"k={path}: {lacks}"
+    ids[:] = [7, 60, 7]
+    assert processor.expand(SMALL).ids == (7, 60, 7)
 
 
 def test_a_processor_that_is_not_in_the_cache_names_the_hub(path, monkeypatch):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from core.types.measures import ENTROPY, Measure
+from modeling.forward import compute_states, forward
 from modeling.sequence_parallel import RowSlice, SequenceGroup
+from unit_tests.helpers.examples import families, with_kept
+from unit_tests.helpers.models import random_model
+from unit_tests.helpers.shared_prefixes import laid_out
 
 OURS = "the ranks that share rows"
 
@@ -87,3 +95,68 @@ def test_ranks_exchange_positions_for_heads_and_back(wire, size, of_keys, copies
     back = exchange([lambda g=g: g.to_positions(attended[g.place]) for g in groups])
     for place, own in enumerate(back):
         assert torch.equal(own, part(whole[0], place).transpose(1, 2))
+
+
+class Threads:
+    """torch.distributed for ranks that are threads of this process; the group of a rank is its number."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.held = Barrier(size, timeout=20), [torch.empty(0)] * size
+
+    def share(self, rank: int, values: Tensor) -> list[Tensor]:
+        self.held[rank] = values
+        self.barrier.wait()
+        every = list(self.held)
+        self.barrier.wait()
+        return every
+
+    def all_to_all_single(self, came: Tensor, pieces: Tensor, group: int) -> None:
+        came.copy_(torch.stack([own[group] for own in self.share(group, pieces)]))
+
+    def all_reduce(self, values: Tensor, group: int) -> None:
+        values.copy_(torch.stack(self.share(group, values.clone())).sum(0))
+
+
+MEASURES = {**ENTROPY, "own": Measure(lambda s, at: s.exp().square().sum(-1) * at.column("rollout_logp"))}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "is_kept"),
+    [
+        ("llama", {}, False),
+        ("mistral", {"sliding_window": 5}, True),
+        ("gemma2", {"attn_logit_softcapping": 1.0}, False),
+        ("gpt_oss", EXPERTS, False),
+    ],
+)
+def test_two_ranks_compute_the_numbers_and_gradients_of_one(monkeypatch, family, more, is_kept):
+    groups = with_kept(families()) if is_kept else families()
+    [batch] = laid_out(groups, "shared")
+    whole = random_model(family, "by_sequence", num_attention_heads=4, num_key_value_heads=2, **more)
+    with torch.no_grad():
+        for name, p in whole.named_parameters():
+            if "sinks" in name:
+                p.normal_()
+
+    def run(group: SequenceGroup | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        model = deepcopy(whole)  # its hooks are those of one pass
+        settings = {"layout": "packed", "sequence_group": group}
+        policy = forward(model, model, batch, temperature=0.7, measures=MEASURES, **settings)
+        slope = torch.linspace(0.5, 1.5, len(batch.labels))
+        loss = sum((slope * row).sum() for row in policy.list_tensors())
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        states = compute_states(model, model, batch, **settings)
+        return policy.list_tensors(), [torch.zeros(1) if g is None else g for g in found], states
+
+    rows, slopes, states = run(None)
+    monkeypatch.setattr("modeling.sequence_parallel.distributed", Threads(2))
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [*pool.map(run, [SequenceGroup(place=place, size=2, group=place) for place in range(2)])]
+    for own, _, _ in ranks:
+        for ours, theirs in zip(own, rows, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    for want, *parts in zip(slopes, *(own for _, own, _ in ranks), strict=True):
+        assert (sum(parts) - want).norm() <= 1e-4 * want.norm() + 1e-6
+    order = torch.cat([torch.nonzero(batch.at // -(-len(batch.input_ids) // 2) == place)[:, 0] for place in range(2)])
+    torch.testing.assert_close(torch.cat([own for _, _, own in ranks]), states[order], atol=1e-5, rtol=1e-4)
