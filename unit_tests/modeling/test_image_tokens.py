@@ -19,7 +19,7 @@ from core.hub import describe_hub
 from core.types.images import ImageRefused, PlacedImage
 from core.types.samples import Batch
 from modeling.hf_config import read_config
-from modeling.images.cache import ImageCache
+from modeling.images.cache import MOST_KEPT, CachedImage, ImageCache
 from modeling.images.gemma import Pools
 from modeling.images.media import ImageMedia, make_blank
 from modeling.images.processor import ImageProcessor
@@ -254,3 +254,12 @@ def test_a_reward_model_that_sees_has_the_dtype_and_one_label():
     with torch.device("meta"):
         assert type(AutoModelForSequenceClassification.from_config(config)) is type(scalar), "it is registered"
     assert scalar.score.bias is None and not any(p.is_meta for p in scalar.parameters())
+
+
+def test_the_cache_of_a_process_holds_half_a_gibibyte():
+    cache = ImageCache(MOST_KEPT)
+    for name, size in (("a", 2**28), ("b", 2**28)):
+        cache.add("s", name, CachedImage({"x": torch.empty(size, dtype=torch.uint8, device="meta")}, (1, 1)))
+    assert all(cache.find("s", name) for name in "ab")
+    cache.add("s", "c", CachedImage({"x": torch.empty(1, dtype=torch.uint8, device="meta")}, (1, 1)))
+    assert cache.find("s", "a") is None and cache.find("s", "b") and cache.find("s", "c")
