@@ -44,6 +44,7 @@ def test_a_conversion_that_needs_everything_gets_everything():
 def test_a_model_whose_names_are_those_of_its_files_is_not_converted():
     groups = plan_files(EXPORTED, lambda tensors: dict(reversed(tensors.items())))
     assert [group.convert for group in groups] == [None] * 3
+    assert [[t.name for t in group.tensors] for group in groups] == [["gate"], ["norm"], ["up"]]
 
 
 @pytest.mark.parametrize("max_bytes", [1, 24, 50, 10_000])

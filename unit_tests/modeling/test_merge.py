@@ -144,3 +144,10 @@ def test_an_adapter_that_is_not_finite_is_not_merged(folders):
         check_saved(Path(adapter), dtype="float16")
     first = min(load_file(file))
     assert f"{first} has dtype float32, and float16 is expected" in str(wrong.value)
+
+
+def test_a_merged_model_is_read_back(folders, tmp_path, monkeypatch):
+    path, adapter = folders
+    monkeypatch.setattr("modeling.merge.save_whole", lambda model, folder: model.double().save_pretrained(folder))
+    with pytest.raises(SavedModelWrong, match="has dtype float64, and float32 is expected"):
+        merge_adapter(EvalModelConfig(path=path, dtype="float32"), adapter, tmp_path / "out")
