@@ -16,7 +16,7 @@ from core.errors import RunStopped
 
 LOWEST = -(2.0**96)
 """Logit of a banned token. The probability is exactly 0; with -inf, entropy would compute 0 x -inf = NaN, and so would
-its gradient with the lowest float, which a weight above 1 makes -inf."""
+the gradient with the lowest float, which a weight above 1 makes -inf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
