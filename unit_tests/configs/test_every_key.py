@@ -196,7 +196,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         *("judge.model", "judge.engine", "judge.num_engines", "judge.tensor_parallel_size", "judge.temperature"),
         *("judge.max_model_len", "judge.allowed_tokens", "judge.template_args"),
     ),
-    "driver/test_metrics.py": ("reward.max_failed_fraction",),
+    "driver/test_group_metrics.py": ("reward.max_failed_fraction",),
     "rollouts/test_vllm_adapter.py": ("model.lora.alpha",),
     "rollouts/test_episode.py": ("rollout.max_turns",),
     "rollouts/test_routable_gateway.py": (
