@@ -69,7 +69,7 @@ class AllowedTokens:
         """Raise RunStopped if a trained token, of labels [M], has probability 0."""
         if self.is_everything:
             return
-        # Its log-probability would be about -1e28: a single token would decide the loss.
+        # Its log-probability would be about -8e28: a single token would decide the loss.
         listed = torch.isin(labels, _to_tensor(self.banned if self.allowed is None else self.allowed, labels))
         if (wrong := labels[listed if self.allowed is None else ~listed]).numel():
             raise RunStopped(

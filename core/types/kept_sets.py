@@ -143,7 +143,7 @@ class KeptTokens:
         tokens = torch.arange(len(labels)).repeat_interleave(self.sizes)
         found = torch.zeros(len(labels), dtype=torch.bool)
         found[tokens[self.ids.cpu() == labels.cpu()[tokens]]] = True
-        # Its log-probability would be about -1e28: a single token would decide the loss.
+        # Its log-probability would be about -8e28: a single token would decide the loss.
         if (wrong := (~found & (self.sizes > 0)).nonzero()).numel():
             raise RunStopped(
                 f"a sample contains the sampled token {int(labels[wrong[0, 0]])}, which is not in its own kept set "
