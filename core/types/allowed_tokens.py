@@ -51,9 +51,7 @@ class AllowedTokens:
         if self.allowed is not None:
             # Select before the conversion, so that only A of the V columns exist in float32.
             logits = logits.index_select(-1, _to_tensor(self.allowed, logits))
-        # bfloat16 has 8 significant bits, too few for log-probabilities; a float64 model keeps its own dtype.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits if temperature == 1 else logits / temperature  # which would copy them
+        logits = divide(logits, temperature)
         return logits.index_fill(-1, _to_tensor(self.banned, logits), LOWEST) if self.banned else logits
 
     def to_columns(self, ids: Tensor) -> Tensor:
@@ -84,3 +82,10 @@ EVERY_TOKEN = AllowedTokens()
 
 def _to_tensor(ids: Sequence[int], beside: Tensor) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=beside.device)
+
+
+def divide(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits divided by the temperature, in float32 or wider; perhaps themselves."""
+    # bfloat16 has 8 significant bits, too few for log-probabilities; a float64 model keeps its own dtype.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1 else logits / temperature  # a division by 1 would copy them

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.errors import RunStopped, UserError
-from core.types.allowed_tokens import LOWEST
+from core.types.allowed_tokens import LOWEST, divide
 from core.types.arrays import INTS, Ids, Mask, to_column, with_tensors, without_tensors
 
 
@@ -164,9 +164,7 @@ class KeptTokens:
         else:
             # Select before the conversion, so that only K of the V columns exist in float32.
             logits = logits.gather(-1, columns)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits if temperature == 1 else logits / temperature  # which would copy them
-        return logits.masked_fill(~is_own, LOWEST)
+        return divide(logits, temperature).masked_fill(~is_own, LOWEST)
 
     def to_columns(self, ids: Tensor) -> Tensor:
         """Map a token id per token, [m], to its column in the restricted logits. It must be in the token's set."""
