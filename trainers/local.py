@@ -63,12 +63,11 @@ class TorchLearner:
                 p.grad = None
 
     def has_finite_gradients(self) -> bool:
-        gradients = [m.grad for m in self.master if m.grad is not None]
         # the norm of `update`, which may overflow where no number does; a single result is waited for
-        return math.isfinite(nn.utils.get_total_norm(gradients))
+        return math.isfinite(self._measure_norm())
 
     def update(self, *, lr: float, apply: bool) -> float:
-        norm = nn.utils.get_total_norm([m.grad for m in self.master if m.grad is not None])
+        norm = self._measure_norm()
         value = float(norm) if apply else math.inf  # the only wait for a GPU
         if math.isfinite(value):
             if self.max_grad_norm > 0:
@@ -78,6 +77,9 @@ class TorchLearner:
             self.show_masters()
         self.optimizer.zero_grad(set_to_none=True)
         return value
+
+    def _measure_norm(self) -> Tensor:
+        return nn.utils.get_total_norm([m.grad for m in self.master if m.grad is not None])
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
         for groups in self.exported.split(scope, max_bytes):

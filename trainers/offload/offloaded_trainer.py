@@ -30,7 +30,7 @@ SENDING = frozenset({"model", "module", "export_weights"})
 
 
 class Offloadable(Protocol):
-    """Parts of a trainer that can be offloaded."""
+    """Trainer whose parts can be offloaded."""
 
     rank: int
     device: str

@@ -25,6 +25,7 @@ from core.types.samples import Batch, Prompt, Sample
 from data_feeds.packing.batches import micro_batches, pack, plan_update
 from driver.rl.scoring import add_ref_logp, compute_columns, hash_sample, index_reference
 from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
+from trainers.local import LocalTrainer
 from trainers.meter import SourceLosses, StepMetrics
 from trainers.observers import BatchSeen, Observers
 from trainers.optimizer import make_optimizer
@@ -69,12 +70,16 @@ class BadValues(PPO):
         return loss * torch.inf, metrics
 
 
-def test_an_update_that_is_skipped_for_its_critic_leaves_the_policy_too(tiny_path):
-    trainer = trainer_of(tiny_path, BadValues(critic_lr=0.5))
+def check_that_both_are_left(trainer: LocalTrainer) -> None:
+    """Check that an update is skipped, and changes neither policy nor critic."""
     before = trainer.flatten_weights()
     update = micro_batches(with_values(some_groups(2, 2)), "token", 10_000)[0]
     assert trainer.step([update])["updates_skipped"] == 1
     assert torch.equal(trainer.flatten_weights(), before)
+
+
+def test_an_update_that_is_skipped_for_its_critic_leaves_the_policy_too(tiny_path):
+    check_that_both_are_left(trainer_of(tiny_path, BadValues(critic_lr=0.5)))
 
 
 class TooLarge(PPO):
@@ -86,11 +91,7 @@ class TooLarge(PPO):
 
 
 def test_an_update_whose_norm_overflows_leaves_the_critic_too(tiny_path):
-    trainer = trainer_of(tiny_path, TooLarge(critic_lr=0.5))
-    before = trainer.flatten_weights()
-    update = micro_batches(with_values(some_groups(2, 2)), "token", 10_000)[0]
-    assert trainer.step([update])["updates_skipped"] == 1
-    assert torch.equal(trainer.flatten_weights(), before)
+    check_that_both_are_left(trainer_of(tiny_path, TooLarge(critic_lr=0.5)))
 
 
 def test_a_skipped_update_does_not_move_the_average(tiny_path):
