@@ -29,7 +29,8 @@ def print_line(text: str, *, keep: str = "", file: TextIO | None = None) -> None
 
     keep: the line end, for text of several lines. file: standard output by default.
     """
-    print(escape_controls(text, keep=keep), file=file or sys.stdout, flush=True)
+    # line and end in one write, since a line of another thread could come between two
+    print(f"{escape_controls(text, keep=keep)}\n", end="", file=file or sys.stdout, flush=True)
 
 
 def shorten_middle(text: str, longest: int) -> str:
