@@ -133,17 +133,28 @@ def attend_by_sequence(
     refuse_others(BY_SEQUENCE, module, is_causal=is_causal, dropout=dropout, others=others)
     scores = Scores(scaling=scaling, window=sliding_window, cap=softcap, sinks=s_aux)
     ends = None if image_ends is None else image_ends.for_layer(sliding_window)
+    # With sequence parallelism, positions are exchanged for heads first, so that each rank has whole sequences.
+    if (together := None if segments is None else segments.sequence_group) is not None:
+        query, key, value = together.to_heads(query, key, value)
+        scores = scores.of_rank(together)
+    q, k, v = (_widen(x) for x in (query, key, value))
     if segments is None:
         # padding on the right is a part of the segment: no real token attends to it, because attention is causal
         rows = Segments([query.shape[2]] * len(query), [-1] * len(query))
         mask = rows.find_mask(rows.runs[0], sliding_window, query.device, leading=scores.leading, image_ends=ends)
-        return attend(query, key, value, mask, scores).transpose(1, 2), None
-    # With sequence parallelism, positions are exchanged for heads first, so that each rank has whole sequences.
-    if (together := segments.sequence_group) is None:
-        return attend_row(query, key, value, segments, scores, ends), None
-    query, key, value = together.to_heads(query, key, value)
-    attended = attend_row(query, key, value, segments, scores.of_rank(together))
-    return together.to_positions(attended), None
+        attended = attend(q, k, v, mask, scores).transpose(1, 2)
+    else:
+        attended = attend_row(q, k, v, segments, scores, ends)
+    attended = attended.to(query.dtype)
+    return attended if together is None else together.to_positions(attended), None
+
+
+def _widen(x: Tensor) -> Tensor:
+    """Return 16-bit floats on a CPU as float32.
+
+    There the gradient of short segments takes torch's kernel up to three times as long in bfloat16.
+    """
+    return x if x.is_cuda else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def refuse_others(

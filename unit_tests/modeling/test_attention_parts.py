@@ -193,6 +193,24 @@ def test_tokens_of_an_image_see_each_other_in_both_directions(window):
         torch.testing.assert_close(first, want[:, :5])
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("segments", [None, Segments([30, 7, 12], [-1, 0, 0])])
+def test_half_precision_on_a_cpu_is_computed_in_float32(dtype, segments):
+    """The result and the gradients are those of float32, rounded once."""
+    half = [draw(1, heads, 49, 16, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
+    full = [x.detach().float().requires_grad_() for x in half]
+    attended: list[Tensor] = []
+    for given in (half, full):
+        got, _ = attend_by_sequence(nn.Identity(), *given, None, segments=segments)
+        assert got.dtype == given[0].dtype
+        got.backward(draw(1, 49, 4, 16, dtype=dtype).to(got))
+        attended.append(got)
+    assert torch.equal(attended[0], attended[1].to(dtype))
+    for got, want in zip(half, full, strict=True):
+        assert got.grad is not None and want.grad is not None
+        assert torch.equal(got.grad, want.grad.to(dtype))
+
+
 def test_a_sink_makes_queries_wider_by_what_fast_kernels_take(monkeypatch):
     widths: list[tuple[int, ...]] = []
 
