@@ -41,7 +41,7 @@ types: set-test  ## pyright, strict on algs/ core/ data_feeds/
 fast: set-test  # the tests without an engine
 	$(FAST)
 
-check: lint  ## lint, types and the fast tests: about two minutes
+check: lint  ## lint, types and the fast tests: about seven minutes
 	$(MAKE) --no-print-directory -j 2 types fast
 
 test: fast  ## the fast tests, and one real run of each kind

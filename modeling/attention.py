@@ -133,8 +133,9 @@ def attend_by_sequence(
     refuse_others(BY_SEQUENCE, module, is_causal=is_causal, dropout=dropout, others=others)
     scores = Scores(scaling=scaling, window=sliding_window, cap=softcap, sinks=s_aux)
     ends = None if image_ends is None else image_ends.for_layer(sliding_window)
-    # With sequence parallelism, positions are exchanged for heads first, so that each rank has whole sequences.
-    if (together := None if segments is None else segments.sequence_group) is not None:
+    together = None if segments is None else segments.sequence_group
+    if together is not None:
+        # positions are exchanged for heads first, so that each rank has whole sequences
         query, key, value = together.to_heads(query, key, value)
         scores = scores.of_rank(together)
     q, k, v = (_widen(x) for x in (query, key, value))
@@ -154,7 +155,7 @@ def _widen(x: Tensor) -> Tensor:
 
     There the gradient of short segments takes torch's kernel up to three times as long in bfloat16.
     """
-    return x if x.is_cuda else x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.device.type == "cpu" else x
 
 
 def refuse_others(

@@ -30,7 +30,7 @@ SENDING = frozenset({"model", "module", "export_weights"})
 
 
 class Offloadable(Protocol):
-    """Trainer whose parts can be offloaded."""
+    """Offloadable trainer: the attributes that hold its parts."""
 
     rank: int
     device: str
