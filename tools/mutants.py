@@ -195,16 +195,16 @@ def kill_all_of(pid: int) -> None:
 def wait_for_one(deadlines: dict[int, float]) -> tuple[int, int]:
     """Wait until a process ends, or kill one at its deadline. Return its number and its exit code."""
     while True:
-        # polled, because a blocking wait could not kill a process that runs for too long
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            kill_all_of(pid)  # what a test left running
-            return pid, os.waitstatus_to_exitcode(status)
         for pid, deadline in deadlines.items():
-            if time.monotonic() > deadline:
-                kill_all_of(pid)
-                os.waitpid(pid, 0)
-                return pid, OUT_OF_TIME
+            # polled, because a blocking wait could not kill a process that runs for too long
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended and time.monotonic() <= deadline:
+                continue
+            kill_all_of(pid)  # what a test left running
+            if ended:
+                return pid, os.waitstatus_to_exitcode(status)
+            os.waitpid(pid, 0)
+            return pid, OUT_OF_TIME
         time.sleep(0.02)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tools import layers, mutants
-from tools.mutants import ListIsWrong, Mutant, Outcome, summarize, without_parts
+from tools.mutants import ListIsWrong, Mutant, Outcome, summarize, wait_for_one, without_parts
 
 ROOT = Path(__file__).parent.parent.parent
 LISTED, _ = mutants.read_list(mutants.LIST)
@@ -140,6 +141,14 @@ def test_a_bug_by_which_nothing_can_be_imported_is_noticed(repository):
         file="code_of_ours.py", old="def double(x):", new="1 / 0\ndef double(x):", breaks="it", tests=("test_code.py",)
     )
     assert outcomes_of(repository, repository / "build", broken) == [True]
+
+
+def test_only_the_processes_that_were_given_are_waited_for():
+    """In a container the program may be process 1, and is then the parent of whatever lost its own."""
+    other = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], start_new_session=True)
+    asked = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], start_new_session=True)
+    assert wait_for_one({asked.pid: time.monotonic() + 60}) == (asked.pid, 0)
+    assert other.wait(10) == 3
 
 
 @pytest.mark.verify
