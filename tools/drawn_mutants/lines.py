@@ -37,6 +37,8 @@ UNSEEN: dict[str, tuple[str, ...]] = {
     ),
 }
 """Test files of code that runs where coverage cannot write: in a sandbox."""
+PAGES = "unit_tests/tools/test_docs.py::test_generated_pages_are_what_the_code_says"
+"""Test that compares the tables of all modules with the documentation."""
 FILE_S = 0.3
 """Seconds to import a test file."""
 LONG_S = 2.0
@@ -56,14 +58,12 @@ class Record:
     """Repository whose lines these are."""
 
     @cached_property
+    def _cases_by_folder(self) -> list[list[ElementTree.Element]]:
+        return [read_cases(folder / "tests.xml") for folder in self.folders]
+
+    @cached_property
     def _cases(self) -> list[ElementTree.Element]:
-        return [
-            case
-            for folder in self.folders
-            if (folder / "tests.xml").read_text()
-            for case in ElementTree.parse(folder / "tests.xml").iter("testcase")
-            if case.attrib["classname"]  # a file that cannot be imported has none
-        ]
+        return [case for cases in self._cases_by_folder for case in cases]
 
     @cached_property
     def failed(self) -> set[str]:
@@ -89,8 +89,9 @@ class Record:
         """Return the tests that run a line, those of the same folder first, by file, the short ones first.
 
         They are functions, or cases of those that take long. A line that runs at import only is seen by every test
-        that runs another line of the file. budget_s: seconds that the tests may take together; one test is returned in
-        any case.
+        that runs another line of the file, or without such a test by all of the test files that import it, and by the
+        test of the generated pages. budget_s: seconds that the tests may take together; one test is returned in any
+        case.
         """
         by_line = self._of_file(file)
         span = find_span(self._tree_of(file), line)
@@ -101,6 +102,7 @@ class Record:
                 tests = {self._as_asked(name) for name in names if name.startswith(homes)}
         if self._runs_at_import(file, line):
             tests = tests | {test for seen in by_line.values() for test in seen}
+            tests = tests | {self._as_asked(name) for name in self._cases_importing(file) if name == PAGES or not tests}
         home = f"unit_tests/{file.split('/')[0]}/"
         tests = {test for test in tests if function_of(test) not in self.failed}
         by_file: defaultdict[str, float] = defaultdict(float)
@@ -138,6 +140,11 @@ class Record:
                 found[line] |= {self._as_asked(c.rpartition("|")[0]) for c in contexts if c}
         return found
 
+    def _cases_importing(self, file: str) -> list[str]:
+        """Return the names of the cases of all test files that import a file, directly or not."""
+        beside = zip(self._cases_by_folder, self._data, strict=True)
+        return [full_name_of(case) for cases, data in beside if data.lines(file) for case in cases]
+
     def _tree_of(self, file: str) -> ast.Module:
         return parse(self.root / file)
 
@@ -146,6 +153,12 @@ class Record:
         nodes = ast.walk(self._tree_of(file))
         inside = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         return not any(node.body[0].lineno <= line <= (node.end_lineno or 0) for node in inside)
+
+
+def read_cases(file: Path) -> list[ElementTree.Element]:
+    """Return the tests of a tests.xml, which is empty where pytest was killed."""
+    cases = ElementTree.parse(file).iter("testcase") if file.read_text() else []
+    return [case for case in cases if case.attrib["classname"]]  # a file that cannot be imported has none
 
 
 @cache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import coverage
 
-from tools.drawn_mutants.lines import Record
+from tools.drawn_mutants.lines import PAGES, Record
 
 FILE, HOME = "algs/product.py", "unit_tests.algs.test_product"
 
@@ -42,3 +42,27 @@ def test_a_test_that_takes_too_long_hides_no_other(tmp_path: Path):
 def test_one_test_is_asked_however_long_it_takes(tmp_path: Path):
     found = make_record(tmp_path, {"test_all[a]": 30.0, "test_all[b]": 20.0})
     assert [name.partition("::")[2] for name in found.find_tests(FILE, 2, 2.0)] == ["test_all[b]"]
+
+
+def make_import_record(root: Path, test: str, table: str) -> None:
+    """Write the record of a test file that imports a file with a table, and runs no other line of it."""
+    lines = coverage.CoverageData(str(root / "lines"))
+    lines.set_context("")
+    lines.add_lines({table: [1]})
+    lines.write()
+    path, _, name = test.partition("::")
+    home = path.removesuffix(".py").replace("/", ".")
+    (root / "tests.xml").write_text(f'<testsuite><testcase classname="{home}" name="{name}" time="0.1" /></testsuite>')
+
+
+def test_a_table_is_seen_by_those_that_import_it_and_by_the_pages(tmp_path: Path):
+    (tmp_path / "algs").mkdir()
+    (tmp_path / FILE).write_text("LIMITS = {1: 2, 3: 4}\n")
+    near = "unit_tests/algs/test_product.py::test_a"
+    folders = [tmp_path / "near", tmp_path / "pages", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    make_import_record(folders[0], near, FILE)
+    make_import_record(folders[1], PAGES, FILE)
+    make_import_record(folders[2], "unit_tests/algs/test_other.py::test_b", "algs/other.py")
+    assert Record("fast", tuple(folders), tmp_path).find_tests(FILE, 1, 10.0) == [near, PAGES]
