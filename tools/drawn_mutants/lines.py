@@ -90,10 +90,11 @@ class Record:
 
         They are functions, or cases of those that take long. A line that runs at import only is seen by every test
         that runs another line of the file, or without such a test by all of the test files that import it, and by the
-        test of the generated pages. budget_s: seconds that the tests may take together; one test is returned in any
-        case.
+        test of the generated pages; first come those of files that import it themselves. budget_s: seconds that the
+        tests may take together; one test is returned in any case.
         """
         by_line = self._of_file(file)
+        own = set[str]()
         span = find_span(self._tree_of(file), line)
         tests = {test for at in span for test in by_line.get(at, set())}
         for part, homes in UNSEEN.items():
@@ -103,15 +104,16 @@ class Record:
         if self._runs_at_import(file, line):
             tests = tests | {test for seen in by_line.values() for test in seen}
             tests = tests | {self._as_asked(name) for name in self._cases_importing(file) if name == PAGES or not tests}
+            own = {path for path in {t.partition("::")[0] for t in tests} if imports(self.root / path, file)}
         home = f"unit_tests/{file.split('/')[0]}/"
         tests = {test for test in tests if function_of(test) not in self.failed}
         by_file: defaultdict[str, float] = defaultdict(float)
         for test in tests:
             by_file[test.partition("::")[0]] += self.seconds.get(test, 0.0)
 
-        def order(test: str) -> tuple[bool, float, str, float]:
-            test_file = test.partition("::")[0]
-            return not test.startswith(home), by_file[test_file], test_file, self.seconds.get(test, 0.0)
+        def order(test: str) -> tuple[bool, bool, float, str, float]:
+            path = test.partition("::")[0]
+            return not test.startswith(home), path not in own, by_file[path], path, self.seconds.get(test, 0.0)
 
         chosen: list[str] = []
         spent, opened = 0.0, set[str]()
@@ -239,14 +241,19 @@ def list_test_files(root: Path, folders: set[str], modules: set[str]) -> list[st
     """Return the test files of folders of the code, as unit_tests/ has them, and those that import some modules."""
     # a test file may be given as a folder is: it reads the code of all
     homes = {root / "unit_tests" / (folder if folder.endswith(".py") else folder.split("/")[0]) for folder in folders}
-    names = {module.removesuffix(".py").replace("/", ".") for module in modules}
     return [
         path.relative_to(root).as_posix()
         for path in sorted((root / "unit_tests").rglob("test_*.py"))
-        if homes & {path, *path.parents} or names & list_imports(parse(path))
+        if homes & {path, *path.parents} or any(imports(path, module) for module in modules)
     ]
 
 
+def imports(path: Path, module: str) -> bool:
+    """Return whether a file imports a module, given as a file of the repository."""
+    return module.removesuffix(".py").replace("/", ".") in list_imports(parse(path))
+
+
+@cache
 def list_imports(tree: ast.Module) -> set[str]:
     """Return the names of the modules that a file imports."""
     found: set[str] = set()

@@ -44,25 +44,31 @@ def test_one_test_is_asked_however_long_it_takes(tmp_path: Path):
     assert [name.partition("::")[2] for name in found.find_tests(FILE, 2, 2.0)] == ["test_all[b]"]
 
 
-def make_import_record(root: Path, test: str, table: str) -> None:
-    """Write the record of a test file that imports a file with a table, and runs no other line of it."""
-    lines = coverage.CoverageData(str(root / "lines"))
+def make_import_record(root: Path, test: str, table: str, *, seconds: float = 0.1, text: str = "") -> Path:
+    """Write a test file and the record that it imports a table and runs no line of a function; return its folder."""
+    path, _, name = test.partition("::")
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+    folder = root / f"record of {Path(path).stem}"
+    folder.mkdir()
+    lines = coverage.CoverageData(str(folder / "lines"))
     lines.set_context("")
     lines.add_lines({table: [1]})
     lines.write()
-    path, _, name = test.partition("::")
     home = path.removesuffix(".py").replace("/", ".")
-    (root / "tests.xml").write_text(f'<testsuite><testcase classname="{home}" name="{name}" time="0.1" /></testsuite>')
+    case = f'<testcase classname="{home}" name="{name}" time="{seconds}" />'
+    (folder / "tests.xml").write_text(f"<testsuite>{case}</testsuite>")
+    return folder
 
 
 def test_a_table_is_seen_by_those_that_import_it_and_by_the_pages(tmp_path: Path):
     (tmp_path / "algs").mkdir()
     (tmp_path / FILE).write_text("LIMITS = {1: 2, 3: 4}\n")
-    near = "unit_tests/algs/test_product.py::test_a"
-    folders = [tmp_path / "near", tmp_path / "pages", tmp_path / "other"]
-    for folder in folders:
-        folder.mkdir()
-    make_import_record(folders[0], near, FILE)
-    make_import_record(folders[1], PAGES, FILE)
-    make_import_record(folders[2], "unit_tests/algs/test_other.py::test_b", "algs/other.py")
-    assert Record("fast", tuple(folders), tmp_path).find_tests(FILE, 1, 10.0) == [near, PAGES]
+    near, own = (f"unit_tests/algs/test_{name}.py::test_a" for name in ("near", "own"))
+    folders = (
+        make_import_record(tmp_path, near, FILE),
+        make_import_record(tmp_path, own, FILE, seconds=1.0, text="from algs.product import LIMITS"),
+        make_import_record(tmp_path, PAGES, FILE),
+        make_import_record(tmp_path, "unit_tests/algs/test_other.py::test_b", "algs/other.py"),
+    )
+    assert Record("fast", folders, tmp_path).find_tests(FILE, 1, 10.0) == [own, near, PAGES]
