@@ -6,11 +6,11 @@
     python -m tools.drawn_mutants --tier slow --size 20       lines that only slow tests run
 
 A line is drawn first, by the seed, then one bug of its rules (rules.py). Only tests that run the line are asked, the
-short ones first: those of the folder's own test files for two seconds, then for twenty, then those of the test files
-that import the module, make whole runs or compare the generated pages. A line that no fast test runs is left to the
-slow tier, where one that no test runs counts as a bug that survived. equivalent.yaml explains bugs that nobody could
-notice; they leave the count. It prints the share noticed by folder with its 95 % interval (Wilson). Exit code 1 where
-the lower end is below 0.90, or where more than 5 % of the sample are explained away.
+short ones first: those of the folder's own test files for two seconds, then for twenty, then for forty with those of
+the test files that import the module, make whole runs or compare the generated pages. A line that no fast test runs is
+left to the slow tier, where one that no test runs counts as a bug that survived. equivalent.yaml explains bugs that
+nobody could notice; they leave the count. It prints the share noticed by folder with its 95 % interval (Wilson). Exit
+code 1 where the lower end is below 0.90, or where more than 5 % of the sample are explained away.
 
 What was recorded and noticed is kept in build/drawn_mutants, for one state of the code: a run that was stopped goes on
 where it was, and bugs whose tests have changed are planted again.
@@ -53,8 +53,8 @@ EXPLAINED = Path(__file__).parent / "equivalent.yaml"
 KEPT = ROOT / "build" / "drawn_mutants"
 WANTED = 0.90
 MOST_EXPLAINED = 0.05
-BUDGETS_S = (2.0, 20.0)
-"""Seconds of tests per bug: of all, and then of those that have survived so far."""
+BUDGETS_S = (2.0, 20.0, 40.0)
+"""Seconds of tests per bug: of all, and then, with those before, of those that have survived so far."""
 SLOW_BUDGET_S = 60.0
 START_S = 20.0
 """Seconds for a bug's process to import everything, on a busy machine."""
@@ -177,10 +177,10 @@ class Bug:
     def is_run(self, lines: Record) -> bool:
         return bool(lines.find_tests(self.file, self.edit.line, 0.0))
 
-    def choose_tests(self, lines: Record, budget_s: float, done_s: float) -> Mutant:
-        """Return the bug with the tests that fit a budget and that a smaller one, done_s, left out."""
-        done = lines.find_tests(self.file, self.edit.line, done_s) if done_s else []
-        tests = [test for test in lines.find_tests(self.file, self.edit.line, budget_s) if test not in done]
+    def choose_tests(self, lines: Record, budget_s: float, asked: set[str]) -> Mutant:
+        """Return the bug with the tests that fit a budget, but those that were asked before; add them to `asked`."""
+        tests = [test for test in lines.find_tests(self.file, self.edit.line, budget_s) if test not in asked]
+        asked.update(tests)
         return Mutant(
             file=self.file,
             # the whole text, because a mutant's old text occurs once
@@ -204,6 +204,8 @@ class Judge:
     """CPU seconds of the tests of planted bugs."""
     left: list[Bug] = field(default_factory=list[Bug])
     """Bugs that no test has noticed so far."""
+    asked: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Tests that were asked about a bug so far."""
 
     def find_noticed(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Yield the bugs of the tier, each with the test that noticed it, if any."""
@@ -211,12 +213,12 @@ class Judge:
         near = self.record("fast", folders={bug.file.rpartition("/")[0] for bug in bugs})
         if self.tier == "fast":
             yield from self.ask(near, BUDGETS_S[0])
-            yield from self.ask(near, BUDGETS_S[1], done_s=BUDGETS_S[0])
+            yield from self.ask(near, BUDGETS_S[1])
         else:
             self.left = [bug for bug in bugs if not bug.is_run(near)]
         far = self.record("fast", modules={bug.file for bug in self.left}, folders=RUNS)
         if self.tier == "fast":
-            yield from self.ask(far, BUDGETS_S[1])
+            yield from self.ask(far, BUDGETS_S[2])
             yield from (bug for bug in self.left if bug.is_run(near) or bug.is_run(far))
             return
         self.left = [bug for bug in self.left if not bug.is_run(far)]
@@ -227,13 +229,13 @@ class Judge:
     def record(self, tier: Tier, *, folders: Iterable[str] = (), modules: Iterable[str] = ()) -> Record:
         return record(ROOT, KEPT, tier, jobs=self.jobs, folders=folders, modules=modules)
 
-    def ask(self, lines: Record, budget_s: float, *, done_s: float = 0.0) -> Iterator[Bug]:
+    def ask(self, lines: Record, budget_s: float) -> Iterator[Bug]:
         """Plant each bug that is left, and yield those that tests notice."""
-        asked = {mutant.breaks: mutant for bug in self.left for mutant in [bug.choose_tests(lines, budget_s, done_s)]}
         by_name = {str(bug): bug for bug in self.left}
+        asked = [bug.choose_tests(lines, budget_s, self.asked[name]) for name, bug in by_name.items()]
         before = used_cpu_s()
         with tempfile.TemporaryDirectory(prefix="drawn_", ignore_cleanup_errors=True) as copies:
-            mutants = [mutant for mutant in asked.values() if mutant.tests]
+            mutants = [mutant for mutant in asked if mutant.tests]
             known = {mutant.breaks: by for mutant in mutants if (by := self.outcomes.find(mutant)) is not None}
             yield from (replace(by_name.pop(bug), by=by) for bug, by in known.items() if by)
             new = [mutant for mutant in mutants if mutant.breaks not in known]

@@ -90,8 +90,8 @@ class Record:
 
         They are functions, or cases of those that take long. A line that runs at import only is seen by every test
         that runs another line of the file, or without such a test by all of the test files that import it, and by the
-        test of the generated pages; first come those of files that import it themselves. budget_s: seconds that the
-        tests may take together; one test is returned in any case.
+        test of the generated pages; those of files that import it themselves come before others. budget_s: seconds that
+        the tests may take together; one test is returned in any case.
         """
         by_line = self._of_file(file)
         own = set[str]()
@@ -105,7 +105,7 @@ class Record:
             tests = tests | {test for seen in by_line.values() for test in seen}
             tests = tests | {self._as_asked(name) for name in self._cases_importing(file) if name == PAGES or not tests}
             own = {path for path in {t.partition("::")[0] for t in tests} if imports(self.root / path, file)}
-        home = f"unit_tests/{file.split('/')[0]}/"
+        home = f"unit_tests/{file.split('/')[0]}/", PAGES
         tests = {test for test in tests if function_of(test) not in self.failed}
         by_file: defaultdict[str, float] = defaultdict(float)
         for test in tests:
