@@ -25,7 +25,14 @@ from algs.check.obligations import (
     pick,
     prefers_what_the_rows_prefer,
 )
-from algs.check.off_policy import clips_on_the_right_side, find_bound, find_moved, find_pairs, weigh
+from algs.check.off_policy import (
+    clips_on_the_right_side,
+    corrects_the_engine_once,
+    find_bound,
+    find_moved,
+    find_pairs,
+    weigh,
+)
 from algs.check.partitions import describe_slopes, draw_partitions, keep_rows, run_in_lock_step, same_bits
 from algs.check.update import (
     SPLITS,
@@ -194,6 +201,13 @@ def test_weights_and_bounds_of_a_clip_are_found():
     [(sign, at_ratio, was, now)] = find_moved(dual, "dual_clip", ratios, before)
     assert (sign, math.exp(at_ratio), was, now) == (-1.0, pytest.approx(2), pytest.approx(2), 0.0)
     assert find_moved(GRPO(dual_clip=1.5), "dual_clip", ratios, before) == [], "0.75 is refused"
+
+
+def test_the_power_of_the_engines_ratio_is_told_where_no_cap_binds():
+    capped = GRPO(correction=Correction(high=1.2))
+    end = "; examined with single tokens and correction.level="
+    assert corrects_the_engine_once(capped) == f"weighted by pi_prox / pi_rollout to the power of 1 near 1{end}token"
+    assert corrects_the_engine_once(GRPO(correction=OFF)) == f"not corrected{end}none"
 
 
 def test_an_obligation_is_told_in_a_line_whatever_happens():

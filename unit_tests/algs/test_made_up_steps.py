@@ -104,6 +104,8 @@ def test_poison_is_at_the_tokens_that_are_not_kept():
     assert names == ["rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "advantage", "token_rewards"]
     own = replace(groups[0][0], columns={"z": groups[0][0].columns["values"], "prox_logp": groups[0][0].rollout_logp})
     assert fixtures.list_poisonable(replace(own, advantage=None)) == ["rollout_logp", "prox_logp", "z"]
+    mine = replace(groups[0][0], columns=groups[0][0].columns | {"a": own.columns["z"]})
+    assert fixtures.list_poisonable(mine) == [*names, "a"], "the algorithm's own come last"
 
     def read(s: Sample, name: str) -> np.ndarray:
         found = {"rollout_logp": s.rollout_logp, "advantage": s.advantage}.get(name)

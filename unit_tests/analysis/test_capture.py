@@ -199,6 +199,8 @@ def test_steps_are_kept_by_their_number(step):
     for n in range(3):
         made.train(rewarded(some_groups(4, seed=n)))
     assert captured_steps(made.home) == [0, 2] and made.run.steps_done == 3
+    kept = {n: f"{snapshot_folder(made.home, n)} (every: step {n}, capture.every=2)" for n in (0, 2)}
+    assert made.said == [f"step {n} is kept in {where}" for n, where in kept.items()]
     assert read_snapshot(snapshot_folder(made.home, 2)).manifest.version == 2
 
 
@@ -345,6 +347,15 @@ def test_a_replay_chooses_the_experts_of_the_run(step, mixture_path):
     assert recompute.replay(snapshot_folder(made.home, 0), []).is_reproduced
 
 
+def test_a_loss_of_sequences_is_compared_on_whole_episodes(step):
+    made = step({"capture": {"every": 1, "weights": True}})
+    groups = [[a_changed(s, reward=float(i == 2)) for i, s in enumerate(g)] for g in rewarded(some_groups(4))]
+    made.train([[replace(s, episode=i // 2) for i, s in enumerate(g)] for g in groups])
+    found = recompute.replay(snapshot_folder(made.home, 0), ["gspo"])
+    assert found.is_reproduced and [row.name for row in found.losses] == ["run", "gspo"]
+    assert found.losses[1].grad_norm > 0
+
+
 @pytest.fixture
 def compared(step, tmp_path) -> recompute.Replay:
     """One step of GRPO with two updates, whose second is beyond some clip bounds, and other losses on the second."""
@@ -417,7 +428,9 @@ def test_the_first_order_change_of_the_kl_is_its_slope(step):
 
     trainer.alg = alg
     single, _ = weights.load_trainer(snapshot, 0, None)
-    gradient = compute_update(single, alg, snapshot.plan_of(0), snapshot.groups).gradient
+    computed = compute_update(single, alg, snapshot.plan_of(0), snapshot.groups)
+    assert computed.slopes[computed.trained].all() and not computed.slopes[~computed.trained].any()
+    gradient = computed.gradient
     length = inner(list(gradient.values()), list(gradient.values())) ** 0.5
     before, h = distance(), 1e-2
     with torch.no_grad():

@@ -8,12 +8,14 @@ import re
 import numpy as np
 import pytest
 
+from analysis.doctor.__main__ import main
 from analysis.doctor.findings import Finding, attempt, show_all
 from analysis.doctor.gap import Gap, collect, measure_gap
 from analysis.doctor.recipe_checks import check_recipe
 from analysis.doctor.target import find_target, is_supervised
 from core.errors import UserError
 from unit_tests.helpers.examples import sample_of
+from unit_tests.helpers.runs import file_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,6 +85,27 @@ def test_every_part_of_a_recipe_that_is_right_is_a_line(kind, parts, recipe, sum
     for finding in findings:
         wanted = parts[finding.check].format(home=re.escape(str(tmp_path)), tiny=re.escape(tiny_path))
         assert re.fullmatch(wanted, finding.found), finding
+
+
+def test_a_reward_of_groups_scores_the_answer_beside_an_equal_one(recipe, tmp_path):
+    text = "def score_group(prompt, conversations): return [{'correct': float(len(conversations))}] * 2"
+    changes = {"reward.function": file_of(tmp_path / "places.py", text), "group_size": 2}
+    findings, _ = check_recipe(find_target(recipe(changes), []).loaded, lambda _: None)
+    assert (findings[-1].check, findings[-1].level) == ("reward", "ok")
+    assert re.fullmatch(r"row \S+ with its own answer as reply: correct 2; together 2", findings[-1].found)
+
+
+def test_a_stop_that_cannot_be_is_told_once_with_the_tokenizer(recipe):
+    findings, _ = check_recipe(find_target(recipe({"rollout.stop_token_ids": [10**6]}), []).loaded, lambda _: None)
+    [refused] = [f for f in findings if f.level != "ok"]
+    assert refused.check == "tokenizer" and refused.found.startswith("rollout.stop_token_ids names 1000000, and the")
+
+
+def test_an_examination_is_printed_in_lines(recipe, capsys):
+    assert main([recipe(), "--sequences", "4", "--tokens", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "" and lines[-1].startswith("no mismatch: ")
+    assert [line.split()[0] for line in lines[-5:-2]] == ["weights", "ids", "tokens"]
 
 
 @pytest.mark.parametrize("key", ["rollout", "reward", "groups_per_step", "group_size"])

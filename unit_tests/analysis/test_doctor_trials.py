@@ -25,6 +25,7 @@ from analysis.doctor.rescoring import (
     fit_tokens,
     load_in,
     measure_surprise,
+    search_temperature,
     try_dtypes,
     try_old_weights,
     try_other_ids,
@@ -43,6 +44,17 @@ from unit_tests.helpers.image_models import draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GAP = Gap(mean=0.5, p99=0.5, largest=0.5, kl=0.0, tokens=20)
+
+
+# ---------------------------------------------------------------- the temperature that fits
+
+
+@pytest.mark.parametrize(
+    ("usual", "true"),
+    [(1.0, 0.7), (1.0, 1.237), (0.7, 0.312), (0.7, 2.499), (2.0, 5.345), (2.0, 5.496), (2.0, 5.702)],
+)
+def test_a_temperature_is_found_to_three_digits(usual, true):
+    assert search_temperature(lambda t: abs(t - true), usual) == true
 
 
 # ---------------------------------------------------------------- the same text, other ids

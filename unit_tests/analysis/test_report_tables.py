@@ -152,7 +152,8 @@ def test_columns_have_a_value_or_none_for_each_step_and_evaluation():
 
 
 def write_samples(folder: Path, step: int, given: list[tuple[int, str, float]]) -> None:
-    rows = [{"group": g, "id": name, "prompt": [], "completion": "", "reward": r} for g, name, r in given]
+    told = {"prompt": [], "completion": "", "new_tokens": 2, "advantage": 0.0}
+    rows = [{"group": g, "id": name, "reward": r} | told for g, name, r in given]
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "samples" / f"step_{step:05d}.jsonl").write_text(text)
@@ -164,6 +165,7 @@ def test_a_page_counts_samples_and_follows_prompts_that_came_again(tmp_path):
     write_samples(tmp_path, 2, [])
     files = {step: tmp_path / "samples" / f"step_{step:05d}.jsonl" for step in range(3)}
     lines = [{"step": float(step)} for step in range(4)]
+    lines[1] |= {"rollout/tokens": 9.0, "train/tokens": 8.0}
     run, notes = record(folder=tmp_path, metrics=lines, sample_files=files, summary={"a": 1}), list[str]()
     told, blocks = describe_with_blocks(run, "r0", 3, None, notes)
     assert told["sample_counts"] == {0: [3, 4], 1: [2, 2]} and told["captured"] == notes == []
@@ -172,6 +174,9 @@ def test_a_page_counts_samples_and_follows_prompts_that_came_again(tmp_path):
     assert [*data] == ["step-r0-0", "step-r0-1", "prompts-r0", "metrics-r0"]
     assert data["prompts-r0"] == {"p": [[0, 0, 0.5], [1, 1, 1.0]]}
     assert data["step-r0-1"]["reward"] == [1.0, 1.0] and data["metrics-r0"]["steps"] == [0, 1, 2, 3]
+    # two samples of two tokens had an advantage of 0
+    parts = {"contributing": 4.0, "clipped": 0.0, "no_signal": 4.0, "not_trained": 1.0, "rejected": 0.0}
+    assert data["metrics-r0"]["tokens"] == {part: [None, n, None, None] for part, n in parts.items()}
 
 
 @pytest.mark.parametrize("has_ended", [False, True])

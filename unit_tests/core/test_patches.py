@@ -17,7 +17,7 @@ import torch
 
 from core.patches import PATCHES, Patch, begin_shared_memory_names, is_grad_switch, patched
 from tools.layers import parse_file
-from tools.private_names import PATCH_FILES, find_in
+from tools.private_names import BY_STRING, PATCH_FILES, find_in
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "ray", "transformers", "deepspeed", "vllm", "datasets", "huggingface_hub")
@@ -95,6 +95,8 @@ def test_every_private_name_of_the_patch_files_is_listed():
         own = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {
             n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
         }
+        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in BY_STRING]
+        own |= {str(arg.value) for call in calls for arg in call.args if isinstance(arg, ast.Constant)}
         used = {name for name in own if re.fullmatch(r"_[a-z]\w+", name)} - {"_cls"}
         assert used <= listed, f"{file}: {used - listed}"
 

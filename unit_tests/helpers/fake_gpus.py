@@ -34,7 +34,10 @@ int cuInit(unsigned flags) { return broken; }
 int cuDeviceGetCount(int *n) { *n = devices; return 0; }
 int cuDeviceGet(int *device, int i) { *device = i; return 0; }
 int cuDeviceGetName(char *said, int length, int i) { strcpy(said, name[i]); return 0; }
-int cuDeviceGetAttribute(int *found, int which, int i) { *found = number[i][which == 75 ? 0 : 1]; return 0; }
+int cuDeviceGetAttribute(int *found, int which, int i) {
+    if (which != 75 && which != 76) return 1;
+    *found = number[i][which - 75]; return 0;
+}
 int cuDevicePrimaryCtxRetain(void **context, int i) { *context = (char *)0 + i + 1; return number[i][4]; }
 int cuCtxPushCurrent_v2(void *context) { current = (char *)context - (char *)0 - 1; return 0; }
 int cuMemGetInfo_v2(size_t *free, size_t *total) {

@@ -96,6 +96,20 @@ def test_every_part_that_is_loaded_is_listed():
     assert names <= {part.target.rpartition(":")[2] for part in PARTS}
 
 
+def test_a_part_of_torch_is_called_with_the_arguments_that_are_listed():
+    listed = {p.target.rpartition(":")[2]: p for p in PARTS if p.arguments and p.target.startswith("torch.")}
+    calls = [node for file in FILES for node in ast.walk(parse_file(ROOT / file)) if isinstance(node, ast.Call)]
+    found = [(getattr(call.func, "attr", getattr(call.func, "id", "")), call) for call in calls]
+    used = [(listed[name], call) for name, call in found if name in listed]
+    for part, call in used:
+        assert (len(call.args), len(call.args) + len(call.keywords)) == (part.by_position, len(part.arguments))
+    assert {part.target for part, _ in used} == {
+        "torch.multiprocessing.reductions:reduce_tensor",
+        "torch.nn.attention.varlen:varlen_attn",
+        "torch.cuda:get_device_properties",
+    }
+
+
 class Owner:
     """Class with one attribute of each kind."""
 
