@@ -1,5 +1,7 @@
 """Memory of a loop that frees as much as it allocates, as the head in chunks does."""
 
+import ctypes
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +45,40 @@ print(measure(48 * 64, 64, 32) if sys.argv[2] == "logits" else measure(16, 4, 51
 """
 
 
+MAPS = """
+import ctypes
+import json
+from core.allocator import keep_freed_memory, mapping_tensors
+
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd a b c d e".split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+libc.malloc.restype = ctypes.c_void_p
+
+def count_maps(size):
+    before = libc.mallinfo2().hblks
+    assert libc.malloc(ctypes.c_size_t(size))
+    return libc.mallinfo2().hblks - before
+
+keep_freed_memory()
+with mapping_tensors():
+    inside = [count_maps(size) for size in (2**19, 2**20, 2**24)]
+print(json.dumps([inside, count_maps(2**24)]))
+"""
+
+
 def measure_peak(how: str, what: str) -> int:
     """Return the MiB of a backward pass: of 48 chunks with 10 MiB of logits each, or with a weight of 78 MiB."""
     command = [sys.executable, "-c", CHUNKS, how, what]
     return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="another C library, or an old one")
+def test_tensors_of_a_mib_or_more_are_mapped_in_the_body_alone():
+    done = subprocess.run([sys.executable, "-c", MAPS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[0, 1, 1], 0]
 
 
 @pytest.mark.one_core

@@ -187,10 +187,13 @@ def test_a_program_ends_with_a_code_and_a_sentence(error, code, said, capsys, mo
 
 def test_a_terminal_that_lacks_a_character_gets_its_number(monkeypatch):
     monkeypatch.setattr("core.cluster.signals.end_on_signals", lambda first: None)
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    assert run_guarded(lambda: print_line("3 \u2264 4") or 0) == 0
-    assert terminal.buffer.getvalue() == b"3 \\u2264 4\n"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown := io.BytesIO(), encoding="ascii"))
+
+    def run() -> int:
+        print_line("3 \u2264 4")
+        return 0
+
+    assert (run_guarded(run), shown.getvalue()) == (0, b"3 \\u2264 4\n")
 
 
 def test_the_cache_is_where_the_user_says(monkeypatch, tmp_path):
