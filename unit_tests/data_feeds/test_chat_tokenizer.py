@@ -123,6 +123,9 @@ def test_a_conversation_is_too_long_where_its_characters_tell(chat):
     long = "<|assistant|>" * (size // 13 + 1)
     assert chat.bound_tokens([user(long + "x" * (5 * size // 2 - len(long)))], limit=10) == 11
     assert chat.bound_tokens([user(long + "x" * (size // 2))], limit=10) is None
+    # a text that ends where a prefix would is encoded as a whole anyway, and its tokens are counted
+    assert chat.bound_tokens([user(long + "x" * (2 * size - 8 - len(long)))], limit=10) is None
+    assert chat.bound_tokens([user(long + "x" * (2 * size - 7 - len(long)))], limit=10) == 11
 
 
 IMAGE = EncodedImage(data=b"", width=3, height=2, hash="h")

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from core.types.arrays import to_column
 from data_feeds.rows.disk_rows import ParquetRows
@@ -41,6 +43,14 @@ def test_row_groups_are_read_as_they_are_drawn(tmp_path, monkeypatch):
         "k has a row group of 7 rows, and a row is read with its group: write it with groups of at most 6 rows (python "
         f"-m data_prep.regroup {path} --out NEW), or set lazy: false for the source to read all rows before the start"
     )
+
+
+def test_about_twenty_thousand_rows_of_row_groups_are_shuffled_together(tmp_path):
+    table = pa.table({"id": np.arange(50_000)})
+    for group, windows in ((10_000, 2), (9_999, 3), (25_000, 1)):
+        pq.write_table(table, tmp_path / "rows.parquet", row_group_size=group)
+        rows = ParquetRows(tmp_path / "rows.parquet", "data.train")
+        assert rows.kind == f"row groups of Parquet, shuffled within windows of {windows} groups in random order"
 
 
 class Wrong(Sampler):

@@ -74,6 +74,7 @@ class Counts:
         ([CHARS_AT_ONCE, 1], [1, 1]),
         ([CHARS_AT_ONCE - 1, 1, 1], [2, 1]),
         ([CHARS_AT_ONCE - 2, 1, CHARS_AT_ONCE + 5, 2], [3, 1]),
+        ([CHARS_AT_ONCE, CHARS_AT_ONCE - 1, 1, 2], [1, 2, 1]),
         ([], []),
     ],
 )

@@ -64,6 +64,13 @@ def test_a_cut_keeps_sequences_once_within_the_budget_and_even_for_ranks(sizes, 
         assert not held or (len(held) * max(held) if padded else sum(held)) <= max_tokens
 
 
+def test_many_short_sequences_keep_to_a_small_budget():
+    sizes = [1, 3, *[1] * 20, 2]
+    bins = pack_into_bins(sizes, 4)
+    assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
+    assert sorted([sizes[i] for i in b] for b in bins) == [*[[1] * 4] * 5, [2, 1], [3]]
+
+
 @given(st.lists(st.integers(1, 5000), min_size=12, max_size=60), st.integers(2, 4))
 def test_ranks_get_work_of_about_the_same_cost(sizes, ranks):
     """The bound of dealing the longest first: no rank is ahead of another by more than one unit."""

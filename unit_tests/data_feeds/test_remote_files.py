@@ -111,6 +111,12 @@ def test_a_run_that_was_faster_keeps_its_copy(tmp_path):
     assert (tmp_path / "new" / "rows.jsonl").read_text() == "b"
 
 
+def test_a_copy_that_gets_no_name_is_an_error(tmp_path):
+    (mine := tmp_path / "partial").mkdir()
+    with pytest.raises(FileNotFoundError):
+        put_in_place(mine, tmp_path / "missing" / "copy")
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, memory, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEYNRL_CACHE", str(tmp_path / "file"))
@@ -144,6 +150,18 @@ def test_a_copy_that_no_later_start_reads_goes_with_the_process(tmp_path, cache,
         done = subprocess.run([sys.executable, "-c", code, f"{address}/rows.jsonl"], capture_output=True, text=True)
         assert int(done.stdout) == (folder / "rows.jsonl").stat().st_size, done.stderr
         assert len([*cache.rglob("rows.jsonl")]) == kept
+
+
+def test_a_copy_that_is_gone_before_the_end_is_no_error(tmp_path, cache, server):
+    folder, address, handler = server
+    write(folder / "rows.jsonl", rows_of(9))
+    handler.tells = False
+    code = (
+        "import shutil, sys; from data_feeds.rows.remote_files import fetch\n"
+        "shutil.rmtree(fetch(sys.argv[1], 'data.train=x').parent)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, f"{address}/rows.jsonl"], capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path, tokenizer, server, monkeypatch):

@@ -127,7 +127,7 @@ def test_a_history_begins_with_nothing():
     assert history.drawn.flags.writeable
 
 
-def test_a_sampler_is_found_by_its_name_or_its_file(tmp_path):
+def test_a_sampler_is_found_by_its_name_or_its_file(tmp_path, monkeypatch):
     spec, sampler = find_sampler({"name": "thompson", "forget": 1})
     assert (type(sampler).__name__, sampler.name, sampler.forget, sampler.pass_reward) == ("Thompson", "thompson", 1, 1)
     assert spec.module.endswith("thompson")
@@ -139,3 +139,6 @@ def test_a_sampler_is_found_by_its_name_or_its_file(tmp_path):
         spec, sampler = find_sampler(given)
         assert spec.path == str(path) and sampler.file == str(path)
         assert sampler.model_dump()["depth"] == (2 if isinstance(given, str) else 5)
+    monkeypatch.chdir(tmp_path)
+    spec, sampler = find_sampler("own.py")
+    assert (spec.path, sampler.name, sampler.file) == (str(path), "", "own.py")

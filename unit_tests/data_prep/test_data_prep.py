@@ -508,6 +508,11 @@ def test_every_problem_set_has_a_row_here() -> None:
     assert set(MATH_ROWS) == set(math_sets.SETS)
 
 
+def test_what_is_kept_of_a_problem_is_written_in_its_own_letters() -> None:
+    [row], _ = math_sets.make([{"problem": "P", "answer": "1", "subject": "Géométrie", "level": 3}], "math500")
+    assert row.extra == '{"subject": "Géométrie", "level": 3}'
+
+
 def test_answers_in_prose_are_no_ground_truth_of_math_verify() -> None:
     number = MATH_ROWS["amo_bench"][0]
     described = number | {"answer": "All primes with $p=3$", "answer_type": "description"}

@@ -59,6 +59,16 @@ def test_a_careless_teacher_errs_in_the_call_and_believes_its_result():
     for row, call in zip(rows, calls, strict=True):
         result = str(function_calls.TOOLS[call["name"]](**call["arguments"]))
         assert [m["content"] for m in row["messages"][2:]] == [result, result]
+    wrong = [
+        (row["call"]["arguments"][key], call["arguments"][key])
+        for row, call in zip(rows, calls, strict=True)
+        for key in ("a", "b")
+        if row["call"]["arguments"][key] != call["arguments"][key]
+    ]
+    for right, said in wrong:
+        assert 10 <= said <= 99, "a number keeps its two digits"
+        assert sum(x != y for x, y in zip(str(right), str(said), strict=True)) == 1
+    assert {digit for right, said in wrong if right % 10 != (digit := said % 10)} == {*range(10)}
 
 
 def test_the_reward_wants_the_call_and_the_answer():

@@ -115,6 +115,14 @@ def test_shuffled_images_belong_to_other_rows():
     assert [r.answer for r in texts] == [r.answer for r in own["eval"]] and not find_images(texts[0].messages)
 
 
+def test_shuffled_images_come_from_any_row_of_the_task():
+    own, shuffled = rows_of(held_out=50), rows_of(held_out=50, images="shuffled")
+    place = {image_of(row).hash: i for i, row in enumerate(own["eval"])}
+    steps = Counter((place[image_of(row).hash] - i) % 50 for i, row in enumerate(shuffled["eval"]))
+    assert {step % len(ALL) for step in steps} == {0}, "tasks alternate"
+    assert len(steps) > 5 and 0 not in steps, "near ones and far ones, but never the own"
+
+
 def test_shuffled_images_depend_on_the_seed_alone(tmp_path: Path):
     """And not on the order of a set of texts, which Python draws anew in every process."""
     command = [sys.executable, "-m", "data_prep.visual", "--jsonl", "--images", "shuffled", "--tasks", ",".join(ALL)]
@@ -172,6 +180,7 @@ def test_transformers_loads_the_tiny_model_and_its_processor(tmp_path: Path, cap
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "a")
     assert len(processor.tokenizer) == model.config.text_config.vocab_size, "the processor adds no token"
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}]
+    assert model.config.get_text_config().bos_token_id is None, "a text has no mark at its begin"
     text = processor.apply_chat_template(asked, add_generation_prompt=True)
     assert text == "<|user|><image>how many?<|assistant|>"
     assert processor.apply_chat_template([{"role": "user", "content": "hi"}]) == "<|user|>hi"
