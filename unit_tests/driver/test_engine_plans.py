@@ -25,7 +25,7 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.load_recipe import load_recipe
 from driver.start import devices
 from driver.start.devices import list_cores
-from driver.start.judges import Judges, find_judge_length, name_judge_model, plan_judge, plan_judge_roles
+from driver.start.judges import Judges, find_judge_length, name_judge_model, plan_judge, plan_judge_roles, start_judges
 from driver.start.opponent import build_opponent, check_game, configure_opponent
 from driver.start.rollouts import build_engine, check_reward_and_env, find_longest, plan_engines, plan_rollouts
 from driver.start.weight_sync import make_probe
@@ -57,7 +57,7 @@ def test_an_engine_is_planned_from_the_keys_of_its_recipe(recipe: Recipe, tiny_p
     assert planned == EngineConfig(
         **{"model_path": tiny_path, "dtype": "float32", "seed": 5, "temperature": 0.7, "max_model_len": 39},
         **{"truncation": Truncation(min_p=0.1, top_k=7, top_p=0.9), "stop_token_ids": (), "kv_cache_gib": 2.0},
-        **{"gpu_memory_utilization": 0.5, "enforce_eager": True},
+        **{"gpu_memory_utilization": 0.5, "enforce_eager": True, "prefix_cache": True, "starts_empty": False},
     )
     other = cfg.model.model_copy(update={"path": "x", "dtype": "bfloat16", "images": "off", "trust_remote_code": True})
     assert plan_engines(cfg, other).engine == replace(
@@ -75,6 +75,7 @@ def test_an_engine_is_planned_from_the_keys_of_its_recipe(recipe: Recipe, tiny_p
     )
     plan = plan_rollouts(cfg)
     assert (plan.seed, plan.max_prompt_tokens, plan.transports) == (5, 30, ("gloo", "direct", "disk"))
+    assert plan_rollouts(with_rollout(cfg, num_engines=3)).reward_functions.run.engines == 3
 
 
 def test_engines_of_a_policy_that_judges_have_room_for_its_requests(recipe: Recipe):
@@ -147,6 +148,9 @@ def test_what_a_reward_needs_is_tried_on_the_machine_that_starts_it(recipe: Reci
         check_reward_and_env(elsewhere, plan_rollouts(elsewhere))
     plain = load(recipe)
     check_reward_and_env(plain, plan_rollouts(plain))
+    against = with_rollout(plain, opponent="/old")
+    said = tell(lambda: check_reward_and_env(against, plan_rollouts(against)))
+    assert said.startswith("rollout.opponent needs a game of two sides or more, and SingleTurn.sides is 1")
 
 
 # Opponents ---------------------------------------------------------------------------------------------------
@@ -271,6 +275,25 @@ def test_a_judge_starts_again_as_often_as_restarts_are_left():
     assert tell(lambda: put_to_sleep(Mortal(1, "10.0.0.2")), RunStopped) == (
         "judge 0 started again on another machine, 10.0.0.2, where no reward asks it: resume the run"
     )
+
+
+class Lending:
+    """Cluster whose new workers are these."""
+
+    def __init__(self, workers: Mortal) -> None:
+        self.workers = workers
+
+    async def spawn(self, *given: Any, **keys: Any) -> Mortal:
+        return self.workers
+
+
+def test_a_new_judge_has_the_restarts_of_the_recipe(recipe: Recipe, tiny_path: str):
+    cluster: Any = Lending(Mortal(1))
+    cfg = with_rollout(load(recipe), restarts=1).model_copy(update={"judge": JudgeConfig(model=tiny_path)})
+    judges = asyncio.run(start_judges(cluster, cfg, (said := []).append, "a key"))
+    assert judges is not None and judges.urls == ("http://127.0.0.1:9",)
+    asyncio.run(judges.sleep())
+    assert said == ["judge 0: its process died; restarting it (1 of rollout.restarts=1)", "judge 0 is back"]
 
 
 # Devices -----------------------------------------------------------------------------------------------------

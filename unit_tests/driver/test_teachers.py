@@ -179,6 +179,14 @@ def test_a_sample_without_a_teacher_is_neither_trained_on_nor_counted(tiny_path)
     assert [plan_update([[one, none, two]], "token", 100).weights] == [[0.25, 0.25]]
 
 
+def test_a_teacher_reads_neither_columns_nor_advantages(tiny_path):
+    reader = reader_of(tiny_path)
+    scored = asked(reader, "1+2", [9, 8], [True, True], source="a").with_advantage(1.0)
+    row = reader.write_row(Teacher("start", sources=frozenset({"a"})), scored, [scored])
+    assert row is not None and (row.columns, row.advantage) == ({}, None)
+    assert row.token_ids.tolist() == scored.token_ids.tolist()
+
+
 def test_no_compared_loss_trains_on_a_sample_without_its_column(tiny_path):
     """The exclusions of the run's own algorithm are taken back, but not this one."""
     columns = {"teacher_logp": [0.0, -1.0, -2.0]}

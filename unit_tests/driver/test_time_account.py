@@ -20,6 +20,8 @@ def test_a_device_is_idle_for_a_reason_that_the_driver_knows():
     assert trainer["wait_for_data"] == 3.0 and trainer["rest"] == 0.1 and trainer["driver"] == pytest.approx(1.0)
     engine = explain_engine({"generate": 6.0, "sync": 1.0, "idle": 2.95}, driver)
     assert engine["wait_for_trainer"] == 2.95 and engine["rest"] == pytest.approx(0.05)
+    unasked = explain_trainer({"train": 4.0, "idle": 6.0}, {"all": 10.0, "rest": 0.0})
+    assert unasked == {"train": 4.0, "wait_for_data": 0.0, "evaluate": 0.0, "driver": 6.0, "rest": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,35 @@ def test_a_verdict_is_asked_once_kept_if_readable_and_read_again(tmp_path):
         asyncio.run(VerdictCache(tmp_path / "full").get("c", ask_for("c", 1.0)))
 
 
+def test_an_error_that_nobody_waits_for_any_more_is_not_printed():
+    """A sample's deadline has passed, and then the judge fails, or the run ends while it is asked."""
+    said: list[dict[str, Any]] = []
+
+    async def go(is_asked: bool) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        go_on, cache = asyncio.Event(), VerdictCache(None)
+
+        async def fail() -> dict[str, Any]:
+            await go_on.wait()
+            raise ValueError("no answer")
+
+        waits = asyncio.ensure_future(cache.get("a", fail))
+        await asyncio.sleep(0)
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        call = next(iter(cache._asked.values()))
+        if is_asked:
+            go_on.set()
+        else:
+            call.cancel()
+        await asyncio.wait([call])
+        await asyncio.sleep(0)
+
+    for is_asked in (True, False):
+        asyncio.run(go(is_asked))
+    assert said == []
+
+
 def test_anchors_are_due_at_the_first_verdict_and_every_few_more():
     class Taste:
         async def ask(self, prompt: Any, reply: str, *, is_fresh: bool) -> Any:

@@ -15,6 +15,7 @@ from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from rewards import reward_model
 from rewards.batches import Batcher
+from unit_tests.helpers.chat_families import WEATHER
 
 REPLIES = ["7", "a longer reply", "77", "no", "a reply that is longer than all the others"]
 
@@ -63,6 +64,17 @@ def test_a_reply_that_the_prompt_begins_is_scored_as_one_turn(tiny_path, tmp_pat
         return asyncio.run(call)
 
     assert score([{"role": "assistant", "content": "7"}], "7") == score([], "77") != score([], "7")
+
+
+def test_a_reward_model_reads_the_tools_of_the_prompt(qwen):
+    scorer = reward_model.Scorer(None, qwen, None, [("reward", 0)], 1000)
+    asked: Any = {"id": "p", "messages": [{"role": "user", "content": "Write."}]}
+    with_tools, without = (
+        qwen.hf.decode(scorer.encode(prompt, [{"role": "assistant", "content": "7"}]).token_ids)
+        for prompt in (Prompt(**asked, tools=[WEATHER]), Prompt(**asked))
+    )
+    name = WEATHER["function"]["name"]
+    assert name in with_tools and name not in without
 
 
 def test_calls_that_arrive_during_a_batch_are_the_next(tiny_path):

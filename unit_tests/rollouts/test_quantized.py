@@ -110,8 +110,9 @@ def test_rounding_without_its_correction_is_refused(recipe):
         Engine.check_quantization(load_recipe(RLConfig, recipe(given), []).cfg.rollout, dtype="float32", on_gpu=False)
 
 
-def test_a_mixture_of_experts_is_refused_before_the_start(recipe, tmp_path):
+def test_a_mixture_of_experts_is_refused_before_the_start(recipe, refused, tmp_path):
     make_mixture(tmp_path)
+    refused({"model.path": str(tmp_path), "rollout.quantization": "int8"}, "hf rounds no experts")
     cfg = load_recipe(RLConfig, recipe({"model.path": str(tmp_path), "rollout.quantization": "int8"}), []).cfg
     for engine, why in (("vllm", "of a mixture: leave it out, or on a GPU"), ("hf", "hf rounds no experts")):
         with pytest.raises(UserError, match=why):
