@@ -82,7 +82,8 @@ def test_the_table_has_the_reward_and_the_metric_that_the_recipe_asks_for(tmp_pa
     (folder / "config.yaml").touch()
     lines = [
         *({"step": 0, "eval/pass@2": 0.25}, {"step": 0, "reward/mean": 0.5, "train/entropy": 2.0}),
-        *({"step": 1, "eval/pass@2": 0.75}, {"step": 1, "reward/mean": 0.625, "train/entropy": 1.5, "train/loss": 0.25}),
+        {"step": 1, "eval/pass@2": 0.75},
+        {"step": 1, "reward/mean": 0.625, "train/entropy": 1.5, "train/loss": 0.25},
         {"step": 2, "eval/pass@2": 0.875},
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))

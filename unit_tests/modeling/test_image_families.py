@@ -125,11 +125,11 @@ def test_patches_of_another_size_than_the_models_are_refused(name):
     assert str(refused.value) == f"m=x: its processor has {name}=7, and its model {wanted}{ASIDE}"
 
 
-def make_squares(*, processor: dict[str, Any] | None = None, **images: Any) -> Squares:
+def make_squares(*, processor: dict[str, Any] | None = None, tokenizer: Any = NOBODY, **images: Any) -> Squares:
     own = {"size": {"height": 8, "width": 8}, "do_pan_and_scan": False} | images
     config = SimpleNamespace(mm_tokens_per_image=4, vision_config=SimpleNamespace(image_size=8))
     given = {"image_seq_length": 4} if processor is None else processor
-    return Squares(SimpleNamespace(**own), NOBODY, config, given, "m=x")
+    return Squares(SimpleNamespace(**own), tokenizer, config, given, "m=x")
 
 
 def test_a_square_of_gemma_has_its_tokens_between_two_marks():
@@ -138,6 +138,8 @@ def test_a_square_of_gemma_has_its_tokens_between_two_marks():
     assert squares.write((1, 4)) == f"<start_of_image>{'<image_soft_token>' * 4}<end_of_image>"
     assert squares.reserved == ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
     assert (squares.around, squares.settings) == ("\n\n", {"do_pan_and_scan": False})
+    named = SimpleNamespace(boi_token="B", image_token="I", eoi_token="E")
+    assert make_squares(tokenizer=named).write((1, 4)) == "BIIIIE"
     tensors, cut = squares.read({"pixel_values": torch.ones(1, 2), "num_crops": 0})
     assert cut == (1, 4) and squares.collate([tensors, tensors])["pixel_values"].shape == (2, 2)
     for changes, told in (

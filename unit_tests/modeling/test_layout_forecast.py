@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from core.errors import UserError
@@ -28,6 +29,16 @@ def test_a_config_is_enough_to_tell_the_layout(tmp_path, family, level, by_path)
     found = forecast(tmp_path, family)
     assert isinstance(found, LayoutProbe), found
     assert (found.level, found.by_path) == (level, by_path) and found.error <= found.bound
+
+
+def test_the_same_config_is_measured_the_same_in_every_run(tmp_path):
+    found: list[float] = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        probe = forecast(tmp_path, "gpt_oss")
+        assert isinstance(probe, LayoutProbe)
+        found.append(probe.error)
+    assert found[0] == found[1] > 0
 
 
 def test_a_refuted_setting_is_refused_before_the_model_is_loaded(tmp_path):

@@ -22,7 +22,7 @@ from core.cluster.child_process import ROOT, start_module
 from core.errors import UserError
 from core.loading import FileSpec, resolve
 from rollouts.agents.launching import LauncherClient
-from rollouts.agents.run_file import CANCELLED, run_agent, serve_episodes
+from rollouts.agents.run_file import CANCELLED, run_agent, run_file, serve_episodes
 from rollouts.agents.task import AgentPlan, Task
 from unit_tests.helpers.processes import wait_until
 
@@ -222,6 +222,15 @@ def test_a_launcher_that_dies_before_it_has_its_plan_is_told_in_a_sentence(tmp_p
         client.kill()
 
 
+def test_a_launcher_that_is_killed_leaves_no_handle(tmp_path):
+    (file := tmp_path / "agent.py").write_text("def run(task): ...")
+    before = sorted(os.listdir("/proc/self/fd"))
+    client = LauncherClient(AgentPlan(file=name_file(file)))
+    assert len(os.listdir("/proc/self/fd")) > len(before)
+    client.kill()
+    assert sorted(os.listdir("/proc/self/fd")) == before, "of one that is replaced, and of one that is still known"
+
+
 # the agent's side -----------------------------------------------------------------------------------------------------
 
 
@@ -290,3 +299,17 @@ def test_many_episodes_play_at_once_and_one_can_be_cancelled():
     assert second == {"id": 2, "parts": {"seed": 5.0}, "failure": ""}
     assert (third["id"], third["parts"]) == (3, {}) and third["failure"].startswith("KeyError: 'k' (test_launcher_me")
     assert last == {"id": 1, "parts": {}, "failure": CANCELLED}
+
+
+@pytest.mark.timeout(60)
+def test_a_file_of_many_episodes_reads_tasks_and_writes_results():
+    (task, given), (found, result) = os.pipe(), os.pipe()
+
+    async def run(task: Task) -> dict[str, float]:
+        os.close(given)  # no other episode comes
+        return {"seed": task.seed + 1.0}
+
+    os.write(given, json.dumps({"id": 7, "task": TASK}).encode() + b"\n")
+    assert run_file(run, __file__, task, result, many=True) == 0
+    os.close(result)
+    assert json.loads(read_all(found)) == {"id": 7, "parts": {"seed": 1.0}, "failure": ""}

@@ -59,13 +59,16 @@ class Desk(McpEnv):
 
 
 def test_a_command_has_its_words_and_variables_and_its_log_is_shown(library, capfd):
-    async def go() -> list[str]:
-        env = Desk(PROMPT)
-        assert await env.open() == []
-        await env.close()
-        return [thread.name for thread in threading.enumerate()]
+    def is_read() -> bool:
+        return "output of the MCP server desk --port 3" in [thread.name for thread in threading.enumerate()]
 
-    assert "output of the MCP server desk --port 3" not in asyncio.run(go())
+    async def go() -> None:
+        env = Desk(PROMPT)
+        assert await env.open() == [] and is_read()
+        await env.close()
+
+    asyncio.run(go())
+    assert not is_read()
     assert library.commands == [{"command": "desk", "args": ["--port", "3"], "env": {"A": "b"}}]
     shown = capfd.readouterr().err.splitlines()
     assert sorted(shown) == [

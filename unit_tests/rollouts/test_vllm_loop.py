@@ -274,8 +274,9 @@ def test_an_engine_sleeps_as_deeply_as_its_mode_says(tiny_path: str, mode: Sleep
 def test_weights_come_over_the_transfer_of_the_settings(tiny_path: str) -> None:
     for settings, transfer in (({}, "gloo"), ({"over_nccl": True}, "nccl"), ({"over_ipc": True}, "ipc")):
         engine = QuickEngine(EngineConfig(model_path=tiny_path, **settings, **SETTINGS))
-        assert engine.transfer == f"feynrl_{transfer}"
+        assert engine.transfer == f"feynrl_{transfer}" and not engine.llm.closed
         asyncio.run(engine.close())
+        assert engine.llm.closed
 
 
 def test_a_request_of_the_engine_ends_where_its_text_does(tiny_path: str) -> None:
