@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 import threading
 import time
 from collections import deque
@@ -134,6 +135,32 @@ def test_mlflow_is_given_samples_as_tables_of_which_it_lists_the_newest():
         tracker.samples(step, [{"a": 1}])
     listed = json.loads(client.calls[-1][3])
     assert [table["path"] for table in listed] == [f"samples/step_{step:05d}.json" for step in range(4, 104)]
+
+
+class New(Noting):
+    """Server with a run that nothing is known of."""
+
+    def get_run(self, run_id: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(params={}, tags={}))
+
+
+def test_mlflow_is_given_no_longer_values_than_it_takes(tmp_path, monkeypatch):
+    """6000 characters of a parameter and 8000 of a tag. It gets most of them, and the end."""
+    pairs: Any = SimpleNamespace(Param=lambda *pair: pair, RunTag=lambda *pair: pair)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", pairs)
+    tracker, client, long = Mlflow(), New(), "é" * 9000 + "!"
+    tracker.client, tracker.run_id = client, "r"  # type: ignore[assignment]
+    run = TrackedRun(
+        **{"name": "a", "folder": tmp_path, "config": {"data.system": long, "steps": 2}, "facts": {"git": long}},
+        **{"settings": TrackingConfig(), "first_step": 0, "previous": None},
+    )
+    tracker._describe(run)
+    (_, _, (_, params)), (_, _, (_, tags)), recipe = client.calls
+    assert recipe == ("log_artifact", "r", str(tmp_path / "config.yaml"), "recipe/a")
+    params, tags = dict(params), dict(tags)
+    assert params["steps"] == "2" and tags["run_folder"] == str(tmp_path)
+    for value, most in ((params["data.system"], 6000), (tags["git"], 8000)):
+        assert most - 100 < len(value) <= most and value.startswith("é") and value.endswith("!")
 
 
 @pytest.mark.parametrize(
