@@ -151,8 +151,13 @@ def test_mlflow_is_given_no_longer_values_than_it_takes(tmp_path, monkeypatch):
     tracker, client, long = Mlflow(), New(), "é" * 9000 + "!"
     tracker.client, tracker.run_id = client, "r"  # type: ignore[assignment]
     run = TrackedRun(
-        **{"name": "a", "folder": tmp_path, "config": {"data.system": long, "steps": 2}, "facts": {"git": long}},
-        **{"settings": TrackingConfig(), "first_step": 0, "previous": None},
+        name="a",
+        folder=tmp_path,
+        config={"data.system": long, "steps": 2},
+        facts={"git": long},
+        settings=TrackingConfig(),
+        first_step=0,
+        previous=None,
     )
     tracker._describe(run)
     (_, _, (_, params)), (_, _, (_, tags)), recipe = client.calls

@@ -60,7 +60,7 @@ def test_gsm8k_finds_the_last_answer_and_whether_it_was_marked(text, number, is_
 
 
 def test_gsm8k_scores_the_last_message():
-    turns = [reply("#### 6"), {"role": "user", "content": "Are you sure?"}, reply("#### 7")]
+    turns: list[Any] = [reply("#### 6"), {"role": "user", "content": "Are you sure?"}, reply("#### 7")]
     assert gsm8k.score(prompt_of(answer="#### 7"), turns) == {"correct": 1.0, "format": 1.0}
 
 
