@@ -60,8 +60,9 @@ def test_problems_that_cannot_be_used_are_counted_by_reason(tmp_path: Path):
     ]
     rows, invalid = mm_math.make(records, make_reader(tmp_path))
     assert [row.id for row in rows] == ["mm_math/0"]
-    [row], _ = mm_math.make([a_problem(knowledge=["勾股定理"], year=None)], make_reader(tmp_path))
-    assert row.extra == '{"difficult": "easy", "knowledge": ["勾股定理"]}'
+    plain = a_problem(knowledge=["勾股定理"], year=None, solution="\\boxed{5} it is.")
+    [row], _ = mm_math.make([plain], make_reader(tmp_path))
+    assert (row.answer, row.extra) == ("5", '{"difficult": "easy", "knowledge": ["勾股定理"]}')
     assert {reason: case.rows for reason, case in invalid.cases.items()} == {
         "missing_column": 2,
         "bad_answer": 1,

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from configs.eval_schema import EvalConfig
@@ -134,14 +135,14 @@ def test_each_side_of_a_game_counts_alike_and_numbers_come_before_texts():
         {"mean": 4 / 3, "pass@2": 1.0, "pass^2": 1 / 3, "majority@2": 1.0, "pass@3": 1.0, "pass^3": 0.0}
         | {"majority@3": 1.0}
     )
-    values = ["b", "10", "9", "nan", "-1", "a", "0.5"]
+    values = ["10", *"badcfehg", "9", "nan", "-1", "0.5"]
     prompts = [grade("10", level=value) for value in values] + [grade("00"), grade("011", level="9")]
     rows = make_table(prompts, [1, 2], by=["level", "none"], resamples=100, seed=0)
     assert [(row.column, row.value, row.prompts, row.samples, row.failed) for row in rows] == [
-        ("", "all", 9, 19, 10),
+        ("", "all", 15, 31, 16),
         *(("level", value, 1, 2, 1) for value in ("-1", "0.5")),
         ("level", "9", 2, 5, 2),
-        *(("level", value, 1, 2, 1) for value in ("10", "a", "b", "nan")),
+        *(("level", value, 1, 2, 1) for value in ("10", *"abcdefgh", "nan")),
     ]
 
 
@@ -265,6 +266,14 @@ def test_files_of_samples_are_the_parts_or_the_whole(tmp_path):
     assert list_files(tmp_path) == list_parts(tmp_path) == [home / name for name in sorted(names)]
     (tmp_path / "generations.parquet").touch()
     assert list_files(tmp_path) == [tmp_path / "generations.parquet"]
+
+
+def test_a_part_without_any_reward_has_columns_of_the_same_types(tmp_path):
+    writer = PartWriter(tmp_path, prompts_per_part=1)
+    for index, reward in enumerate((None, 1.0)):
+        writer.add([make_row("a", index, 0, reward=reward)])
+    types = [{column.name: str(column.type) for column in pq.read_schema(part)} for part in list_parts(tmp_path)]
+    assert types[0] == types[1] and (types[0]["reward"], types[0]["tokens"]) == ("double", "int32")
 
 
 def test_the_spending_of_judges_is_kept_with_the_samples(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import combinations, permutations, product
 from pathlib import Path
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs.eval_schema import EvalConfig
-from core.errors import RunStopped, UserError
+from core.errors import ProcessDied, RunStopped, UserError
 from core.timing.clock import Clock
 from core.types.samples import Prompt, Sample
 from data_feeds.rows.eval_sets import PromptSet
@@ -33,11 +34,12 @@ from driver.evaluation.suites.generations import (
     join_parts,
     list_parts,
     read_generations,
+    restore_spend,
 )
 from driver.evaluation.suites.resume import find_samples
 from driver.evaluation.suites.run import EvalRun
 from driver.evaluation.suites.table import GradedPrompt, TableRow, make_table
-from rollouts.scheduling.availability import EngineAvailability
+from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability
 from rollouts.scheduling.judge_spend import JudgeSpend
 from unit_tests.helpers.examples import sample_of
 
@@ -251,9 +253,17 @@ class Judged:
 
     def __init__(self, n_engines: int, judges: JudgeSpend) -> None:
         self.engines, self.judges = EngineAvailability(n_engines), judges
+        self.running, self.most = 0, 0
+        self.before: Callable[[], Awaitable[None]] = self.yield_once
+
+    async def yield_once(self) -> None:
+        await asyncio.sleep(0)
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> list[Sample]:
-        await asyncio.sleep(0)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await self.before()
+        self.running -= 1
         sample = replace(sample_of([1, 2], [False, True], prompt=prompt), reward=1.0, counts={"judge/calls": 1.0})
         self.judges.count([sample] * size)
         return [sample] * size
@@ -338,6 +348,51 @@ def test_a_used_up_budget_of_judges_keeps_what_was_paid_for(tmp_path: Path):
     asyncio.run(run.sample_all())
     assert run.requests.judges.calls == 10, "the six calls of the first are counted; the last prompt used up the rest"
     assert [row.samples for row in run.report()] == [10]
+
+
+def test_what_judges_cost_is_written_with_each_part(tmp_path: Path):
+    run, _ = an_evaluation(tmp_path, {"a": 5})
+    requests: Any = run.requests
+    found: list[tuple[int, float]] = []
+
+    async def look() -> None:  # as a resume would, if the evaluation were killed here
+        restore_spend(tmp_path, spend := JudgeSpend())
+        found.append((len(list_parts(tmp_path)), spend.calls))
+
+    requests.before = look
+    asyncio.run(run.sample_all())
+    assert found == [(0, 0), (0, 0), (1, 4), (1, 4), (2, 8)]
+
+
+def test_as_many_prompts_run_as_all_engines_take(tmp_path: Path):
+    run, _ = an_evaluation(tmp_path, {"a": 20})
+    rollout = run.cfg.rollout.model_copy(update={"num_engines": 2})
+    run.cfg = run.cfg.model_copy(update={"prompts_per_engine": 4, "rollout": rollout})
+    requests: Any = run.requests
+    asyncio.run(run.sample_all())
+    assert requests.most == 8
+
+
+def test_an_engine_that_was_restarted_serves_again_at_once(tmp_path: Path):
+    run, _ = an_evaluation(tmp_path, {"a": 3})
+    requests: Any = run.requests
+    said: list[str] = []
+
+    async def restart(rank: int) -> None:
+        await asyncio.sleep(0)
+
+    async def die_twice() -> None:
+        if engines.n_restarts < 2:
+            engines.report_death(ProcessDied("it died", worker=(ENGINE_GROUP, 0)), engines.deaths)
+        await engines.wait_for(engines.serving)
+
+    engines = requests.engines = EngineAvailability(1, restart=restart, budget=2, say=said.append)
+    requests.before = die_twice
+    asyncio.run(asyncio.wait_for(run.sample_all(), 10))
+    assert said == [
+        *("it died; restarting it (1 of rollout.restarts=2)", "engine 0 is back"),
+        *("it died; restarting it (2 of rollout.restarts=2)", "engine 0 is back"),
+    ]
 
 
 def test_a_resumed_evaluation_counts_the_samples_that_are_there(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from inspect import signature
-from threading import Timer
+from threading import Event, Timer
 from threading import enumerate as enumerate_threads
 from time import monotonic
 from typing import Any
@@ -74,6 +74,23 @@ def test_a_member_that_dies_in_a_sync_ends_the_wait_of_all_others():
     assert sorted(made.destroyed for made in group.network.made) == [0, 1, 1], "aborted once, and never twice"
     with pytest.raises(TransportFailed, match="this member is not in the group"):
         group.sender.send(buckets())
+
+
+def test_a_transfer_that_is_given_up_has_freed_its_communicator(monkeypatch):
+    group, ended, early = Members(receivers=1), Event(), list[bool]()
+    group.sender._timeout = timedelta(seconds=0.05)
+    [made] = (made for made in group.network.made if made.rank == 0)
+    abort = made.destroy
+
+    def destroy() -> None:
+        abort()  # the wait of `send` ends, while the memory is still being freed
+        early.append(ended.wait(0.1))
+
+    monkeypatch.setattr(made, "destroy", destroy)
+    with pytest.raises(TransportFailed, match=r"the members did not finish within 0\.05 s"):
+        group.sender.send(buckets())
+    ended.set()
+    assert early == [False]
 
 
 def test_a_missing_member_is_an_error_in_time_and_what_comes_late_is_freed():
