@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 import main_eval
+from core import gpus
 from core.errors import RunStopped
 from core.timing.clock import Clock
 from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.eval_sets import load_sets
+from driver.checks import memory_estimate
 from driver.evaluation.evaluator import EvalResult, Evaluator
 from driver.evaluation.suites.setup import (
     check_eval_devices,
@@ -211,6 +213,44 @@ def test_every_set_has_the_system_prompt_of_the_recipe(tiny_path, tmp_path):
     assert found.prompts[0].messages[0] == {"role": "system", "content": "be brief"}
 
 
+def small(tiny_path: str, sums: Path) -> dict[str, Any]:
+    """Return a recipe with a model and rows that are there."""
+    data = {"sets": [{"path": str(sums / "eval.parquet")}], "max_prompt_tokens": 32}
+    rollout = {"engine": "hf", "max_new_tokens": 8}
+    model = {"path": tiny_path, "dtype": "float32"}
+    return RAW | {"backend": "local", "model": model, "data": data, "rollout": rollout}
+
+
+def test_what_a_model_cannot_do_is_one_sentence_before_the_start(tiny_path, sums):
+    raw = small(tiny_path, sums)
+    for given, sentence in (
+        ("data.template_args.x=1", "data.template_args.x: the chat template of this model does not read it"),
+        ("rollout.tool_parser=hermis", "rollout.tool_parser=hermis is no parser; name the form"),
+    ):
+        assert tell(lambda given=given: prepare_eval(load_eval_recipe(raw, [given]))).startswith(sentence)
+
+
+def test_a_special_token_is_allowed_where_replies_hold_it(tiny_path, sums):
+    given = ["rollout.allowed_tokens=['7', <|user|>]"]
+    assert tell(lambda: prepare_eval(load_eval_recipe(small(tiny_path, sums), given))) == (
+        "rollout.allowed_tokens names <|user|>, a special token, which rewards and environments do not see: set "
+        "rollout.skip_special_tokens to false"
+    )
+    prepared = prepare_eval(load_eval_recipe(small(tiny_path, sums), [*given, "rollout.skip_special_tokens=false"]))
+    assert prepared.cfg.rollout.allowed_tokens == ["7", "<|user|>"]
+
+
+def test_an_opponent_that_does_not_fit_beside_vllm_is_refused(tiny_path, sums, monkeypatch):
+    gpu = gpus.Gpu(name="GPU", capability=(9, 0), total_gib=20.0, used_gib=0.0)
+    monkeypatch.setattr(memory_estimate, "find_gpus", lambda timeout_s: gpus.Gpus(devices=(gpu,)))
+    for module in ("driver.evaluation.suites.setup", "driver.start.devices", "driver.checks.memory_estimate"):
+        monkeypatch.setattr(f"{module}.count_gpus", lambda: 1)
+    given = ["backend=ray", "rollout.engine=vllm", "rollout.env=textarena", "rollout.max_turns=2"]
+    given += [f"rollout.opponent={tiny_path}", "rollout.gpu_memory_utilization=0.95"]
+    said = tell(lambda: prepare_eval(load_eval_recipe(small(tiny_path, sums), given)))
+    assert said.startswith(f"rollout.opponent={tiny_path} takes 0.75 GiB of an engine's GPU, and vLLM leaves 0.00 of")
+
+
 NO_ENGINE = """
 from core.errors import UserError
 from rollouts.engines.hf import HfEngine
@@ -223,9 +263,7 @@ class Mine(HfEngine):
 
 def test_an_engine_that_cannot_start_leaves_no_merged_model(tiny_path, tmp_path, sums, monkeypatch):
     (tmp_path / "mine.py").write_text(NO_ENGINE)
-    model, data = {"path": tiny_path, "dtype": "float32"}, {"sets": [{"path": str(sums / "eval.parquet")}]}
-    raw = RAW | {"backend": "local", "model": model, "data": data | {"max_prompt_tokens": 32}}
-    raw |= {"rollout": {"engine": str(tmp_path / "mine.py"), "max_new_tokens": 8}}
+    raw = small(tiny_path, sums) | {"rollout": {"engine": str(tmp_path / "mine.py"), "max_new_tokens": 8}}
     checkpoint: Any = SimpleNamespace(base=tiny_path)
     prepared = replace(prepare_eval(load_eval_recipe(raw, [])), checkpoint=checkpoint, why_text="it is blind")
     written: list[Path] = []
