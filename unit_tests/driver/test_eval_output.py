@@ -268,7 +268,7 @@ def test_files_of_samples_are_the_parts_or_the_whole(tmp_path):
     assert list_files(tmp_path) == [tmp_path / "generations.parquet"]
 
 
-def test_a_part_without_any_reward_has_columns_of_the_same_types(tmp_path):
+def test_a_part_without_any_reward_has_columns_of_the_same_types(tmp_path: Path):
     writer = PartWriter(tmp_path, prompts_per_part=1)
     for index, reward in enumerate((None, 1.0)):
         writer.add([make_row("a", index, 0, reward=reward)])

@@ -221,7 +221,7 @@ def small(tiny_path: str, sums: Path) -> dict[str, Any]:
     return RAW | {"backend": "local", "model": model, "data": data, "rollout": rollout}
 
 
-def test_what_a_model_cannot_do_is_one_sentence_before_the_start(tiny_path, sums):
+def test_what_a_model_cannot_do_is_one_sentence_before_the_start(tiny_path: str, sums: Path):
     raw = small(tiny_path, sums)
     for given, sentence in (
         ("data.template_args.x=1", "data.template_args.x: the chat template of this model does not read it"),
@@ -230,7 +230,7 @@ def test_what_a_model_cannot_do_is_one_sentence_before_the_start(tiny_path, sums
         assert tell(lambda given=given: prepare_eval(load_eval_recipe(raw, [given]))).startswith(sentence)
 
 
-def test_a_special_token_is_allowed_where_replies_hold_it(tiny_path, sums):
+def test_a_special_token_is_allowed_where_replies_hold_it(tiny_path: str, sums: Path):
     given = ["rollout.allowed_tokens=['7', <|user|>]"]
     assert tell(lambda: prepare_eval(load_eval_recipe(small(tiny_path, sums), given))) == (
         "rollout.allowed_tokens names <|user|>, a special token, which rewards and environments do not see: set "
@@ -240,7 +240,9 @@ def test_a_special_token_is_allowed_where_replies_hold_it(tiny_path, sums):
     assert prepared.cfg.rollout.allowed_tokens == ["7", "<|user|>"]
 
 
-def test_an_opponent_that_does_not_fit_beside_vllm_is_refused(tiny_path, sums, monkeypatch):
+def test_an_opponent_that_does_not_fit_beside_vllm_is_refused(
+    tiny_path: str, sums: Path, monkeypatch: pytest.MonkeyPatch
+):
     gpu = gpus.Gpu(name="GPU", capability=(9, 0), total_gib=20.0, used_gib=0.0)
     monkeypatch.setattr(memory_estimate, "find_gpus", lambda timeout_s: gpus.Gpus(devices=(gpu,)))
     for module in ("driver.evaluation.suites.setup", "driver.start.devices", "driver.checks.memory_estimate"):

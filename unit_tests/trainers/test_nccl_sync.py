@@ -76,7 +76,7 @@ def test_a_member_that_dies_in_a_sync_ends_the_wait_of_all_others():
         group.sender.send(buckets())
 
 
-def test_a_transfer_that_is_given_up_has_freed_its_communicator(monkeypatch):
+def test_a_transfer_that_is_given_up_has_freed_its_communicator(monkeypatch: pytest.MonkeyPatch):
     group, ended, early = Members(receivers=1), Event(), list[bool]()
     group.sender._timeout = timedelta(seconds=0.05)
     [made] = (made for made in group.network.made if made.rank == 0)
