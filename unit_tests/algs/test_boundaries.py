@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -177,7 +178,9 @@ def test_settings_are_those_of_the_algorithms_own_file():
 
 
 def test_episodes_are_cut_where_their_turns_end():
-    group = made_up_step(GRPO()).groups[0]
+    long, *others = made_up_step(GRPO()).groups[0]
+    assert len(long.spans) == 4, "in alternation both samples have several turns"
+    group = [replace(long, stop="length"), *others]
     for cut in (cut_after_every_turn, cut_in_alternation):
         branches = cut(group)
         for episode, s in enumerate(group):

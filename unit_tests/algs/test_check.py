@@ -205,6 +205,7 @@ class Rare(GroupRelative):
 PLANTED_TOTALS: dict[str, tuple[str, str, str]] = {
     "as it is": ("", "", "ok .* on 1, 2, 4 ranks, 8 splits and orders: equal"),
     "a plain sum": ("exact_sum(x)", "x.sum()", "FAILED .*values of cut in the first pass .*exact_sum what a threshold"),
+    "a number of micro-batches": ("exact_sum(x)", "x.new_ones(())", r"FAILED .* sum is \d\.0 instead of 1\.0 in one"),
     "the mean of a micro-batch": ('t["sum"] / t["n"]', "x.mean()", "FAILED .*the total cut is .* instead of"),
     "a place that depends on the tokens": (
         "fraction=self.share",

@@ -18,8 +18,9 @@ def sync_of(
     *,
     may_fall_back: bool,
     say: Callable[[str], Any],
-    whole_every: int = 0,
+    **more: Any,
 ) -> RemoteWeightSync:
+    """more: other fields of the sync."""
     return RemoteWeightSync(
         ends=SyncEndpoints(
             trainers=trainers,
@@ -37,5 +38,5 @@ def sync_of(
         may_fall_back=may_fall_back,
         say=say,
         facts={},
-        whole_every=whole_every,
+        **more,
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.kept_sets import KeptSets, KeptTokens
+from core.types.measures import ENTROPY, Measure
 from modeling.softmax import Softmax
 
 VOCABULARY = 7
@@ -60,3 +61,13 @@ def test_the_gradient_of_bfloat16_logits_is_rounded_once():
     wide = logits.detach().double().requires_grad_()
     [exact] = torch.autograd.grad(wide.log_softmax(-1).gather(-1, LABELS[:, None]).sum(), wide)
     assert torch.equal(gradient, exact.bfloat16())
+
+
+@pytest.mark.parametrize("measures", [{}, ENTROPY], ids=["plain", "with entropy"])
+def test_no_float32_copy_of_the_logits_waits_for_the_backward_pass(measures: dict[str, Measure]):
+    logits = torch.randn(6, VOCABULARY, dtype=torch.bfloat16).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found = Softmax(labels=LABELS, temperature=1.0, measures=measures).compute_at_once(logits)
+    assert found.dtype == torch.float32 and found.shape == (1 + len(measures), 6)
+    assert kept and all(t.dtype == torch.bfloat16 or t.numel() <= 6 for t in kept)

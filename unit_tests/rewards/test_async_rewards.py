@@ -174,6 +174,19 @@ def test_a_pool_closes_while_its_process_is_starting(tmp_path, monkeypatch):
     asyncio.run(play())
 
 
+def test_samples_that_are_over_are_forgotten(tmp_path):
+    """A process lasts as long as the run, which may have millions of them."""
+    (file := tmp_path / "mine.py").write_text(WAITING)
+
+    async def play() -> None:
+        with closing(_Process(one_reward(resolve_reward(str(file))))) as process:
+            for reply in ("rich", "raise"):
+                await process.compute(PROMPT, [[{"role": "assistant", "content": reply}]], 20.0)
+                assert not process._waiting, reply
+
+    asyncio.run(play())
+
+
 def test_a_process_that_blocks_or_ends_fails_its_samples_and_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(rewards.async_pool, "REWARD_EXIT_GRACE_S", 0.2)
     file = tmp_path / "mine.py"

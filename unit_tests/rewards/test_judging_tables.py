@@ -52,6 +52,7 @@ def test_waits_grow_twofold_to_half_a_minute_and_a_servers_own_wait_counts(monke
                 return await ask.ask(body)
             finally:
                 await ask.close()
+                assert ask._http is not None and ask._http.is_closed
 
         found, retries = asyncio.run(go())
     assert retries == 9 and found["choices"] and [w for w in waits if w] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
@@ -92,6 +93,7 @@ def test_the_least_busy_address_is_asked_and_another_after_a_failure():
         ask = Noted(settings_of(), 3, Server(name="n", urls=("a", "b", "c"), key=None))
         found = await asyncio.gather(*(ask.ask({}) for _ in range(3)))
         assert set(ask._in_flight.values()) == {0}
+        await ask.close()  # it has no connection
         return found
 
     found = asyncio.run(go())

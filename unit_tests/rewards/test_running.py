@@ -130,6 +130,15 @@ def test_a_sandbox_that_exceeds_a_limit_of_all_processes_is_killed(limits, reaso
     assert (ran.killed_for, ran.exit_code) == (reason, None) and ran.seconds < 3
 
 
+def test_what_was_asked_before_counts_towards_the_time_of_a_run():
+    async def finish_late(box: Running) -> Ran:
+        box._began -= 3600  # as if lines had been answered for an hour
+        return await box.finish(b"")
+
+    ran, _ = play("exec sleep 3", finish_late, reports=BEGUN, seconds=1800)
+    assert (ran.killed_for, ran.exit_code) == ("time", None) and ran.seconds >= 3600
+
+
 def test_the_first_reason_counts_and_an_ended_sandbox_has_none():
     async def kill_twice(box: Running) -> Ran:
         box.kill("memory")

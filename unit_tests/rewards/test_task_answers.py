@@ -207,6 +207,7 @@ def test_arithmetic_and_calls_want_their_answer():
         ("infinity", r"\boxed{infinity}"),
         ("2pi", r"\boxed{2\pi }"),
         ("3\u2212\u221a2", r"\boxed{3-\sqrt 2}"),
+        ("30\u00b0, 60\u00b0", r"\boxed{30^\circ , 60^\circ }"),
     ],
 )
 def test_a_ground_truth_is_written_as_a_reply_would_state_it(answer, gold):

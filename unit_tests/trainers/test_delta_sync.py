@@ -174,10 +174,22 @@ class Noted:
         return Sent(checksums={"w": 1}, nbytes=0)
 
 
-def sync_over(transport: Noted, loaded: list[dict[str, int]], said: list[str], whole_every: int) -> RemoteWeightSync:
+def sync_over(transport: Noted, loaded: list[dict[str, int]], said: list[str], **more: int) -> RemoteWeightSync:
     engines, trainers = (cast(Remote[Any], Engines(*of)) for of in ((["a", "b"], loaded), (["t"], [])))
     transports = [cast(Transport, transport)]
-    return sync_of(trainers, engines, transports, may_fall_back=False, say=said.append, whole_every=whole_every)
+    return sync_of(trainers, engines, transports, may_fall_back=False, say=said.append, **more)
+
+
+def test_a_sync_is_not_coded_unless_it_is_told_to():
+    transport = Noted()
+    sync = sync_over(transport, [], [])
+
+    async def go() -> None:
+        for version in range(2):
+            await sync.publish_weights(version)
+
+    asyncio.run(go())
+    assert transport.codings == ["plain", "plain"]
 
 
 def test_all_weights_go_to_whoever_may_lack_the_last_ones():
