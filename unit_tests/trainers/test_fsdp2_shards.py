@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from algs.grpo import GRPO
 from algs.terms import KL
@@ -87,6 +88,26 @@ def test_weights_are_rounded_to_the_models_dtype_in_memory_of_their_own(mesh, dt
     for name, buffer in model.named_buffers():
         value, place = buffers[name]
         assert torch.equal(buffer, value) and buffer.data_ptr() != place, name
+
+
+def test_weights_are_never_held_twice_while_they_are_settled(mesh):
+    model = random_model("llama", tie_word_embeddings=False)
+    shard_model(model, mesh, dtype=torch.float32, offload=False)
+    read = [StorageWeakRef(local_part(p.detach()).untyped_storage()) for p in model.parameters()]
+    held: list[int] = []
+
+    class Counted(TorchDispatchMode):
+        """Counts the tensors that are held at each copy: those that were read, and the copies before it."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                held.append(len(held) + sum(not storage.expired() for storage in read))
+            return func(*args, **kwargs or {})
+
+    with Counted():
+        settle_shards(model, mesh, dtype=torch.float32, offload=False)
+    assert len(read) > 20 and len(held) == len(read) + len([*model.buffers()])
+    assert max(held) <= len(held), "what was read is freed as it is copied"
 
 
 def test_a_value_model_has_no_head_that_could_be_a_unit(tiny_path):
