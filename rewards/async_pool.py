@@ -132,6 +132,7 @@ class _Process:
         self._sending.shutdown(wait=False)
         if not self._loaded.done():
             self._loaded.set_exception(error)
+            self._loaded.exception()  # if nobody waits, Python would print an error that nobody retrieves
 
     def _deliver(self, number: int, results: list[RewardResult]) -> None:
         waiter = self._waiting.get(number)

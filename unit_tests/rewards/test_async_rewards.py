@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import threading
@@ -158,7 +159,10 @@ def test_a_pool_closes_while_its_process_is_starting(tmp_path, monkeypatch):
         closing_now.wait()
         start(worker)
 
+    said: list[dict[str, Any]] = []
+
     async def play() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
         process = _Process(one_reward(resolve_reward(str(file))))
         begun.wait()
         monkeypatch.setattr(process._worker, "kill", lambda: (Worker.kill(process._worker), closing_now.set()))
@@ -169,9 +173,15 @@ def test_a_pool_closes_while_its_process_is_starting(tmp_path, monkeypatch):
         is_hanging = closer.is_alive()
         Worker.kill(process._worker)
         assert not is_hanging
+        await asyncio.sleep(0)  # the loop is told that the process could not be loaded
+        assert process._loaded.done()
 
     monkeypatch.setattr(Worker, "start", start_late)
     asyncio.run(play())
+    monkeypatch.undo()  # it holds the process
+    for _ in range(3):  # what one pass frees may hold more
+        gc.collect()
+    assert said == [], "nobody waits for the process, so nobody is told"
 
 
 def test_samples_that_are_over_are_forgotten(tmp_path):
