@@ -232,13 +232,13 @@ class Judge:
     def ask(self, lines: Record, budget_s: float) -> Iterator[Bug]:
         """Plant each bug that is left, and yield those that tests notice."""
         by_name = {str(bug): bug for bug in self.left}
-        asked = [bug.choose_tests(lines, budget_s, self.asked[name]) for name, bug in by_name.items()]
+        chosen = [bug.choose_tests(lines, budget_s, self.asked[name]) for name, bug in by_name.items()]
+        mutants = [mutant for mutant in chosen if mutant.tests]
+        known = {mutant.breaks: by for mutant in mutants if (by := self.outcomes.find(mutant)) is not None}
+        yield from (replace(by_name.pop(bug), by=by) for bug, by in known.items() if by)
+        new = [mutant for mutant in mutants if mutant.breaks not in known]
         before = used_cpu_s()
         with tempfile.TemporaryDirectory(prefix="drawn_", ignore_cleanup_errors=True) as copies:
-            mutants = [mutant for mutant in asked if mutant.tests]
-            known = {mutant.breaks: by for mutant in mutants if (by := self.outcomes.find(mutant)) is not None}
-            yield from (replace(by_name.pop(bug), by=by) for bug, by in known.items() if by)
-            new = [mutant for mutant in mutants if mutant.breaks not in known]
             for outcome in run_all(new, ROOT, Path(copies), jobs=self.jobs, known_to_pass=True):
                 self.outcomes.add(outcome.mutant, outcome.by if outcome.killed else "")
                 if outcome.killed:

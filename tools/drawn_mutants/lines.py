@@ -88,13 +88,27 @@ class Record:
     def find_tests(self, file: str, line: int, budget_s: float) -> list[str]:
         """Return the tests that run a line, those of the same folder first, by file, the short ones first.
 
-        They are functions, or cases of those that take long. A line that runs at import only is seen by every test
-        that runs another line of the file, or without such a test by all of the test files that import it, and by the
-        test of the generated pages; those of files that import it themselves come before others. budget_s: seconds that
-        the tests may take together; one test is returned in any case.
+        They are functions, or cases of those that take long. budget_s: seconds that the tests may take together; one
+        test is returned in any case.
+        """
+        chosen: list[str] = []
+        spent, opened = 0.0, set[str]()
+        for test in self._order(self._list_tests(file, line), file, line):
+            cost = self.seconds.get(test, 0.0) + (0.0 if test.partition("::")[0] in opened else FILE_S)
+            if chosen and spent + cost > budget_s:
+                continue
+            spent += cost
+            chosen.append(test)
+            opened.add(test.partition("::")[0])
+        return chosen
+
+    def _list_tests(self, file: str, line: int) -> set[str]:
+        """Return the tests that run a line, but those that failed while they were recorded.
+
+        A line that runs at import only is seen by every test that runs another line of the file, or without such a test
+        by all of the test files that import it, and by the test of the generated pages.
         """
         by_line = self._of_file(file)
-        own = set[str]()
         span = find_span(self._tree_of(file), line)
         tests = {test for at in span for test in by_line.get(at, set())}
         for part, homes in UNSEEN.items():
@@ -104,9 +118,16 @@ class Record:
         if self._runs_at_import(file, line):
             tests = tests | {test for seen in by_line.values() for test in seen}
             tests = tests | {self._as_asked(name) for name in self._cases_importing(file) if name == PAGES or not tests}
-            own = {path for path in {t.partition("::")[0] for t in tests} if imports(self.root / path, file)}
+        return {test for test in tests if function_of(test) not in self.failed}
+
+    def _order(self, tests: set[str], file: str, line: int) -> list[str]:
+        """Return tests of a line in the order in which they are asked.
+
+        Of a line that runs at import only, those of test files that import the file themselves come before others.
+        """
+        paths = {test.partition("::")[0] for test in tests}
+        own = {path for path in paths if imports(self.root / path, file)} if self._runs_at_import(file, line) else set()
         home = f"unit_tests/{file.split('/')[0]}/", PAGES
-        tests = {test for test in tests if function_of(test) not in self.failed}
         by_file: defaultdict[str, float] = defaultdict(float)
         for test in tests:
             by_file[test.partition("::")[0]] += self.seconds.get(test, 0.0)
@@ -115,16 +136,7 @@ class Record:
             path = test.partition("::")[0]
             return not test.startswith(home), path not in own, by_file[path], path, self.seconds.get(test, 0.0)
 
-        chosen: list[str] = []
-        spent, opened = 0.0, set[str]()
-        for test in sorted(tests, key=order):
-            cost = self.seconds.get(test, 0.0) + (0.0 if test.partition("::")[0] in opened else FILE_S)
-            if chosen and spent + cost > budget_s:
-                continue
-            spent += cost
-            chosen.append(test)
-            opened.add(test.partition("::")[0])
-        return chosen
+        return sorted(tests, key=order)
 
     @cached_property
     def _data(self) -> list[coverage.CoverageData]:
