@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.hub import describe_hub
 from core.types.images import EncodedImage
 from core.types.samples import Prompt, RecordedEpisode
 from data_feeds.chat.decoding import decode_exactly, list_special_tokens
@@ -52,9 +54,9 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(tiny_path, tmp_path):
         f"a.b={broken}: its generation_config.json cannot be read, but it names the stop tokens: "
     )
     (tmp_path / "empty").mkdir()
-    assert tell(lambda: ChatTokenizer(str(tmp_path / "empty"), "chat")).startswith(
-        f"model.path={tmp_path / 'empty'}: its tokenizer cannot be loaded: "
-    )
+    said = tell(lambda: ChatTokenizer(str(tmp_path / "empty"), "chat"))
+    assert said.startswith(f"model.path={tmp_path / 'empty'}: its tokenizer cannot be loaded: ")
+    assert not said.endswith(describe_hub())
     bare = copy(tiny_path, tmp_path / "bare", template=None)
     assert tell(lambda: ChatTokenizer(bare, "chat")) == (
         f"model.path={bare} has no chat template: set data.template=plain, or data.chat_template"
@@ -67,6 +69,21 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(tiny_path, tmp_path):
     (endless / "special_tokens_map.json").unlink(missing_ok=True)
     assert tell(lambda: ChatTokenizer(str(endless), "chat")) == (
         f"model.path={endless}: its tokenizer has no end-of-sequence token"
+    )
+
+
+def test_a_name_that_the_hub_does_not_give_tells_where_it_was_looked_for(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = tell(lambda: ChatTokenizer("nobody/none", "chat"))
+    assert said.startswith("model.path=nobody/none: its tokenizer cannot be loaded: ")
+    assert said.endswith(f"; {describe_hub()}")
+
+
+def test_a_clone_without_the_part_for_images_takes_a_text_model(tiny_path, tmp_path, monkeypatch):
+    vision = copy(tiny_path, tmp_path / "vision", config=json.dumps({"model_type": "qwen2_vl"}))
+    monkeypatch.setitem(sys.modules, "modeling.images.processor", None)
+    assert tell(lambda: ChatTokenizer(vision, "chat")) == (
+        f"model.path={vision} needs modeling/images/processor, which this clone lacks: restore it, or take a text model"
     )
 
 

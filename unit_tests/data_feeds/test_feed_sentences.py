@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -252,8 +253,11 @@ def test_samples_that_share_a_prefix_are_a_family():
 
 def test_a_row_under_another_prompt_has_the_same_reply():
     kept = KeptSets.of_lists([[], [], [3, 9], [], [5]])
-    one = sample_of([1, 2, 3, 4, 5], [False, False, True, False, True], kept=kept, versions=[-1, -1, 7, -1, 8])
+    routes = np.zeros((5, 1, 1), dtype=np.uint8)
+    seen: dict[str, Any] = {"versions": [-1, -1, 7, -1, 8], "routes": routes}
+    one = sample_of([1, 2, 3, 4, 5], [False, False, True, False, True], kept=kept, **seen)
     row = splice(one, [8, 8, 8])
+    assert row.routes is None, "the engine's, under another prompt"
     assert row.token_ids.tolist() == [8, 8, 8, 3, 4, 5] and row.versions.tolist() == [-1, -1, -1, 7, -1, 8]
     assert row.action_mask.tolist() == [False, False, False, True, False, True]
     assert row.rollout_logp.tolist() == pytest.approx([0, 0, 0, 0.2, 0.3, 0.4])

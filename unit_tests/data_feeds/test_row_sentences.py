@@ -249,6 +249,10 @@ def test_what_a_source_needs_or_leaves_is_one_sentence(chat, tmp_path):
     assert tell(lambda: start(chat, path, [ask, {"b": 1}], "prompts", columns={"answer": "x.y"})) == (
         f"{key} has no column x.y; it has b, messages: name the one meant in columns ({{answer: ...}})"
     )
+    asked = {"form": "question_answer", "columns": {"id": "number"}}
+    assert tell(lambda: start(chat, path, [{"question": "q", "answer": "a"}], **asked)) == (
+        f"{key} has no column number; it has answer, question: name the one meant in columns ({{id: ...}})"
+    )
     pair = {"question": "q", "answer": "a", "level": 3, "id": "r", "image": None}
     assert start(chat, path, [pair]).notes == [
         f"{key} is of form question_answer (recognised): messages = question + answer; in extra: level"
