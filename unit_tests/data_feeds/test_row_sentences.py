@@ -149,6 +149,12 @@ ROWS: list[tuple[Any, dict[str, Any], str, str]] = [
         "not_one_prompt",
         "chosen is neither the reply to messages nor a conversation that begins with them",
     ),
+    (
+        "pairs",
+        {"messages": "1", "chosen": 3, "rejected": "3"},
+        "bad_messages",
+        "chosen must be text or a list of {role, content} texts, found 3",
+    ),
     ("pairs", {"chosen": "2", "rejected": "3"}, "missing_column", "it has no messages, and chosen is a reply alone"),
     (
         "pairs",
