@@ -1,4 +1,4 @@
-"""Which tests run a line, of a small repository: lines of functions, of the import and of killed children."""
+"""Which tests run a line, of a small repository: lines of functions, of the import, of killed children and of forks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def child():
 
 def short_child():
     return "once"
+
+def fork():
+    return "never"
+
+def count_threads(threading):
+    return threading.active_count()
 """
 TESTS = """import subprocess, sys, time
 from core.product import far
@@ -44,6 +50,14 @@ def test_child():
 
 def test_short_child():
     subprocess.run([sys.executable, "-c", "import core.product; core.product.short_child()"], check=True)
+
+def test_fork():
+    code = "import os, core.product; p = os.fork(); p or core.product.fork(); p or os._exit(0); os.waitpid(p, 0)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+def test_threads():
+    code = "import core.product, threading; assert core.product.count_threads(threading) == 1"
+    subprocess.run([sys.executable, "-c", code], check=True)
 """
 
 ASK = """import json, sys
@@ -54,7 +68,7 @@ root, kept = map(Path, sys.argv[1:])
 found = record(root, kept, "fast", jobs=2, modules={"core/product.py"})
 made = {folder: (folder / "tests.xml").stat().st_mtime_ns for folder in found.folders}
 again = record(root, kept, "fast", jobs=1, folders={"core"})
-lines = [found.find_tests("core/product.py", line, 60.0) for line in (4, 7, 10)]
+lines = [found.find_tests("core/product.py", line, 60.0) for line in (4, 7, 10, 13, 16)]
 at_import = [found.find_tests("core/product.py", 1, budget_s) for budget_s in (60.0, 0.0)]
 anew = sum((folder / "tests.xml").stat().st_mtime_ns != at for folder, at in made.items())
 print(json.dumps([lines, *at_import, [len(found.folders), len(again.folders), anew]]))
@@ -79,7 +93,7 @@ def test_the_tests_of_a_line_are_recorded_once(tmp_path: Path):
     )
     lines, at_import, short_of_time, files = json.loads(told.stdout.splitlines()[-1])
     mine = "unit_tests/core/test_product.py::test_"
-    assert lines == [[f"{mine}far"], [f"{mine}child"], [f"{mine}short_child"]]
+    assert lines == [[f"{mine}far"], [f"{mine}child"], [f"{mine}short_child"], [f"{mine}fork"], [f"{mine}threads"]]
     assert {*at_import} >= {f"{mine}far", f"{mine}child"}
     assert len(short_of_time) == 1
     assert files == [1, 2, 0]

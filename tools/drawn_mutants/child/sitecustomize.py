@@ -1,15 +1,18 @@
 """Coverage of a process that a test starts: saved every moment, because many of them are killed, and at its end."""
 
+import _thread
 import atexit
 import os
-import threading
+import time
 
 import coverage
 
 
 def _save_for_ever(measured: coverage.Coverage) -> None:
-    while not threading.Event().wait(0.5):
-        measured.save()
+    while True:
+        time.sleep(0.5)
+        with saving:
+            measured.save()
 
 
 if os.environ.get("PYTEST_CURRENT_TEST") and "LINES_CONFIG" in os.environ:
@@ -18,4 +21,8 @@ if os.environ.get("PYTEST_CURRENT_TEST") and "LINES_CONFIG" in os.environ:
     measured.start()
     measured.switch_context(f"{test}|child")
     atexit.register(measured.save)
-    threading.Thread(target=_save_for_ever, args=(measured,), daemon=True).start()
+    saving = _thread.allocate_lock()
+    # a fork in the middle would leave coverage's own locks closed for ever
+    os.register_at_fork(before=saving.acquire, after_in_parent=saving.release, after_in_child=saving.release)
+    # not by `threading`: code that counts threads would do something else
+    _thread.start_new_thread(_save_for_ever, (measured,))
