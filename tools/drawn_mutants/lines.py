@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
@@ -225,6 +226,10 @@ def record(
     """
     code = hash_files(root)
     tests = list_test_files(root, set(folders), set(modules))
+    if tier == "slow":
+        # few files have slow tests, and pytest needs seconds for each of the others
+        having = list_files_with(root, tier)
+        tests = [path for path in tests if path in having]
     found = {path: kept / f"{code}-{tier}" / hash_text(f"{path}\0{(root / path).read_text()}") for path in tests}
     left = [path for path, folder in found.items() if not (folder / "tests.xml").is_file()]
     # forks, which have imported the libraries; each writes the files that tell what it has recorded
@@ -258,6 +263,13 @@ def list_test_files(root: Path, folders: set[str], modules: set[str]) -> list[st
         for path in sorted((root / "unit_tests").rglob("test_*.py"))
         if homes & {path, *path.parents} or any(imports(path, module) for module in modules)
     ]
+
+
+def list_files_with(root: Path, tier: Tier) -> set[str]:
+    """Return the test files with tests of a tier."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", MARKS[tier]]
+    listed = subprocess.run([*command, "unit_tests"], cwd=root, capture_output=True, text=True, check=True).stdout
+    return {line.partition("::")[0] for line in listed.splitlines() if "::" in line}
 
 
 def imports(path: Path, module: str) -> bool:

@@ -59,7 +59,15 @@ def test_threads():
     code = "import core.product, threading; assert core.product.count_threads(threading) == 1"
     subprocess.run([sys.executable, "-c", code], check=True)
 """
+OTHER = """import pytest
 
+def test_other():
+    pass
+
+@pytest.mark.slow
+def test_slow():
+    pass
+"""
 ASK = """import json, sys
 from pathlib import Path
 from tools.drawn_mutants.lines import record
@@ -70,8 +78,9 @@ made = {folder: (folder / "tests.xml").stat().st_mtime_ns for folder in found.fo
 again = record(root, kept, "fast", jobs=1, folders={"core"})
 lines = [found.find_tests("core/product.py", line, 60.0) for line in (4, 7, 10, 13, 16)]
 at_import = [found.find_tests("core/product.py", 1, budget_s) for budget_s in (60.0, 0.0)]
+slow = [*record(root, kept, "slow", jobs=1, folders={""}).seconds]
 anew = sum((folder / "tests.xml").stat().st_mtime_ns != at for folder, at in made.items())
-print(json.dumps([lines, *at_import, [len(found.folders), len(again.folders), anew]]))
+print(json.dumps([lines, *at_import, [len(found.folders), len(again.folders), anew], slow]))
 """
 
 
@@ -86,14 +95,15 @@ def test_the_tests_of_a_line_are_recorded_once(tmp_path: Path):
     (root / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    verify\n    gpu\n")
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
 
-    (root / "unit_tests/core/test_other.py").write_text("def test_other():\n    pass\n")
+    (root / "unit_tests/core/test_other.py").write_text(OTHER)
     # in a process that has not imported anything of the repository, as the tool
     told = subprocess.run(
         [sys.executable, "-c", ASK, root, tmp_path / "kept"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    lines, at_import, short_of_time, files = json.loads(told.stdout.splitlines()[-1])
+    lines, at_import, short_of_time, files, slow = json.loads(told.stdout.splitlines()[-1])
     mine = "unit_tests/core/test_product.py::test_"
     assert lines == [[f"{mine}far"], [f"{mine}child"], [f"{mine}short_child"], [f"{mine}fork"], [f"{mine}threads"]]
     assert {*at_import} >= {f"{mine}far", f"{mine}child"}
     assert len(short_of_time) == 1
     assert files == [1, 2, 0]
+    assert slow == ["unit_tests/core/test_other.py::test_slow"]
