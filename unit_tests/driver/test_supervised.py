@@ -253,6 +253,7 @@ def test_completions_that_fit_no_micro_batch_are_refused_at_the_start(tmp_path, 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ({"alg": {"name": "grpo"}}, "^alg grpo trains on samples: run it with main_rl.py$"),
         ({"alg": {"name": "kto"}, "rows_per_step": 1}, "rows_per_step=1 leaves no other row's completion"),
         ({"alg": {"name": "kto"}, "precompute_ref_logp": True}, "precompute_ref_logp cannot be"),
         ({"alg": {"name": "sft"}, "precompute_ref_logp": True}, "uses no reference"),
