@@ -109,7 +109,7 @@ def test_ends_of_a_text_are_explained(recipe: Recipe, tiny_path: str):
     assert describe_texts(why, cfg.data) == [("a reply", f"unknown: {why}")]
 
 
-def test_the_layout_of_rows_is_explained_as_far_as_it_is_known(recipe: Recipe, monkeypatch):
+def test_the_layout_of_rows_is_explained_as_far_as_it_is_known(recipe: Recipe, tmp_path: Path, monkeypatch):
     def explain(changes: dict[str, Any], measure: Callable[[Any], str]) -> list[tuple[str, str]]:
         monkeypatch.setattr(explain_layout, "measure_rows", measure)
         return describe_rows(load_recipe(RLConfig, recipe(changes), []).cfg)
@@ -126,4 +126,11 @@ def test_the_layout_of_rows_is_explained_as_far_as_it_is_known(recipe: Recipe, m
     for updates, where in ((1, "each first pass"), (2, "the pass for prox_logp")):
         changes = {"rollout.batch_invariant": True, "updates_per_step": updates}
         assert explain(changes, lambda cfg: "packed") == [rows, ("batch_invariant", f"{order} {where}")]
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    for images, more in (
+        ("off", [("images", "none: a gemma3 model is used for text, with all other parts frozen")]),
+        ("auto", []),
+    ):
+        changes = {"model.path": str(tmp_path), "model.images": images}
+        assert explain(changes, lambda cfg: "packed") == [rows, *more]
     assert explain({}, fail(ModelUnreadable("no such model"))) == [("rows", "unknown: no such model")]

@@ -21,12 +21,14 @@ from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
+from core.loading import FileSpec
 from core.types.images import read_image
 from core.types.samples import Prompt
 from data_feeds.chat.template_args import check_template_args, make_tokenizer, pin_date
 from data_feeds.feed import load_prompts
 from driver.evaluation.suites.resume import collect_eval_settings, find_samples
 from driver.evaluation.suites.setup import SETTINGS, load_eval_recipe, prepare_eval
+from driver.imported_files import list_imported_files
 from driver.load_recipe import load_recipe
 from driver.model_hash import MODEL_FILES
 from driver.resume import changed_files, collect_settings
@@ -182,6 +184,12 @@ def test_files_of_a_reward_are_part_of_a_run(recipe, tmp_path, monkeypatch):
         "the file payroll.py beside your code",
         "the file of reward.settings.rubric",
     }
+
+
+@pytest.mark.parametrize("beside", ["main_rl.py", "feynrl.py", "algs/grpo.py"])
+def test_what_code_in_the_clone_imports_of_feynrl_is_no_file_of_its_own(beside: str):
+    spec = FileSpec(module="mine", path=str(ROOT / beside), sha256="", in_package=False)
+    assert list_imported_files([spec]) == []
 
 
 def test_a_resume_notices_a_model_that_was_trained_again(tiny_path, recipe, tmp_path):
