@@ -1,4 +1,4 @@
-"""Signals while a program starts."""
+"""Signals while a program starts, and while it runs."""
 
 from __future__ import annotations
 
@@ -42,3 +42,22 @@ def test_a_signal_while_the_program_starts_is_an_interruption(moment: str, tmp_p
         [sys.executable, "-c", PROGRAM, moment], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+THREE = """
+import signal
+from core.cluster.signals import end_on_signals
+
+end_on_signals(first=lambda: print("ends in order", flush=True), at_once=lambda: print("cleans up", flush=True))
+for _ in range(3):
+    signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_the_second_signal_is_answered_on_stderr_and_the_third_exits() -> None:
+    path = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", THREE], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    said = "the run is ending; once more, and it ends at once\ninterrupted\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "ends in order\ncleans up\n", said)

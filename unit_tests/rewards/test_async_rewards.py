@@ -215,6 +215,18 @@ def test_a_process_that_blocks_or_ends_fails_its_samples_and_is_replaced(tmp_pat
     assert not fine.failure
 
 
+def test_siblings_that_come_to_a_process_that_has_ended_fail_like_its_last(tmp_path):
+    (file := tmp_path / "mine.py").write_text(WAITING)
+
+    async def play() -> list[RewardResult]:
+        with closing(_Process(one_reward(resolve_reward(str(file))))) as process:
+            said = [[{"role": "assistant", "content": reply}] for reply in ("exit", "fine")]
+            last = await process.compute(PROMPT, said[:1], 20.0)
+            return last + await process.compute(PROMPT, said, 20.0)
+
+    assert [result.failure for result in asyncio.run(play())] == ["the worker process exited with code 3"] * 3
+
+
 def test_samples_that_a_stuck_process_does_not_read_fail_at_the_deadline(tmp_path, monkeypatch):
     """A regular expression that goes back for ever holds the interpreter's lock, so no thread reads the socket."""
     monkeypatch.setattr(rewards.async_pool, "REWARD_EXIT_GRACE_S", 0.1)

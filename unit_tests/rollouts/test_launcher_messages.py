@@ -134,10 +134,10 @@ def test_episodes_of_a_program_run_beside_each_other_and_leave_nothing(tmp_path)
             episode = launched.start(SCRIPT=script)
             assert episode.finish() == found, script
             wait_until(lambda pid=episode.guard: not Path(f"/proc/{pid}").exists(), WAIT_S)
-        # its own control socket, and the agent's process
-        second = launched.start(SCRIPT="cat")
-        wait_until(lambda: list_open(second.guard) == ["anon_inode", "socket"], WAIT_S)
-        assert second.finish() == (0, "", "")
+        # its own control socket, and the agent's process: none of the two others, of which one might pass for the agent
+        second, third = launched.start(SCRIPT="cat"), launched.start(SCRIPT="cat")
+        wait_until(lambda: list_open(third.guard) == ["anon_inode", "socket"], WAIT_S)
+        assert [third.finish(), second.finish()] == [(0, "", "")] * 2
         assert first.finish() == (3, "given", "begun\nended by its input\n")
 
 
@@ -182,6 +182,23 @@ def test_an_import_that_starts_a_thread_makes_later_episodes_import_anew(tmp_pat
             status, result, log = episode.finish()
             assert (status, log) == (0, f"played {seed}\n")
             assert json.loads(result) == {"parts": {"is_fresh": is_fresh, "seed": float(seed)}, "failure": ""}
+
+
+HAS_THREAD = """
+import sys, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+sys.executable = "/no/such"
+
+def run(task):
+    print("played in a fork")
+"""
+
+
+def test_no_fork_plays_an_episode_that_needs_an_interpreter_of_its_own(tmp_path):
+    (tmp_path / "agent.py").write_text(HAS_THREAD)
+    with launching(tmp_path, file=asdict(name_file(tmp_path / "agent.py"))) as launched:
+        said = "/no/such cannot be started: No such file or directory\n"
+        assert launched.start(json.dumps(TASK)).finish() == (127, "", said)
 
 
 SLOW_IMPORT = """import pathlib, time
