@@ -1,6 +1,7 @@
 """Whole runs of main_rl.py, from the command line to the run folder."""
 
 import asyncio
+import ctypes
 import json
 import os
 import pty
@@ -509,6 +510,30 @@ def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, numb
         if kind == "rl":
             await asyncio.sleep(1.0)
         time.sleep(1.0)
+        raise AssertionError("it went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_context(cfg, body)
+    assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"] == "interrupted"
+
+
+class TakesSigterm:
+    """A cluster whose start takes SIGTERM below Python, from any thread, as the start of Ray does."""
+
+    def __init__(self, address: str | None, *, ship_code: bool) -> None:
+        ctypes.CDLL(None).signal(ctypes.c_int(signal.SIGTERM), ctypes.c_void_p(signal.SIG_IGN))
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def test_a_signal_ends_a_run_also_after_ray_has_taken_it(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("driver.context.Cluster", TakesSigterm)
+    cfg = load_recipe(RLConfig, recipe({"backend": "ray"}), []).cfg
+
+    async def body(context: RunContext) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(1.0)
         raise AssertionError("it went on")
 
     with pytest.raises(KeyboardInterrupt):
