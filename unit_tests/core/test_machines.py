@@ -145,10 +145,14 @@ class Here:
     def __init__(self, info) -> None:
         import ray
 
-        self.node = ray.get_runtime_context().get_node_id()
+        here = ray.get_runtime_context()
+        self.node, self.reserved = here.get_node_id(), here.get_placement_group_id()
 
     def where(self) -> str:
         return self.node
+
+    def reservation(self) -> str | None:
+        return self.reserved
 
 
 @pytest.mark.slow
@@ -173,8 +177,12 @@ def test_a_cluster_packs_trainers_keeps_engines_whole_and_refuses_a_lack(tmp_pat
         nonlocal engines
         cluster.check = MachineCheck.begin(tmp_path, {}, gpu_use=None)
         await cluster.reserve(roles, timeout_s=20.0)
+        reserved = [cluster.slots[role.name].group.id.hex() for role in roles]
         trainers = await cluster.spawn("trainer", 2, Here, resources=here, timeout_s=60.0)
         engines = await cluster.spawn("engine", 1, Here, resources=of_engine, timeout_s=60.0)
+        # outside of its reservation, which has all the GPUs, an actor would wait for ever for one
+        assert await trainers.call_all(Here.reservation) == [reserved[0]] * 2
+        assert await engines.call_all(Here.reservation) == [reserved[1]]
         return await trainers.call_all(Here.where), await engines.call_all(Here.where)
 
     engines: Any = None
