@@ -509,7 +509,8 @@ def test_weights_are_found_in_a_checkpoint_and_in_a_folder_by_name(step, tmp_pat
     found = recompute.replay(second, [])
     assert found.is_reproduced and found.weights == str(checkpoint)
     (checkpoint / "policy" / "state.pt").write_bytes(b"cut off")
-    assert f"; looked in {checkpoint} (" in refused(str(second)), "and why it is of no use"
+    said = f"; looked in {checkpoint} (resume: {checkpoint / 'policy' / 'state.pt'} is refused, because it is damaged"
+    assert said in refused(str(second))
     named = recompute.replay(second, [], model=str(tmp_path / "by_name"))
     assert named.recomputed == found.recomputed and named.weights == str(tmp_path / "by_name")
 
