@@ -18,6 +18,7 @@ import pytest
 import rewards.async_pool
 from configs.rollout_schema import RewardConfig
 from core.errors import UserError
+from core.types.messages import Message
 from core.types.samples import Prompt
 from driver.start.rollouts import share_concurrency
 from rewards import Failed, resolve_reward
@@ -220,7 +221,7 @@ def test_siblings_that_come_to_a_process_that_has_ended_fail_like_its_last(tmp_p
 
     async def play() -> list[RewardResult]:
         with closing(_Process(one_reward(resolve_reward(str(file))))) as process:
-            said = [[{"role": "assistant", "content": reply}] for reply in ("exit", "fine")]
+            said: list[list[Message]] = [[{"role": "assistant", "content": reply}] for reply in ("exit", "fine")]
             last = await process.compute(PROMPT, said[:1], 20.0)
             return last + await process.compute(PROMPT, said, 20.0)
 
