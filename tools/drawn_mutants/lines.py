@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -233,17 +233,32 @@ def record(
         tests = [path for path in tests if path in having]
     found = {path: kept / f"{code}-{tier}" / hash_text(f"{path}\0{(root / path).read_text()}") for path in tests}
     left = [path for path, folder in found.items() if not (folder / "tests.xml").is_file()]
-    # forks, which have imported the libraries; each writes the files that tell what it has recorded
-    fork = multiprocessing.get_context("fork")
     shares = [{path: found[path].absolute() for path in left[n::jobs]} for n in range(jobs)]
-    workers = [fork.Process(target=run_in_copy, args=(root, share, tier)) for share in shares if share]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    for pid in [fork_to(partial(run_in_copy, root, share, tier)) for share in shares if share]:
+        os.waitpid(pid, 0)
     if missing := [path for path in left if not (found[path] / "tests.xml").is_file()]:
         raise SystemExit(f"{len(missing)} test files were not recorded, such as {missing[0]}: see above")
+    for path in left:
+        if not (found[path] / "tests.xml").stat().st_size:
+            print(f"{path}: pytest ended before its tests, so nobody knows which lines they run", file=sys.stderr)
     return Record(tier, tuple(found.values()), root)
+
+
+def fork_to(work: Callable[[], None]) -> int:
+    """Do some work in a fork, which has imported the libraries; return its process id.
+
+    Not by `multiprocessing`: engines in its processes end when they do not find it as their parent.
+    """
+    if (pid := os.fork()) > 0:
+        return pid
+    try:
+        work()
+    except BaseException:  # a border: this process ends here, and the files that it has not written tell
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def run_in_copy(root: Path, folders: dict[str, Path], tier: Tier) -> None:

@@ -59,14 +59,15 @@ def test_threads():
     code = "import core.product, threading; assert core.product.count_threads(threading) == 1"
     subprocess.run([sys.executable, "-c", code], check=True)
 """
-OTHER = """import pytest
+OTHER = """import multiprocessing
+import pytest
 
 def test_other():
     pass
 
 @pytest.mark.slow
 def test_slow():
-    pass
+    assert multiprocessing.parent_process() is None, "engines end with it"
 """
 ASK = """import json, sys
 from pathlib import Path
@@ -78,9 +79,10 @@ made = {folder: (folder / "tests.xml").stat().st_mtime_ns for folder in found.fo
 again = record(root, kept, "fast", jobs=1, folders={"core"})
 lines = [found.find_tests("core/product.py", line, 60.0) for line in (4, 7, 10, 13, 16)]
 at_import = [found.find_tests("core/product.py", 1, budget_s) for budget_s in (60.0, 0.0)]
-slow = [*record(root, kept, "slow", jobs=1, folders={""}).seconds]
+slow = record(root, kept, "slow", jobs=1, folders={""})
 anew = sum((folder / "tests.xml").stat().st_mtime_ns != at for folder, at in made.items())
-print(json.dumps([lines, *at_import, [len(found.folders), len(again.folders), anew], slow]))
+of_slow = [[*slow.seconds], [*slow.failed]]
+print(json.dumps([lines, *at_import, [len(found.folders), len(again.folders), anew], of_slow]))
 """
 
 
@@ -106,4 +108,4 @@ def test_the_tests_of_a_line_are_recorded_once(tmp_path: Path):
     assert {*at_import} >= {f"{mine}far", f"{mine}child"}
     assert len(short_of_time) == 1
     assert files == [1, 2, 0]
-    assert slow == ["unit_tests/core/test_other.py::test_slow"]
+    assert slow == [["unit_tests/core/test_other.py::test_slow"], []]
