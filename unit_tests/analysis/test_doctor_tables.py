@@ -7,6 +7,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from analysis.doctor import setup_checks
 from analysis.doctor.examine import move_weights
 from analysis.doctor.findings import Finding, attempt
 from analysis.doctor.gap import Gap
-from analysis.doctor.knobs import HEADER, Price, measure_changed, read_knobs
+from analysis.doctor.knobs import HEADER, Price, measure_changed, measure_memory, read_knobs
 from analysis.doctor.setup_checks import (
     check_disk,
     check_packages,
@@ -372,6 +374,21 @@ def test_a_knob_without_name_and_value_is_refused(recipe, text):
     cfg = find_target(recipe(), []).loaded.cfg
     said = tell(lambda: read_knobs([text], cfg))
     assert said == f"--knob {text!r} is not of the form NAME=VALUE, such as kv_cache_dtype=fp8"
+
+
+def test_memory_is_that_of_the_gpu_or_of_all_processes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = measure_memory()
+    holding = "held = b'x' * 2**26; print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert 2**26 < measure_memory() - before < 2**27
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 10))
+    assert measure_memory() == 7
 
 
 # ---------------------------------------------------------------- the weights that are looked at

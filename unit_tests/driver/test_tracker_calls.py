@@ -168,6 +168,37 @@ def test_mlflow_is_given_no_longer_values_than_it_takes(tmp_path, monkeypatch):
         assert most - 100 < len(value) <= most and value.startswith("é") and value.endswith("!")
 
 
+class Refused(Exception):
+    """In place of MlflowException."""
+
+
+class Shared(Noting):
+    """Server that has no experiment at first, and makes none: another run has made one meanwhile, or it refuses."""
+
+    def __init__(self, *found: Any) -> None:
+        super().__init__()
+        self.found = [None, *found]
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return self.found.pop(0)
+
+    def create_experiment(self, name: str, artifacts: str | None) -> str:
+        raise Refused(name)
+
+    def create_run(self, experiment_id: str, run_name: str) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"{run_name} of {experiment_id}"))
+
+
+def test_a_run_joins_an_experiment_that_another_makes_meanwhile(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", SimpleNamespace(MlflowException=Refused))  # type: ignore
+    tracker: Any = Mlflow()
+    tracker.client = Shared(SimpleNamespace(experiment_id="7"))
+    assert tracker._begin_run("sums", "a", None) == "a of 7"
+    tracker.client = Shared(None)
+    with pytest.raises(Refused, match="sums"):
+        tracker._begin_run("sums", "a", None)
+
+
 @pytest.mark.parametrize(
     ("outcome", "calls"),
     [

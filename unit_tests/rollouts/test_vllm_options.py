@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from rollouts.engines.vllm_support.plugin import require_plugin
 from rollouts.engines.vllm_support.settings import engine_args, prepare_gpu
 from rollouts.transcript import Conversation
 from tools.benchmarks.processes import ROOT
-from unit_tests.helpers.vllm_lab import SETTINGS
+from unit_tests.helpers.vllm_lab import SETTINGS, Scripted
 
 TINY = str(Path(__file__).parent.parent.parent / "configs" / "tiny.yaml")
 REFUSED = {
@@ -170,6 +171,14 @@ def test_ranks_on_gpus_are_started_and_not_forked_unless_the_user_says_so(monkey
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     prepare_gpu("bfloat16")
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+
+
+def test_an_engine_prepares_its_process_for_the_gpu_that_it_finds(tiny_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with patch.dict(os.environ):
+        os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
+        Scripted(tiny_path, "keep")
+        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 def test_an_adapter_in_float32_is_refused_on_a_gpu_before_the_start():

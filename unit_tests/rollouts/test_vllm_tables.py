@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -276,3 +276,33 @@ def test_a_group_is_one_request_where_vllm_alone_ends_it(monkeypatch, kind, sett
     group = asyncio.run(engine.generate_group([1, 2], size=size, max_new_tokens=4, seed=7))
     assert group == [done] * size and asked == requests
     assert parts == ([] if requests else [7 + i for i in range(size)])
+
+
+class Storing(VllmEngine):
+    """Without vLLM: every request gets two tokens, whose sets are stored under its key."""
+
+    def __init__(self) -> None:
+        config = engine_config("m", truncation=TOP)
+        self._reports, self._routes = KeptReports(config, self._rpc, on_cpu=True), RouteReports(config)
+        self.prepare_requests(config)
+        # vLLM's SamplingParams, whose import takes seconds
+        self._make_params, self.stored = cast(Any, dict), dict[str, list[Any]]()
+
+    async def _ask(self, token_ids: Any, images: Any, params: Any, ends: Any = None) -> Any:
+        self.stored[params["truncation"]["extra_args"][ASKED]["key"]] = [np.array([3, params["seed"]]), np.array([4])]
+        output = {"token_ids": [3, 4], "logprobs": SimpleNamespace(logprobs=[-0.5, 0.0]), "finish_reason": "length"}
+        output |= {"weight_versions": [SimpleNamespace(version="2", start=0, end=2)], "spec_decode_metrics": None}
+        return SimpleNamespace(outputs=[SimpleNamespace(**output)])
+
+    async def _rpc(self, method: str, **asked: Any) -> list[Any]:
+        return [self.stored.pop(asked["key"])]
+
+
+def test_each_sample_has_the_sets_of_its_request():
+    group = asyncio.run(Storing().generate_group([1, 2], size=2, max_new_tokens=2, seed=7))
+    assert [(done.token_ids, done.versions, done.stop) for done in group] == [([3, 4], [2, 2], "length")] * 2
+    sets = [done.kept for done in group]
+    assert [kept and (kept.ids.tolist(), kept.sizes.tolist()) for kept in sets] == [
+        ([3, 7, 4], [2, 1]),
+        ([3, 8, 4], [2, 1]),
+    ]
