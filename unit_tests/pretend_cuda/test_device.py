@@ -17,6 +17,7 @@ def on_device(*shape: int) -> torch.Tensor:
 REFUSED = {
     "elementwise": lambda: on_device(3) + torch.ones(3),
     "a number on the device": lambda: on_device(1)[0] + torch.ones(3),
+    "a number of the CPU that is added to": lambda: torch.tensor(2.0).add_(on_device(1)[0]),
     "matrix product": lambda: on_device(3, 3) @ torch.ones(3, 3),
     "cat": lambda: torch.cat([on_device(3), torch.ones(3)]),
     "a CPU index": lambda: on_device(3).index_select(0, torch.tensor([1])),

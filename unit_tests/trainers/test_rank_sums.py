@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ from modeling.attention import BY_SEQUENCE
 from modeling.layout_probe import LayoutProbe
 from modeling.sequence_parallel import SequenceGroup
 from trainers import distributed as of_ranks
+from trainers.deepspeed import DeepSpeedLearner
 from trainers.distributed import DistributedTrainer, form_sequence_group
 from trainers.fsdp2 import FsdpTrainer, MatrixParts
 from trainers.row_shards import cut_rows, local_part, shard_rows
 from unit_tests.helpers.collectives import Recording, fake_group
 from unit_tests.helpers.models import random_model
+from unit_tests.helpers.pretend_cuda import needs_pretend_cuda
 
 
 def rank_of(**more: Any) -> Any:
@@ -192,3 +196,19 @@ def test_a_rank_takes_its_place_and_the_deadline_of_the_run(tiny_path, monkeypat
     assert (made.sequence_group.place, made.sequence_group.size) == (rank, 2)
     source = made.weight_source
     assert source.trainer is made and source.timer is made.timer and source.is_sender is (rank == 0)
+
+
+@needs_pretend_cuda
+def test_gradients_in_deepspeed_are_judged_on_their_device(monkeypatch, cuda_device):
+    def initialize(*, model: Any, optimizer: Any, config: Any) -> tuple[Any, ...]:
+        return SimpleNamespace(device=torch.device("cuda")), optimizer, None, None
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))  # type: ignore
+    model = nn.Linear(2, 1).cuda()
+    with fake_group(0, 1):
+        learner = DeepSpeedLearner(model, TrainerConfig(zero_stage=1), "float32", lambda values: values)
+    for value, finite in ((1.0, True), (torch.inf, False), (1.0, True)):
+        cuda_device.clear()
+        model(torch.full((1, 2), value, device="cuda")).sum().backward()
+        assert cuda_device.syncs.total() == 0
+        assert learner.has_finite_gradients() == finite
