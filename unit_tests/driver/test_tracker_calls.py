@@ -190,7 +190,8 @@ class Shared(Noting):
 
 
 def test_a_run_joins_an_experiment_that_another_makes_meanwhile(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlflow.exceptions", SimpleNamespace(MlflowException=Refused))  # type: ignore
+    errors: Any = SimpleNamespace(MlflowException=Refused)
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", errors)
     tracker: Any = Mlflow()
     tracker.client = Shared(SimpleNamespace(experiment_id="7"))
     assert tracker._begin_run("sums", "a", None) == "a of 7"

@@ -203,7 +203,8 @@ def test_gradients_in_deepspeed_are_judged_on_their_device(monkeypatch, cuda_dev
     def initialize(*, model: Any, optimizer: Any, config: Any) -> tuple[Any, ...]:
         return SimpleNamespace(device=torch.device("cuda")), optimizer, None, None
 
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))  # type: ignore
+    library: Any = SimpleNamespace(initialize=initialize)
+    monkeypatch.setitem(sys.modules, "deepspeed", library)
     model = nn.Linear(2, 1).cuda()
     with fake_group(0, 1):
         learner = DeepSpeedLearner(model, TrainerConfig(zero_stage=1), "float32", lambda values: values)
