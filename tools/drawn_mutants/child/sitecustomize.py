@@ -8,11 +8,16 @@ import time
 import coverage
 
 
-def _save_for_ever(measured: coverage.Coverage) -> None:
+def _save_for_ever() -> None:
     while True:
         time.sleep(0.5)
         with saving:
             measured.save()
+
+
+def _save_last() -> None:
+    saving.acquire()  # for ever: the thread saves nothing more while the interpreter ends
+    measured.save()
 
 
 if os.environ.get("PYTEST_CURRENT_TEST") and "LINES_CONFIG" in os.environ:
@@ -20,9 +25,9 @@ if os.environ.get("PYTEST_CURRENT_TEST") and "LINES_CONFIG" in os.environ:
     measured = coverage.Coverage(config_file=os.environ["LINES_CONFIG"], data_suffix=True)
     measured.start()
     measured.switch_context(f"{test}|child")
-    atexit.register(measured.save)
     saving = _thread.allocate_lock()
+    atexit.register(_save_last)
     # a fork in the middle would leave coverage's own locks closed for ever
     os.register_at_fork(before=saving.acquire, after_in_parent=saving.release, after_in_child=saving.release)
     # not by `threading`: code that counts threads would do something else
-    _thread.start_new_thread(_save_for_ever, (measured,))
+    _thread.start_new_thread(_save_for_ever, ())
