@@ -59,6 +59,7 @@ EXEMPT = {
         "trl.trainer.grpo_trainer.shuffle_sequence_dict =",
     ): "a public function, taken away to explain a difference from TRL",
     ("tools/gpu_day/ranks.py", "setattr(own)"): "a public call of torch 2.13, for an image with an older one",
+    ("tools/drawn_mutants/child/sitecustomize.py", "_thread"): "the standard library documents this module",
     ("tools/device_mistakes.py", "_like"): "the end of public names, such as zeros_like",
 }
 """Finds that are none, by file and what is found, each with the reason."""
