@@ -72,7 +72,7 @@ def run_benchmark(benchmark: Benchmark, parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--updates", type=int, default=8, help="that are timed in each run")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each side")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--trl-batch", type=int, nargs="+", default=[1, 2, 4, 8], help="rows in a forward pass, to try")
+    parser.add_argument("--trl-batch", type=int, nargs="+", default=[1, 2, 4], help="rows in a forward pass, to try")
     parser.add_argument("--ours", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ours:

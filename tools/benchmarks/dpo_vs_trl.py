@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument(
         "--data", type=Path, default=ROOT / "unit_tests/data/hh_rlhf_rows.jsonl", help="as HH-RLHF has it"
     )
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours")
+    parser.add_argument("--micro-batch-tokens", type=int, default=1024, help="ours")
     benchmark = Benchmark(
         module="tools.benchmarks.dpo_vs_trl",
         trl_side="dpo",

@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument(
         "--data", type=Path, default=ROOT / "unit_tests/data/gsm8k_rows.jsonl", help="JSONL as GSM8K has it"
     )
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours")
+    parser.add_argument("--micro-batch-tokens", type=int, default=1024, help="ours")
     benchmark = Benchmark(
         module="tools.benchmarks.sft_vs_trl",
         trl_side="sft",
