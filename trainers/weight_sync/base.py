@@ -54,7 +54,7 @@ class Probe:
     """Largest mean absolute difference, in nats."""
     images: tuple[PlacedImage, ...] = ()
     """Images of the prompt, so that a vision part with old weights, or old features of it, is seen."""
-    explain: Callable[[], str] = str
+    explain: Callable[[], str] = field(default=str, compare=False)
     """Returns parts of the model that may make trainer and engine disagree, for the error; "" if none is known."""
 
     @property
