@@ -26,13 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tools.forks import fork_to
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tools" / "mutants.yaml"
@@ -152,10 +153,8 @@ def start_tests(home: Path, tests: list[str], options: list[str], *, log: Path, 
 
     path: folders that come before the copy in sys.path, also in the processes that the tests start.
     """
-    if (pid := os.fork()) > 0:
-        return pid
-    code = 70
-    try:
+
+    def run() -> int:
         # a session of its own, so that everything that the tests start can be killed as a group
         os.setsid()
         with log.open("w") as file:
@@ -174,14 +173,9 @@ def start_tests(home: Path, tests: list[str], options: list[str], *, log: Path, 
         import pytest
 
         named = [f"unit_tests/{test}" for test in tests]
-        code = int(pytest.main(["-q", "-p", "no:cacheprovider", f"--basetemp={log}.tmp", *options, *named]))
-    except BaseException:  # a border: whatever the tests do, this process ends here
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # not sys.exit: a fork must not run the parent's clean-up, nor go on in its loop
-        os._exit(code)
+        return int(pytest.main(["-q", "-p", "no:cacheprovider", f"--basetemp={log}.tmp", *options, *named]))
+
+    return fork_to(run)
 
 
 def kill_all_of(pid: int) -> None:

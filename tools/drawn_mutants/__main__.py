@@ -129,6 +129,7 @@ def main() -> int:
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.pop("PYTHONUNBUFFERED", None)
+    # once here, and not in every fork that runs tests
     for module in read_list(LIST)[1]:
         importlib.import_module(module)
     tier: Tier = args.tier

@@ -10,10 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Literal
 
 import coverage
 
+from tools.forks import fork_to
 from tools.mutants import copy_repository, start_tests, wait_for_one
 
 Tier = Literal["fast", "slow"]
@@ -244,30 +244,14 @@ def record(
     return Record(tier, tuple(found.values()), root)
 
 
-def fork_to(work: Callable[[], None]) -> int:
-    """Do some work in a fork, which has imported the libraries; return its process id.
-
-    Not by `multiprocessing`: engines in its processes end when they do not find it as their parent.
-    """
-    if (pid := os.fork()) > 0:
-        return pid
-    try:
-        work()
-    except BaseException:  # a border: this process ends here, and the files that it has not written tell
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def run_in_copy(root: Path, folders: dict[str, Path], tier: Tier) -> None:
-    """Run test files under coverage in a copy of the repository. folders: where each one's record goes."""
+def run_in_copy(root: Path, folders: dict[str, Path], tier: Tier) -> int:
+    """Run test files under coverage in a copy of the repository; return 0. folders: where each one's record goes."""
     with tempfile.TemporaryDirectory(prefix="lines_", ignore_cleanup_errors=True) as made:
         home = Path(made) / "copy"
         copy_repository(root, home)
         for path, folder in folders.items():
             run_tests(home, path, folder, tier)
+    return 0
 
 
 def list_test_files(root: Path, folders: set[str], modules: set[str]) -> list[str]:
