@@ -120,24 +120,14 @@ def make_table(noticed: dict[str, list[bool]]) -> list[str]:
 
 def main() -> int:
     """Draw bugs, plant them and print the tables, as the command line says; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.drawn_mutants", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--size", type=int, default=300, help="bugs of each seed (default %(default)s)")
-    parser.add_argument("--only", nargs="+", default=FOLDERS, help="folders or files")
-    parser.add_argument("--tier", choices=["fast", "slow"], default="fast", help="tests that are asked")
-    parser.add_argument("--jobs", type=int, default=min(4, CORES), help="bugs at the same time (default %(default)s)")
-    args = parser.parse_args()
+    args = read_arguments()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.pop("PYTHONUNBUFFERED", None)
     # once here, and not in every fork that runs tests
     for module in read_list(LIST)[1]:
         importlib.import_module(module)
     tier: Tier = args.tier
-    sources = {
-        path.relative_to(ROOT).as_posix(): path.read_text()
-        for part in args.only
-        for path in sorted((ROOT / part).rglob("*.py") if (ROOT / part).is_dir() else [ROOT / part])
-    }
+    sources = read_sources(args.only)
     drawn = [Bug(file, edit, sources[file]) for seed in args.seeds for file, edit in draw(sources, seed, args.size)]
     planted = [bug for bug in drawn if not find_explained(bug.file, bug.edit, bug.source)]
     explained = len(drawn) - len(planted)
@@ -154,6 +144,26 @@ def main() -> int:
     print(f"{judge.used_s:.0f} CPU seconds to plant bugs and {recording_s:.0f} to record lines, since this start")
     enough = wilson(sum(every), len(every))[0] >= WANTED
     return 0 if enough and explained <= MOST_EXPLAINED * len(drawn) else 1
+
+
+def read_arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.drawn_mutants", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--size", type=int, default=300, help="bugs of each seed (default %(default)s)")
+    parser.add_argument("--only", nargs="+", default=FOLDERS, help="folders or files")
+    parser.add_argument("--tier", choices=["fast", "slow"], default="fast", help="tests that are asked")
+    parser.add_argument("--jobs", type=int, default=min(4, CORES), help="bugs at the same time (default %(default)s)")
+    return parser.parse_args()
+
+
+def read_sources(parts: Iterable[str]) -> dict[str, str]:
+    """Return the text of each Python file of some folders or files, by its path."""
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for part in parts
+        for path in sorted((ROOT / part).rglob("*.py") if (ROOT / part).is_dir() else [ROOT / part])
+    }
 
 
 def used_cpu_s() -> float:
