@@ -290,3 +290,36 @@ def test_an_obligation_says_why_it_is_none_of_an_algorithm():
         ),
     ):
         assert tell(lambda check=obligation, of=alg: check(of), NotApplicable) == why
+
+
+class Unwritten(GRPO):
+    """One of its settings raises."""
+
+    soft: bool = False
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        if self.soft:
+            raise NotImplementedError
+        return super().loss(policy, tokens)
+
+
+def test_a_setting_that_raises_has_an_effect_and_is_tried_no_more():
+    [g] = check(Unwritten, letters="g")
+    assert (g.status, g.detail) == ("ok", "soft")
+
+
+class CountsIdleRanks(GRPO):
+    """It trains more, the more micro-batches have no token."""
+
+    def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:
+        return {"idle": policy.logp.new_tensor(float(len(policy.logp) == 0))}
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        return loss * (1 + tokens.totals["idle"]), metrics
+
+
+def test_an_effect_of_idle_ranks_is_told_with_the_split_that_has_them():
+    [a] = check(CountsIdleRanks, letters="a")
+    where = r"one update per step, loss_norm \w+, micro-batches of at most 40 tokens on 17 ranks: the gradient "
+    assert a.status == "FAILED" and re.match(where, a.detail), a

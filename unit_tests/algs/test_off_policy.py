@@ -90,11 +90,17 @@ FOUND: dict[str, tuple[str, str, str, str]] = {
     "an overflow": (
         "", "-(policy.logp - tokens.prox_logp).mul(40).exp() * A / 40", "l", "the gradient is (nan|inf) times that"
     ),
+    "a turn farther out than any clip": (
+        "",
+        "-(gap := policy.logp - tokens.prox_logp).exp() * A * (1 - 2.0 * (gap > 20))",
+        "l",
+        r"at A=\+1, ratio 7\.2e\+10 the gradient is -7\.2e\+10 times that at ratio 1",
+    ),
     "swapped bounds under other names": (
         "eps_low: float = 0.2; eps_high: float = 0.28",
         "clipped_surrogate(ratio, A, self.eps_high, self.eps_low)",
         "h",
-        r"eps_high from 0.28 to 0.14 moves the gradient at A=-1, ratio 0\.\d+ from \S+ to -?0: eps_low's side",
+        r"eps_high from 0\.28 to 0\.14 moves the gradient at A=-1, ratio 0\.8524 from 0\.8524 to -?0: eps_low's side",
     ),
 }  # fmt: skip
 
