@@ -220,6 +220,7 @@ def test_tests_use_names_of_the_code_but_never_its_builtins_or_modules(candidate
         ({"code": "def f(): return 1", "tests": ["f(print)", "f()"]}, [False, True], ["a builtin_function_or_method "]),
         ({"code": "x", "tests": ["pass"]}, None, []),
         ({"code": "import os; os._exit(0)", "tests": ["pass", "pass"]}, None, []),
+        ({"code": "import os\nfor n in (1, 2): os.write(n, b'more\\n')", "tests": ["pass"]}, [True], []),
         (
             {"code": "", "tests": ["import no_a", "import heapq; print(1)"]},
             [False, True],
@@ -299,7 +300,7 @@ def test_a_long_output_lacks_its_middle_and_is_cleared(size, tmp_path):
     os.close(handle)
 
 
-def test_a_session_of_pieces_answers_each_with_all_that_it_printed():
+def test_a_session_of_pieces_answers_each_with_all_that_it_printed(tmp_path):
     pieces = [
         ("x = 2", ""),
         ("print(x, end='')\nx + 1", "23\n"),
@@ -308,16 +309,18 @@ def test_a_session_of_pieces_answers_each_with_all_that_it_printed():
         ("import os\n_ = os.system('echo child')", "child\n"),
         ("sys.exit(3)", "SystemExit: 3\n"),
         ("x", "2\n"),
+        ("import tempfile\nos.listdir(tempfile.gettempdir())", "[]\n"),
     ]
     asked = "".join(json.dumps({"source": source}) + "\n" for source, _ in pieces)
     done = subprocess.run(
         [sys.executable, cells.__file__],
         input=asked,
-        env={**os.environ, "PYTHONUNBUFFERED": ""},  # buffered, as in a sandbox
+        # buffered, as in a sandbox; and the code sees this folder
+        env={**os.environ, "PYTHONUNBUFFERED": "", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=60,
     )
     said = [json.loads(line)["output"] for line in done.stdout.splitlines()]
     assert (done.returncode, done.stderr) == (0, "") and said[:5] == [output for _, output in pieces[:5]]
-    assert said[5].endswith(pieces[5][1]) and said[6:] == ["2\n"]
+    assert said[5].endswith(pieces[5][1]) and said[6:] == ["2\n", "[]\n"]

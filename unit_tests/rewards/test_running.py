@@ -23,9 +23,13 @@ def play(
     *,
     reports: str = "",
     writable: tuple[Path, ...] = (),
+    started_s: float = 0.0,
     **limits: Any,
 ) -> tuple[T, Running]:
-    """Use a sandbox whose program is a shell. reports: what bwrap says; {pid} is that of the shell."""
+    """Use a sandbox whose program is a shell. reports: what bwrap says; {pid} is that of the shell.
+
+    started_s: seconds that bwrap seems to have taken to start.
+    """
 
     async def go() -> tuple[T, Running]:
         pipe = asyncio.subprocess.PIPE
@@ -37,6 +41,7 @@ def play(
         os.write(told, reports.replace("{pid}", str(process.pid)).encode())
         os.close(told)
         box = Running(process, status, given, writable)
+        box._began -= started_s
         await box.begin()
         return await use(box), box
 
@@ -97,6 +102,28 @@ def test_a_bwrap_that_does_not_begin_is_given_up(monkeypatch):
     asyncio.run(go())
 
 
+def test_a_sandbox_that_does_not_end_is_given_up_with_all_its_tasks(monkeypatch):
+    monkeypatch.setattr(running, "SANDBOX_EXIT_GRACE_S", 0.05)
+
+    async def go() -> None:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec("/bin/sleep", "9", stdin=pipe, stdout=pipe, stderr=pipe)
+        # killed in place of the other, which goes on
+        inside = await asyncio.create_subprocess_exec("/bin/sleep", "9")
+        status, told = os.pipe()
+        os.write(told, BEGUN.replace("{pid}", str(inside.pid)).encode())
+        os.close(told)
+        box = Running(process, status, Limits())
+        await box.begin()
+        with pytest.raises(SandboxUnavailable, match=r"^a sandbox that was killed has not ended$"):
+            await box.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert all(task.cancelling() for task in left)
+        assert [await process.wait(), await inside.wait()] == [-signal.SIGKILL] * 2
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize(
     ("shell", "answer", "killed_for"),
     [
@@ -128,6 +155,11 @@ def test_a_sandbox_that_exceeds_a_limit_of_all_processes_is_killed(limits, reaso
     shell = "sleep 3 </dev/null >/dev/null 2>&1" if reason == "memory" else "exec sleep 9"
     ran, _ = play(shell, finish(), reports=BEGUN, writable=folders, **limits)
     assert (ran.killed_for, ran.exit_code) == (reason, None) and ran.seconds < 3
+
+
+def test_the_start_of_a_sandbox_does_not_count_towards_the_time_of_a_run():
+    ran, _ = play("cat", finish(b"in"), reports=exits(0), started_s=3600, seconds=1800)
+    assert (ran.stdout, ran.exit_code, ran.killed_for) == (b"in", 0, None) and ran.seconds < 1800
 
 
 def test_what_was_asked_before_counts_towards_the_time_of_a_run():
