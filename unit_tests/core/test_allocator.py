@@ -69,6 +69,30 @@ print(json.dumps([inside, count_maps(2**24)]))
 """
 
 
+FREED = """
+import ctypes
+import json
+from core.allocator import keep_freed_memory, return_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def resident():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) // 1024
+
+keep_freed_memory()
+before, blocks = resident(), [libc.malloc(ctypes.c_size_t(2**20)) for _ in range(64)]
+for block in blocks:
+    ctypes.memset(block, 1, 2**20)
+for block in blocks:
+    libc.free(ctypes.c_void_p(block))
+kept = resident() - before
+return_freed_memory()
+print(json.dumps([kept, resident() - before]))
+"""
+
+
 def measure_peak(how: str, what: str) -> int:
     """Return the MiB of a backward pass: of 48 chunks with 10 MiB of logits each, or with a weight of 78 MiB."""
     command = [sys.executable, "-c", CHUNKS, how, what]
@@ -79,6 +103,13 @@ def measure_peak(how: str, what: str) -> int:
 def test_tensors_of_a_mib_or_more_are_mapped_in_the_body_alone():
     done = subprocess.run([sys.executable, "-c", MAPS], cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [[0, 1, 1], 0]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library")
+def test_freed_memory_is_kept_until_it_is_returned():
+    done = subprocess.run([sys.executable, "-c", FREED], cwd=ROOT, capture_output=True, text=True, check=True)
+    kept, left = json.loads(done.stdout)
+    assert left < 16 < 48 < kept, "MiB of 64"
 
 
 @pytest.mark.one_core

@@ -111,6 +111,11 @@ def test_a_run_ends_with_its_folder_gone_and_the_environment_as_before(base):
     assert home._guardian.returncode == 0
 
 
+def test_what_a_terminal_sends_to_the_run_does_not_reach_its_guardian(base):
+    with Scratch() as home:
+        assert os.getsid(home._guardian.pid) == os.getpgid(home._guardian.pid) == home._guardian.pid
+
+
 def test_the_logs_of_ray_are_kept(base, tmp_path):
     (tmp_path / "run").mkdir()
     with Scratch(logs=tmp_path / "run" / "logs") as home:

@@ -228,6 +228,19 @@ def test_siblings_that_come_to_a_process_that_has_ended_fail_like_its_last(tmp_p
     assert [result.failure for result in asyncio.run(play())] == ["the worker process exited with code 3"] * 3
 
 
+def test_a_process_that_was_closed_is_over_and_takes_no_sample(tmp_path):
+    (file := tmp_path / "mine.py").write_text(WAITING)
+
+    async def play() -> list[RewardResult]:
+        process, said = _Process(one_reward(resolve_reward(str(file)))), [{"role": "assistant", "content": "fine"}]
+        with closing(process):
+            [first] = await process.compute(PROMPT, [said], 20.0)
+        assert not first.failure and process.is_over
+        return await process.compute(PROMPT, [said, said], 20.0)
+
+    assert [result.failure for result in asyncio.run(play())] == ["the run has ended"] * 2
+
+
 def test_samples_that_a_stuck_process_does_not_read_fail_at_the_deadline(tmp_path, monkeypatch):
     """A regular expression that goes back for ever holds the interpreter's lock, so no thread reads the socket."""
     monkeypatch.setattr(rewards.async_pool, "REWARD_EXIT_GRACE_S", 0.1)
