@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,10 +74,10 @@ def test_vllms_kernels_for_adapters_still_take_no_float32():
     assert "inputs.dtype in [torch.float16, torch.bfloat16]" in asserted
 
 
-def attributes_of(name: str) -> set[str]:
+def attributes_of(name: str, files: Sequence[str] = FILES) -> set[str]:
     return {
         node.attr
-        for file in FILES
+        for file in files
         for node in ast.walk(parse_file(ROOT / file))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == name
     }
@@ -86,6 +87,14 @@ def test_every_function_of_torch_cuda_that_is_used_is_listed():
     [listed] = [part.attributes for part in PARTS if part.target == "torch.cuda"]
     used = attributes_of("torch.cuda")
     assert len(used) > 10 and used <= {*listed}
+
+
+def test_what_is_read_of_a_finished_request_of_vllm_is_listed():
+    folder = "rollouts/engines/vllm_support"
+    listed = {part.target.rpartition(":")[2]: {*part.attributes} for part in PARTS}
+    used = attributes_of("output", [f"{folder}/{name}.py" for name in ("kept_sets", "routes")])
+    assert used - {"token_ids"} == listed["CompletionOutput"], "runs on a CPU read its token_ids too"
+    assert attributes_of("output.sampling_mask") == listed["SamplingMask"]
 
 
 def test_every_part_that_is_loaded_is_listed():
@@ -121,6 +130,9 @@ class Owner:
     def method(self, first: int, second: int, *, third: int) -> Owner:
         return self
 
+    def by_name(self, *, only: int) -> int:
+        return only
+
 
 HERE = f"{__name__}:Owner"
 
@@ -130,6 +142,7 @@ HERE = f"{__name__}:Owner"
     [
         (Part(target=HERE, attributes=("annotated", "assigned", "method")), None),
         (Part(target=f"{HERE}.method", arguments=("first", "second", "third"), by_position=2), None),
+        (Part(target=f"{HERE}.by_name", arguments=("only",)), None),
         (Part(target=f"{HERE}.method", result=("method",)), None),
         (Part(target=f"{__name__}:Gone"), "is gone"),
         (Part(target="torch.gone"), "is gone"),
