@@ -323,12 +323,16 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(asks_hub, capsys, answer, r
 
 
 def test_a_data_set_of_a_hub_that_is_not_there_is_refused(asks_hub, chat, capsys):
+    import datasets.config
+
     asks_hub(1)
     with pytest.raises(UserError) as refused:
         prompts_of(chat, "hub:nobody/nothing")
     assert "asking the hub, http://127.0.0.1:1" in capsys.readouterr().err
     said = str(refused.value)
     assert "cannot be loaded from the hub" in said and "127.0.0.1:1 did not answer" in said and "\n" not in said
+    off = hub_constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE, datasets.config.HF_DATASETS_OFFLINE
+    assert off == (True, True, True), "no library waits for the hub again"
 
 
 def test_a_cached_model_is_used_where_the_hub_does_not_answer(asks_hub, tiny_path, tmp_path, capsys):

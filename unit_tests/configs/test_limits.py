@@ -72,6 +72,12 @@ LIMITS = [
     ),
     (
         "rl",
+        "data.train=[{path: mean.jsonl}, {path: b.jsonl}]",
+        "a source of data.train is called mean, as is another reward in the log: set its name",
+        "data.train=mean.jsonl",
+    ),
+    (
+        "rl",
         f"{TWO} data.curriculum=[{{rows: 1, ratios: {{a: 1}}}}]",
         "give each a ratio",
         TWO,
