@@ -232,7 +232,8 @@ def test_a_process_that_was_closed_is_over_and_takes_no_sample(tmp_path):
     (file := tmp_path / "mine.py").write_text(WAITING)
 
     async def play() -> list[RewardResult]:
-        process, said = _Process(one_reward(resolve_reward(str(file)))), [{"role": "assistant", "content": "fine"}]
+        process = _Process(one_reward(resolve_reward(str(file))))
+        said: list[Message] = [{"role": "assistant", "content": "fine"}]
         with closing(process):
             [first] = await process.compute(PROMPT, [said], 20.0)
         assert not first.failure and process.is_over
