@@ -21,6 +21,10 @@ from rewards.scored import RewardResult
 from rewards.several import RewardPlan
 
 
+CLOSED = "the run has ended"
+"""Failure of a sample that was in flight when the pool was closed, or that came later."""
+
+
 class AsyncRewardPool:
     """Process for async reward functions, all of one kind, with at most `at_once` calls in flight."""
 
@@ -29,6 +33,7 @@ class AsyncRewardPool:
         self._reward = reward
         self._gate = asyncio.Semaphore(at_once)
         self._process: _Process | None = None
+        self._is_closed = False
 
     @property
     def is_fast(self) -> bool:
@@ -46,11 +51,15 @@ class AsyncRewardPool:
         The deadline starts when the call begins, so time before the gate does not count.
         """
         async with self._gate:
+            if self._is_closed:
+                return [RewardResult(failure=CLOSED)] * len(conversations)
             if self._process is None or self._process.is_over:
                 self._process = _Process(self._reward)
             return await self._process.compute(prompt, conversations, self.timeout_s)
 
     def close(self) -> None:
+        # the samples at the gate go on as soon as those in flight have failed, and must start no other process
+        self._is_closed = True
         if self._process is not None:
             self._process.close()
 
@@ -99,7 +108,7 @@ class _Process:
         return [RewardResult(failure=found)] * len(conversations) if isinstance(found, str) else found
 
     def close(self) -> None:
-        self._killed_for = self._killed_for or "the run has ended"
+        self._killed_for = self._killed_for or CLOSED
         self.is_over = True
         # again and again, because the thread may be just starting the process
         while self._thread.is_alive():

@@ -22,7 +22,7 @@ from core.types.messages import Message
 from core.types.samples import Prompt
 from driver.start.rollouts import share_concurrency
 from rewards import Failed, resolve_reward
-from rewards.async_pool import _Process
+from rewards.async_pool import AsyncRewardPool, _Process
 from rewards.async_worker import answer
 from rewards.calls import read_error
 from rewards.kinds import Kind, find_kind
@@ -240,6 +240,21 @@ def test_a_process_that_was_closed_is_over_and_takes_no_sample(tmp_path):
         return await process.compute(PROMPT, [said, said], 20.0)
 
     assert [result.failure for result in asyncio.run(play())] == ["the run has ended"] * 2
+
+
+def test_a_sample_that_waits_when_its_pool_closes_starts_no_process(tmp_path):
+    (file := tmp_path / "mine.py").write_text(WAITING)
+
+    async def play() -> list[RewardResult]:
+        with closing(AsyncRewardPool(one_reward(resolve_reward(str(file))), 1, 20.0)) as pool:
+            said: list[list[Message]] = [[{"role": "assistant", "content": reply}] for reply in ("hang", "fine")]
+            each = asyncio.ensure_future(pool.compute_each(PROMPT, said))
+            while pool._process is None or not pool._process._waiting:
+                await asyncio.sleep(0.01)
+            pool.close()
+            return [*await each, *await pool.compute_group(PROMPT, said)]
+
+    assert [result.failure for result in asyncio.run(play())] == ["the run has ended"] * 4
 
 
 def test_samples_that_a_stuck_process_does_not_read_fail_at_the_deadline(tmp_path, monkeypatch):
