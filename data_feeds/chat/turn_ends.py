@@ -44,14 +44,14 @@ class TurnEnd:
     text: str
     """Text of the end: a token, or letters if the tokenizer has no token for it."""
     written: Written
-    is_token: bool = True
-    closing: str = ""
+    is_token: bool
+    closing: str
     """Text from the content of an earlier reply to the end of its turn."""
     ends: tuple[str, ...]
     """Texts of all tokens at which a reply may end."""
     n_after: int
     """Number of `ends` that the template writes after the last reply."""
-    in_history: str = ""
+    in_history: str
     """Token that the template writes after earlier replies, if it is not one of `ends`."""
 
     def cut_reply(self, text: str) -> int:

@@ -82,9 +82,10 @@ def test_an_end_that_the_recipe_names_is_a_token():
     assert tell(lambda: find_turn_end(write, tokens=TOKENS, stops=["</s>"], named="<x>")) == (
         "data.end_of_turn=<x> is not a token of this model's tokenizer: name one, or add it to it"
     )
-    end = TurnEnd(text="</a>", written="after", ends=("</a>", "</s>"), n_after=2, in_history="<h>")
+    token: dict[str, Any] = {"is_token": True, "closing": ""}
+    end = TurnEnd(text="</a>", written="after", ends=("</a>", "</s>"), n_after=2, in_history="<h>", **token)
     assert [end.cut_reply(text) for text in ("x</a> </s>\n", "x</a></a></a>", "x ", "</a>x")] == [1, 5, 1, 5]
-    once = TurnEnd(text="<u>", written="next", ends=("<u>",), n_after=0)
+    once = TurnEnd(text="<u>", written="next", ends=("<u>",), n_after=0, in_history="", **token)
     assert [once.cut_reply(text) for text in ("x ", "x<u>")] == [2, 4]
     assert [end.find_end(text, 1) for text in ("x</a>y", "x\n</s>", "xy</a>", "x<h>")] == [5, 6, None, None]
     assert end.find_end("x<h>", 1, in_history=True) == 4
