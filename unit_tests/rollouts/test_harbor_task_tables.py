@@ -68,12 +68,15 @@ def test_a_wrong_value_of_a_task_is_a_whole_sentence(task, toml):
     assert tell(lambda: read_task(task)) == f"{task}{WRONG[toml]}"
 
 
-def test_links_of_a_task_stay_in_it(task, tmp_path):
+def test_links_of_a_task_stay_in_it(task, tmp_path, monkeypatch):
     (task / "tests" / "in").symlink_to(task / "instruction.md")
+    (task / "solution").symlink_to(tmp_path / "none")  # the box gets none of it
     assert read_task(task).list_tests() == {"a/b": b"c", "in": b"Do it.", "test.sh": b"t"}
     (task / "tests" / "a" / "out").symlink_to(tmp_path / "none")
     leaves = f"the task {task} has the link tests/a/out, which leaves the task"
     assert tell(lambda: read_task(task)) == leaves
+    monkeypatch.chdir(tmp_path)
+    assert tell(lambda: read_task(Path("task"))) == leaves.replace(str(task), "task")
     assert tell(lambda: read_task(tmp_path)) == (
         f"the task {tmp_path} has no tests/test.sh, so it is no task of Harbor's format"
     )

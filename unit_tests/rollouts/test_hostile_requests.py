@@ -8,6 +8,8 @@ import io
 import json
 import random
 import string
+import sys
+import threading
 import time
 import zlib
 from collections import Counter
@@ -20,6 +22,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rollouts.agents.bounded_json import Unreadable, read_json
 from rollouts.agents.gateway import RETRY_COUNT, Gateway
 from rollouts.agents.session import MAX_REFUSED, AgentSession
 from unit_tests.helpers.chat_families import TOOLS
@@ -439,3 +442,29 @@ def test_a_large_request_is_read_while_the_event_loop_turns(qwen):
         return turns
 
     assert serve(Policy(qwen, []), run) > 100
+
+
+@pytest.mark.parametrize("number", ["1", "1.5"])
+def test_other_threads_go_on_while_numbers_are_read(number):
+    """Without a clock, too. The text ends too early, so that it is only parsed."""
+    text, usual = "[" + f"{number}," * 10**6, sys.getswitchinterval()
+    over, turns = threading.Event(), 0
+
+    def turn() -> None:
+        nonlocal turns
+        while not over.is_set():
+            time.sleep(0)  # lets go of the interpreter, and waits for it
+            turns += 1
+
+    thread = threading.Thread(target=turn)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        before = turns
+        with pytest.raises(Unreadable):
+            read_json(text)
+        assert turns > before + 20
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(usual)

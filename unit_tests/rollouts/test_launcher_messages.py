@@ -10,6 +10,7 @@ import select
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cached_property
@@ -71,15 +72,17 @@ def name_file(file: Path) -> FileSpec:
 
 
 class Launched:
-    """Launcher as a worker starts it."""
+    """Launcher as a worker starts it. end_s: seconds for its guards to end, in place of the usual ones."""
 
-    def __init__(self, folder: Path, **plan: Any) -> None:
+    def __init__(self, folder: Path, *, end_s: float | None = None, **plan: Any) -> None:
         self.socket, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(WAIT_S)
         self.said = folder / "said"
+        usual = ["-m", "rollouts.agents.launcher", str(far_end.fileno())]
+        hasty = f"import rollouts.agents.launcher as l; l.AGENT_END_TIMEOUT_S = {end_s}; l.main({far_end.fileno()})"
         with far_end, open(self.said, "w") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollouts.agents.launcher", str(far_end.fileno())],
+                [sys.executable, "-P", *(usual if end_s is None else ["-c", hasty])],
                 pass_fds=[far_end.fileno()],
                 # buffered, as where nobody asks for another way
                 env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "PYTHONUNBUFFERED": ""},
@@ -155,6 +158,17 @@ def test_a_worker_hears_of_a_launcher_that_dies_while_agents_play(tmp_path):
     assert launched.socket.recv(1000) == b"", "no agent has a copy of the socket"
     launched.socket.close()
     assert episode.finish() == (0, "", "x"), "it plays on"
+
+
+def test_a_guard_that_was_stopped_is_killed_with_all_that_it_left(tmp_path):
+    script = "read line; setsid sleep 30 & kill -STOP $PPID; echo stopped; wait"
+    with launching(tmp_path, end_s=0.05, command=["sh", "-c", script]) as launched:
+        episode = launched.start()
+        os.write(episode.task, b"go on\n")
+        assert os.read(episode.log, 99) == b"stopped\n"
+    os.close(episode.task)
+    with episode.control:
+        assert (read_all(episode.result), read_all(episode.log)) == ("", "")
 
 
 IMPORTS_LATE = """
@@ -291,11 +305,14 @@ def test_one_episode_is_answered_by_numbers_or_a_failure(run: Callable[[Task], A
 def test_many_episodes_play_at_once_and_one_can_be_cancelled():
     read_end, write_end = os.pipe()
     told: list[dict[str, Any]] = []
+    kept: weakref.WeakSet[Any] = weakref.WeakSet()
+    n_kept = 0
 
     def send(**message: Any) -> None:
         os.write(write_end, json.dumps(message).encode() + b"\n")
 
     def hear(message: dict[str, Any]) -> None:
+        nonlocal n_kept
         told.append(message)
         if "so_far" in message:  # the first waits now
             send(cancel=9)
@@ -304,9 +321,11 @@ def test_many_episodes_play_at_once_and_one_can_be_cancelled():
         if message["id"] == 3:
             send(cancel=1)
         if message["id"] == 1 and "failure" in message:
+            n_kept = len(kept)
             os.close(write_end)
 
     async def run(task: Task) -> dict[str, float]:
+        kept.add(asyncio.current_task())
         if not task.seed:
             task.report({"a": 1})
             await asyncio.Event().wait()
@@ -325,6 +344,7 @@ def test_many_episodes_play_at_once_and_one_can_be_cancelled():
     assert second == {"id": 2, "parts": {"seed": 5.0}, "failure": ""}
     assert (third["id"], third["parts"]) == (3, {}) and third["failure"].startswith("KeyError: 'k' (test_launcher_me")
     assert last == {"id": 1, "parts": {}, "failure": CANCELLED}
+    assert n_kept == 1, "or the process would grow with every episode"
 
 
 @pytest.mark.timeout(60)

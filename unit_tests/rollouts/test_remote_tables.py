@@ -16,6 +16,7 @@ from aiohttp import web
 
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, SERVER_CLOSE_GRACE_S
 from rollouts.agents import host as hosting
+from rollouts.agents import remote
 from rollouts.agents.remote import RemoteAgents
 from rollouts.agents.results import AgentResult
 from rollouts.agents.task import AgentPlan, Task
@@ -33,10 +34,15 @@ class Host:
         self.began: list[dict[str, Any]] = []
         self.asked: list[str] = []
         self.ended: list[str] = []
+        self.full = 0
+        """Times that it has no place."""
         self.goes_on = asyncio.Event()
         self.goes_on.set()
 
     async def begin(self, http: web.Request) -> web.Response:
+        if self.full:
+            self.full -= 1
+            return web.Response(status=503)
         self.keys.append(http.headers.get("Authorization"))
         self.began.append(await http.json())
         return web.json_response({})
@@ -143,6 +149,47 @@ def test_the_least_busy_host_plays_the_next_episode():
             assert Counter(host.ended) == Counter(begun["id"] for begun in host.began)
 
     asyncio.run(run())
+
+
+def test_more_episodes_than_a_client_has_connections_play_at_once():
+    """aiohttp's own client has 100, and each episode waits in a request."""
+
+    async def run() -> None:
+        host = Host(SOLVED)
+        host.goes_on.clear()
+        async with host.serving() as address, asyncio.timeout(10):
+            agents = RemoteAgents(AgentPlan(address=(address,)))
+            playing = [asyncio.create_task(agents.run(TASK, timeout_s=300.0, log=bytearray())) for _ in range(101)]
+            while len(host.asked) < 101:
+                await asyncio.sleep(0.01)
+            host.goes_on.set()
+            await asyncio.gather(*playing)
+            await agents.close()
+
+    asyncio.run(run())
+
+
+def test_a_full_host_is_asked_again_after_twice_the_time_up_to_a_bound(monkeypatch):
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waited.extend([seconds] if seconds else [])
+        await sleep(0)
+
+    async def run() -> None:
+        host = Host(SOLVED)
+        host.full = 8
+        async with host.serving() as address:
+            agents = RemoteAgents(AgentPlan(address=(address,)))
+            with monkeypatch.context() as patched:
+                patched.setattr(remote.asyncio, "sleep", note)
+                played = await agents.run(TASK, timeout_s=300.0, log=bytearray())
+            await agents.close()
+        assert played.parts == {"solved": 1.0} and host.full == 0
+
+    asyncio.run(run())
+    assert waited == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
 
 def test_a_host_that_was_lost_gets_no_episode_while_there_is_another():

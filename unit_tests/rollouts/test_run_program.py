@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,28 @@ def test_a_program_that_is_cancelled_is_killed():
         return leftovers("621")
 
     assert asyncio.run(go()) == []
+
+
+def test_nobody_reads_on_after_a_cancel_where_a_child_left_its_group(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollouts.boxes.containers.SANDBOX_EXIT_GRACE_S", 0.05)
+    script = "setsid sh -c 'touch begun; exec sleep 622' & exec sleep 30"
+
+    async def go() -> set[asyncio.Task[Any]]:
+        running = asyncio.create_task(run_program(["sh", "-c", script], seconds=60, most=9, folder=str(tmp_path)))
+        while not (tmp_path / "begun").exists() or not leftovers("622"):
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for pid in leftovers("622"):
+            os.kill(int(pid), signal.SIGKILL)
+        while leftovers("622"):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # until the pipes are closed
+        return left
+
+    assert asyncio.run(go()) == set()
 
 
 def test_a_program_that_is_not_there_cannot_be_started():

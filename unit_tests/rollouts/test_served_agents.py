@@ -18,8 +18,9 @@ from driver.records.episode_metrics import measure_counts
 from rollouts.agents import served
 from rollouts.agents.episode import judge_timeout
 from rollouts.agents.launching import check_agent
+from rollouts.agents.processes import AgentProcesses
 from rollouts.agents.results import AgentResult, read_message, read_so_far
-from rollouts.agents.task import AgentPlan
+from rollouts.agents.task import AgentPlan, Task
 from rollouts.envs.base import Env
 from rollouts.registry import resolve_agent
 from unit_tests.helpers.agents import ASK, MARK, PROMPT, find_processes, play, write_agent
@@ -178,6 +179,32 @@ def test_a_server_that_ignores_a_cancel_is_killed(qwen, tmp_path, monkeypatch):
     samples = play(plan, Policy(qwen, lambda _: "Seven."), size=2, agent_timeout_s=1.0)
     assert {sample.failure for sample in samples} == {"the agent has not ended after 1 s (see rollout.timeout_s)"}
     assert not find_processes("sleep 5")
+
+
+OBEYS = """
+read first; read second; touch {taken}; read cancel
+[ "$cancel" = '{{"cancel": 0}}' ] && echo '{{"id": 0, "failure": "cancelled"}}' >&3
+echo '{{"id": 1, "parts": {{"solved": 1}}}}' >&3
+cat
+"""
+
+
+def test_an_episode_is_cancelled_and_the_others_of_its_process_go_on(tmp_path):
+    taken = tmp_path / "taken"
+    plan = resolve_agent(AgentConfig(command=["sh", "-c", OBEYS.format(taken=taken)], serve=True))
+    task = Task(base_url="http://127.0.0.1:9/s/7/v1", api_key="k", model="policy", messages=[])
+
+    async def run() -> AgentResult:
+        agents = AgentProcesses(plan)
+        first, second = (asyncio.create_task(agents.run(task, timeout_s=60.0, log=bytearray())) for _ in range(2))
+        while not taken.exists():
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait([first, second])
+        await agents.close()
+        return second.result()
+
+    assert asyncio.run(run()) == AgentResult(parts={"solved": 1.0})
 
 
 def test_episodes_of_an_async_file_share_a_process_and_fail_alone(qwen, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from core.errors import RunStopped
 from core.types.drafts import Drafts
 from core.types.kept_sets import KeptSets
-from core.types.samples import Prompt
+from core.types.samples import LOGP_ROUNDING, Prompt
 from rollouts.engines.base import Completion, make_completion
 from rollouts.transcript import LARGEST_ID, Conversation, SharedPrompt, Transcript, check_completion
 from unit_tests.helpers.episodes import PROMPT, Words
@@ -182,7 +182,8 @@ def test_images_are_looked_for_in_what_is_appended():
     script.append_given(tokenizer, [1, 2], PROMPT.messages)
     script.append_given(tokenizer, [3], [{"role": "user", "content": "3"}])
     assert tokenizer.asked == [([1, 2], [], 0), ([1, 2, 3], [], 2)] and script.images == ("place 0", "place 2")
-    assert SharedPrompt(tokenizer).place([7], [], 3) == ("place 3",)
+    seen: Any = [object()]
+    assert SharedPrompt(tokenizer).place([7], seen, 3) == ("place 3",) and tokenizer.asked[2] == ([7], seen, 3)
     blind = Transcript(prompt=PROMPT, tokens_left=5)
     blind.append_given(Words(), [1], PROMPT.messages)
     assert blind.images == ()
@@ -206,6 +207,12 @@ NOT_SET = "kept sets, and none of rollout.top_p, top_k and min_p is set"
         ({"token_ids": [], "logp": [], "versions": []}, {}, "0 tokens where 1 to 2 were asked for"),
         (
             {"logp": [-0.5, 0.0002]},
+            {},
+            "the log-probability 0.0002, where a finite number up to 0 is possible",
+        ),
+        ({"logp": [LOGP_ROUNDING, -0.5]}, {}, ""),
+        (
+            {"logp": [LOGP_ROUNDING, 0.0002]},
             {},
             "the log-probability 0.0002, where a finite number up to 0 is possible",
         ),

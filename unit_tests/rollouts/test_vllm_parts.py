@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from rollouts.engines.vllm_support.architectures import can_import
 from rollouts.engines.vllm_support.kept_sets import KeptReports
 from rollouts.engines.vllm_support.parts import Parts, continue_seed
 from rollouts.engines.vllm_support.routes import RouteReports
+from rollouts.engines.vllm_support.sockets import VARIABLE
 from rollouts.stops import StopStrings
 from unit_tests.helpers.engines import engine_config
 
@@ -129,3 +132,27 @@ def test_a_package_counts_if_it_loads(tmp_path, monkeypatch, body, loads):
     (tmp_path / f"{name}.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     assert can_import(name) is loads and not can_import("no_such_package")
+
+
+PLACES_SOCKETS = """
+import os
+from rollouts.engines.vllm_support import sockets
+for _ in range(2):
+    sockets.place_sockets()
+    print(path := os.environ[sockets.VARIABLE], os.path.isdir(path), flush=True)
+"""
+
+
+def test_sockets_lie_where_a_run_says_or_in_a_folder_that_is_removed(tmp_path):
+    (usual := tmp_path / ("x" * 60)).mkdir()  # in which a socket's name would be too long
+    outside = {name: value for name, value in os.environ.items() if name != VARIABLE} | {"TMPDIR": str(usual)}
+
+    def place(variables: dict[str, str]) -> list[str]:
+        command = [sys.executable, "-c", PLACES_SOCKETS]
+        return subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+
+    assert place(outside | {VARIABLE: str(tmp_path)}) == [f"{tmp_path} True"] * 2
+    first, second = place(outside)
+    folder, is_there = first.split()
+    assert first == second and is_there == "True", "one for all engines of a process"
+    assert Path(folder).parent == Path("/tmp") and not Path(folder).exists()

@@ -104,6 +104,7 @@ MADE = {"a": 1, "b": 2, "model": {"x": [1], "y": [2]}}
     ("now", "says"),
     [
         (MADE, None),
+        ({"a": 1, "model": MADE["model"]}, None),  # of a run whose files b does not decide
         (
             MADE | {"a": 5, "b": 6},
             "a is 5 and the checkpoint here was made with 1, whose files fit no other: set a=1",

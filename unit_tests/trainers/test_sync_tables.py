@@ -204,6 +204,9 @@ def test_a_delta_larger_than_its_tensor_is_left_and_each_sync_counts_anew():
     old = torch.zeros(4, dtype=torch.uint8)
     name, coded, changes = encode(old, old + 1)
     assert name == "=w" and coded.tolist() == [1] * 4 and changes == Changes(values=4, changed=4, tensors=1)
+    same = torch.zeros(999, dtype=torch.uint8)
+    n = encode(same, same)[1].nbytes
+    assert [encode(same[:size], same[:size])[0] for size in (n, n + 1)] == ["=w", "+w"], "an equal size saves nothing"
     encoder = DeltaEncoder()
     for coding, sent in (("whole", "=w"), ("changes", "+w"), ("changes", "+w"), ("whole", "=w"), ("plain", "w")):
         encoder.begin(coding)

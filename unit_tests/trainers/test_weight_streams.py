@@ -51,6 +51,7 @@ def test_a_bucket_stays_as_it_was_until_it_has_gone_out():
         assert sender.sent_bytes == 4 * (40 + 9 + 30) + 3
         lengths, texts, flats, [end] = sender.out[0:9:3], sender.out[1:9:3], sender.out[2:9:3], sender.out[9:]
         assert [int(length) for length in lengths] == [len(text) for text in texts] and end.tolist() == [0]
+        assert {length.dtype for length in (*lengths, end)} == {torch.int64}, "what the receivers wait for"
         headers = [[name for name, _, _ in json.loads(bytes(text.tolist()))] for text in texts]
         assert headers == [["a"], ["b", "c"], ["d"]]
         assert [len(flat) for flat in flats] == [192, 128, 128], "multiples of 64 bytes"
