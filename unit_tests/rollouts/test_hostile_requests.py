@@ -8,7 +8,6 @@ import io
 import json
 import random
 import string
-import sys
 import threading
 import time
 import zlib
@@ -444,27 +443,30 @@ def test_a_large_request_is_read_while_the_event_loop_turns(qwen):
     assert serve(Policy(qwen, []), run) > 100
 
 
-@pytest.mark.parametrize("number", ["1", "1.5"])
-def test_other_threads_go_on_while_numbers_are_read(number):
-    """Without a clock, too. The text ends too early, so that it is only parsed."""
-    text, usual = "[" + f"{number}," * 10**6, sys.getswitchinterval()
-    over, turns = threading.Event(), 0
+def test_other_threads_go_on_while_numbers_are_read():
+    """The text ends too early, so that it is only parsed. Three tries, since other programs take the processor too."""
+    text = "[" + "1.5," * (4 * 10**5)
 
-    def turn() -> None:
-        nonlocal turns
-        while not over.is_set():
-            time.sleep(0)  # lets go of the interpreter, and waits for it
-            turns += 1
+    def read() -> float:
+        """Return the longest time for which another thread has waited, as a share of the whole."""
+        over, waited_s = threading.Event(), 0.0
 
-    thread = threading.Thread(target=turn)
-    sys.setswitchinterval(1e-5)
-    thread.start()
-    try:
-        before = turns
-        with pytest.raises(Unreadable):
-            read_json(text)
-        assert turns > before + 20
-    finally:
-        over.set()
-        thread.join()
-        sys.setswitchinterval(usual)
+        def turn() -> None:
+            nonlocal waited_s
+            last = time.perf_counter()
+            while not over.is_set():
+                time.sleep(0)  # lets go of the interpreter, and waits for it
+                now = time.perf_counter()
+                waited_s, last = max(waited_s, now - last), now
+
+        thread, begin = threading.Thread(target=turn), time.perf_counter()
+        thread.start()
+        try:
+            with pytest.raises(Unreadable):
+                read_json(text)
+        finally:
+            over.set()
+            thread.join()
+        return waited_s / (time.perf_counter() - begin)
+
+    assert any(read() < 0.5 for _ in range(3))
