@@ -440,6 +440,7 @@ def test_one_process_has_one_engine_and_one_rank(recipe):
     several["weight_sync.transport"] = "direct"
     cfg = in_one_process(load_recipe(RLConfig, recipe(several), []).cfg)
     assert RLConfig.model_validate(cfg.model_dump()) == cfg
+    assert (cfg.backend, cfg.trainer.ranks, cfg.rollout.num_engines) == ("local", 1, 1)
 
 
 def test_what_is_neither_recipe_nor_run_is_refused(tmp_path):

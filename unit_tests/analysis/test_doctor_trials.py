@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -262,6 +263,26 @@ def test_every_transfer_is_a_new_version_from_0_on(recipe):
     said = [asyncio.run(bench.push_weights()) for _ in range(3)]
     assert sent == [0, 1, 2] and bench.bound == 0.01
     assert said == ["rank 0 loaded other values of b than were sent"] * 3
+
+
+def test_a_model_is_run_again_as_the_trainer_runs_it(recipe):
+    """Over the tokens that may be drawn, and with the entropy only where it is asked for."""
+    bench = make_bench(recipe({"rollout.allowed_tokens": [*"0123456789"], "rollout.temperature": 0.7}))
+    ids = bench.tokenizer.encode("1234")
+    reply = Completion(token_ids=ids, logp=[0.0] * len(ids), versions=[0] * len(ids), stop="length")
+    samples = [as_sample(request, [reply]) for request in bench.requests]
+    measured: dict[tuple[bool, bool], bool] = {}
+
+    def compute(batch: Any) -> Policy:
+        for entropy, in_chunks in product((False, True), repeat=2):
+            policy = bench.run_model(batch, entropy=entropy, in_chunks=in_chunks)
+            measured[entropy, in_chunks] = policy.entropy is not None
+        return bench.run_model(batch)
+
+    again, own = bench.score(samples, compute), bench.score(samples)
+    for sample, other in zip(again, own, strict=True):
+        assert sample.columns["prox_logp"] == pytest.approx(other.columns["prox_logp"], abs=1e-6)
+    assert measured == {(entropy, in_chunks): entropy for entropy, in_chunks in measured} and len(measured) == 4
 
 
 def test_samples_of_another_dtype_are_those_of_a_model_in_that_dtype(recipe):

@@ -218,6 +218,7 @@ def test_explain_does_the_arithmetic_and_warns_of_missing_devices(recipe, capsys
     out = capsys.readouterr().out
     assert "4 prompts x 4 samples -> 16 sequences" in out
     assert "7 steps -> 112 sequences -> 14 optimizer updates" in out
+    assert "\na reply                ends with <|end|>, which the chat template writes after it\n" in out
     assert "warning: 512 trainer ranks" in out
     assert not (tmp_path / "runs").exists()
 

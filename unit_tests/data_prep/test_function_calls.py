@@ -71,6 +71,13 @@ def test_a_careless_teacher_errs_in_the_call_and_believes_its_result():
     assert {digit for right, said in wrong if right % 10 != (digit := said % 10)} == {*range(10)}
 
 
+def test_every_file_is_told_with_the_number_of_its_rows(tmp_path, capsys):
+    function_calls.main(["--out", str(tmp_path / "new"), "--train", "3", "--eval", "2"])
+    written = {path: len(path.read_text().splitlines()) for path in sorted((tmp_path / "new").iterdir())}
+    assert {path.name: n for path, n in written.items()} == {"eval.jsonl": 2, "train.jsonl": 3}
+    assert capsys.readouterr().out.splitlines() == [f"{path}: {n} rows" for path, n in written.items()]
+
+
 def test_the_reward_wants_the_call_and_the_answer():
     [row] = rows_of(train=1)["train"]
     prompt = SimpleNamespace(id="1", answer=row["answer"], extra={"call": row["call"]})

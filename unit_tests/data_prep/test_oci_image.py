@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
+from hashlib import sha256
+from typing import Any
 
 import pytest
 
 from core.errors import UserError
-from data_prep.oci_image import collect_programs, write_layer
+from data_prep.oci_image import collect_programs, write_image, write_layer
 
 
 def test_a_program_without_libraries_does_not_hide_those_of_others() -> None:
@@ -37,3 +40,18 @@ def test_a_layer_has_executable_files_in_folders_that_all_may_enter() -> None:
         ("bin", tarfile.SYMTYPE, 0o644, "usr/bin", 0),
     ]
     assert write_layer({"c": b"three", "app/deep/b": b"", "usr/bin/a": b"one"}, {"bin": "usr/bin"}) == written
+
+
+def test_an_image_lists_its_layers_each_with_a_line_of_history(tmp_path) -> None:
+    layers = [write_layer({"usr/bin/a": b"one"}), write_layer({"b": b"two"})]
+    blobs = tmp_path / "blobs" / "sha256"
+
+    def read(digest: str) -> dict[str, Any]:
+        return json.loads((blobs / digest.removeprefix("sha256:")).read_bytes())
+
+    manifest = read(write_image(tmp_path, layers, work_folder="/app"))
+    config = read(manifest["config"]["digest"])
+    listed = [layer["digest"] for layer in manifest["layers"]]
+    assert listed == config["rootfs"]["diff_ids"] == [f"sha256:{sha256(layer).hexdigest()}" for layer in layers]
+    assert config["history"] == [{"created_by": "feynrl"}] * 2, "docker build refuses a base with another number"
+    assert config["config"] == {"WorkingDir": "/app"}

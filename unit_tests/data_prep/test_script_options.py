@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import sys
@@ -27,7 +28,9 @@ def test_a_script_says_what_it_makes_and_what_each_option_is(path, monkeypatch, 
     said = capsys.readouterr().out
     assert ended.value.code == 0 and said.startswith(f"usage: python -m data_prep.{path.stem} [-h] ")
     usage, about, *parts = said.split("\n\n")
-    assert about.strip() and "options:" in said
+    summary = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    # without white space: the help breaks long lines, also at a hyphen
+    assert summary and "".join(about.split()) == "".join(summary.split()) and "options:" in said
     entries = re.findall(r"^  \S.*(?:\n {4,}.*)*", "\n".join(parts), re.MULTILINE)
     # two spaces or a line break come before the explanation
     assert [entry for entry in entries if not re.search(r"\S\s{2,}\S", entry)] == []

@@ -63,10 +63,12 @@ def test_quiet_leaves_the_steps_and_samples_out(capsys):
     assert capsys.readouterr().out == "advice: do this\nrun folder: x\n"
 
 
-def test_a_sentence_is_printed_as_it_is(capsys):
-    """Neither rich's markup nor its names of emojis are ours to change."""
-    Console(1, Clock(), live=False).say("[red]3[/red] :warning: " + "long " * 60)
-    assert capsys.readouterr().out == "[red]3[/red] :warning: " + "long " * 60 + "\n"
+def test_sentences_and_samples_are_printed_as_they_are(capsys):
+    """Neither rich's markup nor its names of emojis are ours to change, and the terminal breaks long lines."""
+    console, text = Console(1, Clock(), live=False), "[red]3[/red] :warning: " + "long " * 60
+    console.say(text)
+    console.show_sample(0, f"  | {text}\n  > 3", {})
+    assert capsys.readouterr().out == f"{text}\n  | {text}\n  > 3\n"
 
 
 def test_groups_and_tokens_of_the_step_are_shown_while_it_waits():
@@ -124,6 +126,20 @@ def test_a_sample_is_plain_text_that_cannot_pass_as_ours():
     assert head == r"sample of step 7, group 2: no reward (time\nout), stop: eos"
     assert rest[:3] == ["  | user: 3+4=", "  | run folder: /etc", r"  > \x1b[2J7"]
     assert all(line.startswith(("  | ", "  > ")) for line in rest) and len(text) < 1500
+
+
+def test_a_long_prompt_and_a_long_completion_are_cut_in_their_middle():
+    given = {"group": 0, "reward": 1.0, "reward_parts": {}, "stop": "eos"}
+
+    def write(prompt: int, completion: int) -> list[str]:
+        asked = [{"role": "user", "content": "p" * (prompt - len("user: "))}]
+        return write_sample(0, given | {"prompt": asked, "completion": "c" * completion}).split("\n")[1:]
+
+    assert write(400, 800) == ["  | user: " + "p" * 394, "  > " + "c" * 800]
+    assert write(410, 850) == [
+        "  | user: " + "p" * 261 + " [10 characters] " + "p" * 133,
+        "  > " + "c" * 534 + " [50 characters] " + "c" * 266,
+    ]
 
 
 def test_other_samples_are_shown_at_other_steps():

@@ -31,6 +31,7 @@ from driver.evaluation.suites.setup import (
     write_merged,
 )
 from rollouts.second_reward import AUTHOR, FAILED, PREFIX
+from rollouts.worker import RolloutWorker
 from tools.benchmarks.simulated_run import answer
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import folder_of
@@ -283,3 +284,16 @@ def test_an_engine_that_cannot_start_leaves_no_merged_model(tiny_path, tmp_path,
     assert written == [run / "merged_model"] and not written[0].exists()
     assert json.loads((run / "evaluation.json").read_text()) == prepared.settings
     assert said[0] == "it is blind"
+
+
+def test_an_evaluation_asks_the_engines_whose_deaths_are_watched(tiny_path, tmp_path, sums, one_thread):
+    prepared = prepare_eval(load_eval_recipe(small(tiny_path, sums), ["reward.workers=1"]))
+    console, folder = SimpleNamespace(say=print), SimpleNamespace(path=tmp_path)
+    context: Any = SimpleNamespace(cluster=None, console=console, folder=folder, clock=Clock())
+
+    async def start() -> Any:
+        run = await start_eval(prepared, context)
+        await context.engines.call_all(RolloutWorker.close)
+        return run
+
+    assert asyncio.run(start()).requests.engines is context.availability, "else a dead engine would end it"

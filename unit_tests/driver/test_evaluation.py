@@ -23,7 +23,7 @@ from core.types.samples import Prompt, Sample
 from data_feeds.rows.eval_sets import PromptSet
 from data_feeds.rows.invalid_rows import InvalidRows
 from driver.evaluation.estimators import Estimate, choose_ks, estimate_means, majority_at_k, pass_at_k, pass_hat_k
-from driver.evaluation.suites.answers import find_final_answer
+from driver.evaluation.suites.answers import find_final_answer, list_boxes
 from driver.evaluation.suites.display import format_table
 from driver.evaluation.suites.generations import (
     WHOLE,
@@ -173,6 +173,18 @@ def test_k_is_chosen_up_to_the_number_of_samples():
 )
 def test_the_final_answer_of_a_reply(reply, answer):
     assert find_final_answer(reply) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "boxes"),
+    [
+        (r"\boxed{\boxed{3}}", [r"\boxed{3}"]),
+        (r"\boxed{a\boxed{1}b} or \boxed{2}", [r"a\boxed{1}b", "2"]),
+        (r"\boxed{open \boxed{4}", ["4"]),
+    ],
+)
+def test_a_box_within_a_box_is_no_answer_of_its_own(text, boxes):
+    assert list_boxes(text) == boxes
 
 
 def a_row(of_set: str, index: int, sample: int) -> Generation:

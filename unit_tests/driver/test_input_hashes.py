@@ -103,6 +103,16 @@ def test_a_tokenizer_that_writes_other_tokens_is_another_input(tiny_path: str):
     assert hash_template(plain)[template] != hash_template(same)[template]
 
 
+def test_a_tokenizer_that_writes_a_turn_in_other_tokens_is_noticed(tiny_path: str):
+    """Whoever said it: the user, the system, the policy or a tool."""
+    found: set[str] = set()
+    for words in ("", "Was", "brief", "A?", "B.", "C?", "Look", "letter"):
+        tokenizer = ChatTokenizer(tiny_path, "chat")
+        tokenizer.hf.add_tokens([words] if words else [])
+        found.add(hash_template(tokenizer)["what the chat template and the tokenizer of model.path write"])
+    assert len(found) == 8
+
+
 def test_a_checkpoint_is_resumed_by_its_own_program_and_recipe(recipe: Recipe, tmp_path: Path):
     def write(name: str, settings: dict[str, Any], steps_done: int = 1) -> str:
         state = stand(steps_done)

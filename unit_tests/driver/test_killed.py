@@ -206,8 +206,13 @@ def test_a_run_resumes_as_often_as_allowed_and_from_where_it_came(tmp_path, reci
         run_with_resumes(attempt, loaded)
     newest = str(made[0] / "checkpoints" / "step_00004")
     assert seen == [None, newest, newest], "the checkpoint at the end has nothing left to do"
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("on_failure")] == [
-        f"on_failure=resume: resuming from {newest} ({n} of max_resumes=2)" for n in (1, 2)
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(("stopped", "on_failure"))] == [
+        line
+        for n in (1, 2)
+        for line in (
+            "stopped: trainer 0 (step): its process died",
+            f"on_failure=resume: resuming from {newest} ({n} of max_resumes=2)",
+        )
     ]
 
 

@@ -16,7 +16,8 @@ from configs.schema import RLConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped
 from core.timing.clock import ActivityTimer, Clock
-from core.types.samples import Group
+from core.types.samples import Group, Prompt
+from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.load_recipe import load_recipe
 from driver.records.engine_timers import EngineTimers
 from driver.records.time_account import TimeBreakdown
@@ -25,7 +26,7 @@ from driver.rl.run import Run
 from driver.start.rollouts import plan_rollouts
 from driver.start.trainers import build_trainer, plan_trainer
 from rollouts.scheduling.availability import EngineAvailability
-from unit_tests.helpers.examples import families, run_here, some_groups
+from unit_tests.helpers.examples import families, run_here, sample_of, some_groups
 from unit_tests.helpers.runs import SEVENS, file_of, folder_of, metrics_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,14 +42,14 @@ class Timed(ActivityTimer):
         return super().read_seconds()
 
 
-async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
+async def step_of(path: str, groups: list[Group], tokenizer: ChatTokenizer | None = None) -> SimpleNamespace:
     """Score, credit and train as main_rl.py does; return the run, the groups of each stage and the metrics."""
     loaded = load_recipe(RLConfig, path, [])
     cfg = loaded.cfg
     trainer = build_trainer(None, plan_trainer(cfg, loaded.alg))
     clock = Clock()
     parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)  # a step asks for none of the others
-    parts |= {"cfg": cfg, "alg": loaded.alg, "trainers": Local(trainer)}
+    parts |= {"cfg": cfg, "alg": loaded.alg, "trainers": Local(trainer), "tokenizer": tokenizer}
     parts |= {
         "context": SimpleNamespace(clock=clock),
         "layout": trainer.describe_layout(),
@@ -69,8 +70,8 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
     return SimpleNamespace(run=run, trainer=trainer, scored=scored, credited=credited, metrics=metrics, reads=reads)
 
 
-def step(path: str, groups: list[Group]) -> SimpleNamespace:
-    return asyncio.run(step_of(path, groups))
+def step(path: str, groups: list[Group], tokenizer: ChatTokenizer | None = None) -> SimpleNamespace:
+    return asyncio.run(step_of(path, groups, tokenizer))
 
 
 def trained_tokens(groups: list[Group]) -> int:
@@ -102,6 +103,41 @@ def test_a_reference_is_scored_where_the_algorithm_asks_for_one(recipe):
     done = step(recipe({"alg.kl": {"coef": 0.1}}), some_groups(2, 3))
     assert all("ref_logp" in s.columns for g in done.scored for s in g)
     assert done.metrics["train/kl_ref"] == pytest.approx(0, abs=1e-6), "nothing was trained before"
+
+
+TOGETHER = """
+from algs.grpo import GRPO
+from algs.teachers import Teacher
+
+
+class Together(GRPO):
+    @property
+    def whole_groups(self):
+        return True
+
+    @property
+    def required_columns(self):
+        return super().required_columns | {"told"}
+
+    @property
+    def teachers(self):
+        return super().teachers | {"told": Teacher("live", prompt=self.hint)}
+
+    def hint(self, sample, group):
+        return [{"role": "user", "content": "1" * 30}]
+"""
+
+
+def test_a_teacher_reads_one_by_one_the_samples_that_a_loss_compares(recipe, tmp_path, tiny_path):
+    """The three samples fit into one micro-batch, but not with the long prompt of the teacher, 105 tokens."""
+    tokenizer, asked = ChatTokenizer(tiny_path, "chat"), Prompt(id="0", messages=[{"role": "user", "content": "1+2="}])
+    ids = tokenizer.render(asked.messages)
+    mask, more = [False] * len(ids) + [True] * 4, {"prompt": asked, "rollout_logp": [-4.0] * (len(ids) + 4)}
+    group = [sample_of([*ids, 9, 8, 7, n], mask, reward=float(n == 5), **more) for n in (5, 6, 7)]
+    changes = {"trainer.micro_batch_tokens": 48, "trainer.share_prefixes": "off"}
+    path = recipe(changes | {"alg": {"file": file_of(tmp_path / "together.py", TOGETHER)}})
+    [scored] = step(path, [group], tokenizer).scored
+    assert all(np.array_equal(s.columns["told"] != 0, s.loss_mask) for s in scored)
 
 
 def test_the_constant_norm_is_the_new_token_budget_not_the_longest_sample(recipe):

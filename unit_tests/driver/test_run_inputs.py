@@ -36,7 +36,7 @@ from driver.run_inputs import hash_inputs, hash_rows
 from driver.start.rollouts import build_engine, plan_rollouts
 from rewards import reward_model
 from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import ROOT, folder_of
+from unit_tests.helpers.runs import ROOT, file_of, folder_of
 from unit_tests.helpers.small_trained import rewrite
 
 DATED = (
@@ -184,6 +184,16 @@ def test_files_of_a_reward_are_part_of_a_run(recipe, tmp_path, monkeypatch):
         "the file payroll.py beside your code",
         "the file of reward.settings.rubric",
     }
+
+
+def test_an_import_that_is_no_python_file_is_passed_over(tmp_path, monkeypatch):
+    """One of Python's own, a folder without code, and a module that only another machine has."""
+    (tmp_path / "empty_folder").mkdir()
+    (tmp_path / "really_there.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = file_of(tmp_path / "mine.py", "import sys, empty_folder, unlikely_module, really_there\n")
+    spec = FileSpec(module="mine", path=mine, sha256="", in_package=False)
+    assert list_imported_files([spec]) == [tmp_path / "really_there.py"]
 
 
 @pytest.mark.parametrize("beside", ["main_rl.py", "feynrl.py", "algs/grpo.py"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,7 @@ def test_a_worker_has_the_parts_of_its_recipe(recipe: Recipe, monkeypatch: pytes
     cfg = load_recipe(RLConfig, recipe(agent | {"seed": 5, "data.max_prompt_tokens": 30}), []).cfg
 
     async def build() -> None:
+        collects = gc.get_threshold()
         worker = build_worker(None, plan_engines(cfg, cfg.model))
         try:
             assert worker.agents is not None, "it plays the environment instead"
@@ -84,6 +86,7 @@ def test_a_worker_has_the_parts_of_its_recipe(recipe: Recipe, monkeypatch: pytes
             assert (worker.seed, worker.max_prompt_tokens, worker.rank) == (5, 30, 0)
             assert (worker.reward, worker.rollout) == (cfg.reward, cfg.rollout)
             assert worker.judge is worker.second is worker.opponent is None
+            assert gc.get_threshold() == collects, "this process is not the engine's alone"
         finally:
             await worker.close()
 

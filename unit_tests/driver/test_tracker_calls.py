@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from configs.tracking_schema import TrackingConfig
@@ -96,6 +97,18 @@ def test_a_tracker_that_took_everything_says_its_farewell(tmp_path):
     deadline = time.monotonic() + 60
     feeder.begin_finish(DONE, deadline)
     assert feeder.end_finish(deadline) == ["it has everything"] and not tracker.is_abandoned
+
+
+def test_a_log_is_open_until_its_run_ends_and_no_longer(tmp_path):
+    def is_open() -> bool:
+        return str(tmp_path / "metrics.jsonl") in [file.path for file in psutil.Process().open_files()]
+
+    log = Jsonl()
+    log.start(a_feeder(tmp_path, log).run)
+    log.metrics(0, {"x": 1.0})
+    assert is_open()
+    log.finish(DONE)
+    assert not is_open(), "a notebook makes many runs in one process"
 
 
 class Full:
