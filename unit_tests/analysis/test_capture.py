@@ -263,6 +263,8 @@ def test_a_step_that_is_not_finite_is_kept_though_it_ends_the_run(step, tmp_path
     with ends:
         made.train(rewarded(some_groups(4)))
     assert captured_steps(made.home) == [0]
+    said = [line.partition(" (")[0] for line in made.said]
+    assert said == [f"step 0 is kept in {snapshot_folder(made.home, 0)}"], "it is told, and before the run ends"
     snapshot = read_snapshot(snapshot_folder(made.home, 0))
     assert snapshot.manifest.reason.startswith("non_finite: ") and snapshot.manifest.updates[0].grad_norm is None
     Path(file).unlink()  # the snapshot has a copy
