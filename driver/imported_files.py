@@ -46,23 +46,26 @@ def _list_imports(file: Path) -> Iterator[Path]:
 def _find_files(base: Path | None, names: list[str]) -> Iterator[Path]:
     """Yield the files of a module and the packages around it. base: folder of a relative import."""
     names = [name for name in names if name]
-    if base is None and (base := _find_base(names[0])) is None:
-        return
-    for n in range(1, len(names) + 1):
-        path = base.joinpath(*names[:n])
-        yield from (p for p in (path.with_name(f"{path.name}.py"), path / "__init__.py") if p.is_file())
+    for folder in _find_bases(names[0]) if base is None else [base]:
+        for n in range(1, len(names) + 1):
+            path = folder.joinpath(*names[:n])
+            yield from (p for p in (path.with_name(f"{path.name}.py"), path / "__init__.py") if p.is_file())
 
 
-def _find_base(name: str) -> Path | None:
-    """Return the folder from which a top-level module is imported; None if it is no Python file."""
+def _find_bases(name: str) -> list[Path]:
+    """Return the folders from which a top-level module is imported; none if it is no Python file."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a module without a spec, such as __main__
-        return None
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return None
+        return []
+    if spec is None:
+        return []
+    if spec.origin is None:  # a folder without __init__.py, which may have parts in several places
+        return [Path(place).parent for place in spec.submodule_search_locations or ()]
     origin = Path(spec.origin)
-    return origin.parents[1] if origin.name == "__init__.py" else origin.parent
+    if origin.suffix != ".py":
+        return []
+    return [origin.parents[1] if origin.name == "__init__.py" else origin.parent]
 
 
 def _is_installed(path: Path) -> bool:

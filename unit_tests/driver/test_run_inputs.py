@@ -186,6 +186,15 @@ def test_files_of_a_reward_are_part_of_a_run(recipe, tmp_path, monkeypatch):
     }
 
 
+def test_a_file_of_a_folder_without_init_is_found(tmp_path, monkeypatch):
+    (tmp_path / "plain_folder" / "deep").mkdir(parents=True)
+    (scale := tmp_path / "plain_folder" / "deep" / "scale.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = file_of(tmp_path / "mine.py", "from plain_folder.deep import scale, missing\n")
+    spec = FileSpec(module="mine", path=mine, sha256="", in_package=False)
+    assert list_imported_files([spec]) == [scale]
+
+
 def test_an_import_that_is_no_python_file_is_passed_over(tmp_path, monkeypatch):
     """One of Python's own, a folder without code, and a module that only another machine has."""
     (tmp_path / "empty_folder").mkdir()
