@@ -14,6 +14,7 @@ from configs.trainer_schema import LoraConfig, TrainerConfig
 from core.errors import UserError
 from data_feeds.packing.batches import micro_batches
 from modeling.load import load_model
+from trainers.deepspeed import DeepSpeedLearner
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer_probe import check_optimizer
 from trainers.references import Reference
@@ -216,6 +217,13 @@ def test_an_average_is_refused_where_deepspeed_keeps_the_weights_elsewhere():
     with pytest.raises(UserError, match=r"offload_optimizer is set, and trainer.ema is set: .*strategy=fsdp2"):
         check_optimizer(cfg, is_sharded=True)
     check_optimizer(cfg, is_sharded=False)
+
+
+def test_a_copy_that_follows_is_refused_where_deepspeed_offloads():
+    learner = DeepSpeedLearner.__new__(DeepSpeedLearner)  # without an engine, which this does not ask
+    learner.cfg = TrainerConfig(deepspeed={"zero_optimization": {"offload_param": {"device": "cpu"}}})
+    with pytest.raises(UserError, match=r"offload_param is set, and a teacher of alg moves, or trainer.ema is set"):
+        learner.list_masters()
 
 
 def test_a_reference_leaves_the_device_and_comes_back(tiny_path):
