@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed.distributed_c10d import AllreduceOptions
 
+from core.cluster.ray_workers import Remote
 from core.cluster.workers import RankInfo
 from core.errors import CallFailed, RunStopped, UserError
 from core.tasks import gather_fail_fast
@@ -87,3 +96,35 @@ def test_engines_of_one_machine_share_its_cores_without_overlap(monkeypatch):
     assert list_cores(None) == [0, 2, 4, 6, 8]
     for size, cores in ((5, [6]), (6, [0, 2, 4, 6, 8])):  # with more engines than cores, each has all
         assert list_cores(RankInfo(rank=3, size=size, address="", port=0)) == cores
+
+
+def break_a_collective() -> RuntimeError:
+    """Return what gloo raises on a rank whose peer does not come."""
+    main, timeout = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), timedelta(seconds=20)
+
+    def join(rank: int) -> ProcessGroupGloo:
+        store = main if rank == 0 else TCPStore("127.0.0.1", main.port, is_master=False)
+        return ProcessGroupGloo(PrefixStore("ranks", store), rank, 2, timeout)
+
+    with ThreadPoolExecutor() as ranks:
+        first, _peer = ranks.map(join, range(2))
+    how = AllreduceOptions()
+    how.timeout = timedelta(milliseconds=20)
+    with pytest.raises(RuntimeError) as broken:
+        first.allreduce([torch.zeros(1)], how).wait()
+    return broken.value
+
+
+def test_a_broken_collective_is_told_without_the_place_in_gloos_source():
+    from ray.exceptions import RayTaskError
+
+    cause = break_a_collective()
+    assert re.match(r"\[.*gloo.*\] ", str(cause))
+
+    async def fail(*_: Any) -> None:
+        raise RayTaskError("call", "its traceback", cause).as_instanceof_cause()
+
+    slots: Any = SimpleNamespace(role=SimpleNamespace(name="trainer", n=1), name_worker=lambda rank: f"trainer {rank}")
+    workers = Remote[list[int]](slots, lambda rank: SimpleNamespace(call=SimpleNamespace(remote=fail)), 60.0, None)
+    with pytest.raises(CallFailed, match=r"^trainer 0 \(copy\) failed: Timed out waiting 20ms for [^\]]+$"):
+        asyncio.run(workers.start_one(0, list.copy))
