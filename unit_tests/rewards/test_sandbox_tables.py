@@ -177,6 +177,14 @@ def test_a_machine_without_bwrap_or_with_one_that_cannot_start_says_so(monkeypat
         assert (said if printed else "exit code 3: it printed b'\\n'") in str(raised.value)
 
 
+def test_a_variable_that_is_refused_leaves_no_handle_open(told):
+    handles = len(os.listdir("/proc/self/fd"))
+    view = View(mounts=(), folder="/", environment={"A=B": "1"})
+    with pytest.raises(SandboxUnavailable, match=r"^the variable .* has no name, or a NUL, or = in its name$"):
+        asyncio.run(Bubblewrap().open(["true"], files={"f": b"x"}, view=view))
+    assert len(os.listdir("/proc/self/fd")) == handles
+
+
 # Files and processes ------------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from core.cluster.child_process import ROOT
+from core.errors import RunStopped
 from rollouts.engines.base import EngineConfig
-from rollouts.engines.vllm_support.architectures import can_import
+from rollouts.engines.vllm_support.architectures import can_import, has_architecture
 from rollouts.engines.vllm_support.kept_sets import KeptReports
 from rollouts.engines.vllm_support.parts import Parts, continue_seed
 from rollouts.engines.vllm_support.routes import RouteReports
@@ -156,3 +157,9 @@ def test_sockets_lie_where_a_run_says_or_in_a_folder_that_is_removed(tmp_path):
     folder, is_there = first.split()
     assert first == second and is_there == "True", "one for all engines of a process"
     assert Path(folder).parent == Path("/tmp") and not Path(folder).exists()
+
+
+def test_a_vllm_that_is_not_imported_in_time_ends_the_run(monkeypatch):
+    monkeypatch.setattr("rollouts.engines.vllm_support.architectures.VLLM_IMPORT_TIMEOUT_S", 0.001)
+    with pytest.raises(RunStopped, match=r"^vLLM could not be imported within 0\.001 s$"):
+        has_architecture("LlamaForCausalLM")
