@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from analysis.doctor.bench import Bench, Sampling, as_sample
 from analysis.doctor.gap import Gap, measure_gap
-from analysis.doctor.knobs import Knob, read_knobs
+from analysis.doctor.knobs import Knob, price_knobs, read_knobs
 from analysis.doctor.resampling import try_batch_of_one, try_cold_cache, try_pushed_again, try_token_by_token
 from analysis.doctor.rescoring import (
     count_changed,
@@ -313,3 +314,14 @@ def test_a_knob_is_an_option_of_vllm_or_the_rounding_of_any_engine(recipe):
     ]
     with pytest.raises(UserError, match=r"^--knob max_num_seqs.* is not valid YAML"):
         read_knobs(["max_num_seqs=[1"], on_vllm)
+
+
+def test_a_price_has_the_speed_of_an_engine_with_the_trainers_weights(recipe):
+    target, said = find_target(recipe(), []), list[str]()
+    began = time.monotonic()
+    [price] = price_knobs(target, prepare(target.loaded), Sampling(sequences=4, tokens=2), [], said.append)
+    seconds = time.monotonic() - began
+    assert price.gap is not None and price.tokens_per_s is not None
+    assert 0 < price.gap.tokens <= 8 and price.gap.mean < 1e-5 and price.changed == 0
+    assert price.tokens_per_s > price.gap.tokens / seconds, "they were sampled in a part of that time"
+    assert said[-1] == price.describe() and price.knob == "none"

@@ -313,6 +313,7 @@ def test_every_form_of_a_source_holds_the_same_rows(chat, tmp_path, form):
     ("source", "words"),
     [
         ({"path": "hub:nobody/nothing/config"}, "cannot be loaded from the hub: Couldn't reach 'nobody/nothing'"),
+        ({"path": "hub:nobody/nothing", "lazy": True}, "(split train) cannot be loaded from the hub: Couldn't reach"),
         ({"path": "splits"}, "no split 'train'; it has test: set split"),
         ({"path": "one", "split": "test"}, "holds one split (None), and split is 'test'"),
         ({"path": "empty"}, "did not make"),

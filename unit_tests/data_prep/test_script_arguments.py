@@ -153,10 +153,11 @@ def test_a_number_of_a_script_has_a_lowest_value(words, refused, monkeypatch, ca
     name, *options = words.split()
     least, _ = DEFAULTS.get(name, ("--out x.jsonl --set s", {}))
     for option in options:
-        with pytest.raises(SystemExit):
-            read_options(name, [*least.split(), option, refused], monkeypatch)
         lowest = int(refused) + 1
-        assert f"argument {option}: give a whole number from {lowest} on" in capsys.readouterr().err
+        for text in (refused, "many", f"{lowest}.5"):
+            with pytest.raises(SystemExit):
+                read_options(name, [*least.split(), option, text], monkeypatch)
+            assert f"argument {option}: give a whole number from {lowest} on, found" in capsys.readouterr().err
         found = read_options(name, [*least.split(), option, str(lowest)], monkeypatch)
         assert lowest in found.values()
 

@@ -372,6 +372,9 @@ def test_a_resumed_run_takes_the_snapshots_of_the_run_that_it_continues(tmp_path
         asyncio.run(again.renew(version))
         assert again.version == played
         assert [path.name for path in (tmp_path / "again/opponents").iterdir()] == [f"step_{played:05d}"]
+    shutil.rmtree(tmp_path / "whole/opponents")
+    with pytest.raises(UserError, match=r"^resume: .*whole/opponents/step_00003 is missing, the opponent that played"):
+        again.restore(Checkpoint(folder=tmp_path / "whole/checkpoints/step_00005", state=state))
 
 
 @pytest.mark.verify

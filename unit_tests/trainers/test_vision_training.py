@@ -268,6 +268,14 @@ def test_the_plan_of_a_run_knows_the_vision_part(folders, recipe):
     assert (one.gradients - other.gradients) * GIB == pytest.approx(4 * n_tower)
 
 
+@pytest.mark.parametrize(("is_adapted", "how"), [(False, "frozen"), (True, "with adapters")])
+def test_the_plan_of_a_run_tells_whether_an_adapter_is_in_the_vision_part(folders, recipe, is_adapted, how):
+    changes = {"model.path": folders("qwen2_5_vl"), "model.lora": {"r": 2, "vision": is_adapted}}
+    told = dict(describe_memory(load_recipe(SLConfig, recipe(changes, kind="sl"), [])))
+    assert told["of these, vision"].endswith(f"%), {how}")
+    assert ("the inputs of these layers" in told["images"]) == is_adapted
+
+
 def test_a_reward_model_that_sees_rewards_a_reply_by_its_image(tmp_path, tiny_path):
     path, saved = make_seeing(tmp_path / "policy"), tmp_path / "reward"
     scalar: Any = load_scalar_model(path, dtype="float32", attention="auto")
