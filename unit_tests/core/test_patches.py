@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.patches import PATCHES, Patch, begin_shared_memory_names, is_grad_switch, patched
+from core.patches import PATCHES, Patch, begin_shared_memory_names, is_grad_switch, loopback_ray, patched
 from tools.layers import parse_file
 from tools.private_names import BY_STRING, PATCH_FILES, find_in
 
@@ -132,6 +132,17 @@ def test_an_attribute_is_as_it_was_after_the_body():
         assert Owner.value == 2
         raise ZeroDivisionError
     assert Owner.value == 1
+
+
+def test_ray_finds_the_loopback_address_inside_of_the_body_alone():
+    """Ray reads its constant when it looks for the address on which a cluster listens."""
+    from ray._private import ray_constants
+    from ray.util import get_node_ip_address
+
+    usual = ray_constants.ENABLE_RAY_CLUSTER
+    with loopback_ray():
+        assert not ray_constants.ENABLE_RAY_CLUSTER and get_node_ip_address() in ("127.0.0.1", "::1")
+    assert ray_constants.ENABLE_RAY_CLUSTER is usual
 
 
 def test_switching_gradients_is_told_from_other_calls():
