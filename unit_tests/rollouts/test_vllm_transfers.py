@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,3 +60,26 @@ def test_a_worker_that_joins_again_leaves_the_last_group():
     assert [one.destroyed for one in network.made if one.rank == 1] == [1, 0]
     made.shutdown()
     assert [one.destroyed for one in network.made if one.rank == 1] == [1, 1]
+
+
+def test_experts_of_gpt_oss_are_sent_one_by_one_and_others_as_they_are():
+    pytest.importorskip("vllm")
+    from rollouts.engines.vllm_support.experts import name_for_loader
+
+    layer, model = "model.layers.0.mlp.experts", torch.nn.Linear(2, 2)
+    own = ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"]
+    bucket = [(f"{layer}.{name}", torch.tensor([[n, 7.0], [n, 9.0]])) for n, name in enumerate(own)]
+    bucket.append(("model.norm.weight", torch.ones(2)))
+
+    def send(family: str) -> list[tuple[str, list[float]]]:
+        model.config = SimpleNamespace(model_type=family)
+        return [(name, tensor.tolist()) for name, tensor in name_for_loader(model, bucket)]
+
+    assert send("gpt_oss") == [
+        *((f"{layer}.0.w13_weight", [0, 7]), (f"{layer}.1.w13_weight", [0, 9])),
+        *((f"{layer}.0.w13_bias", [1, 7]), (f"{layer}.1.w13_bias", [1, 9])),
+        *((f"{layer}.0.w2_weight", [2, 7]), (f"{layer}.1.w2_weight", [2, 9])),
+        *((f"{layer}.0.w2_bias", [3, 7]), (f"{layer}.1.w2_bias", [3, 9])),
+        ("model.norm.weight", [1, 1]),
+    ]
+    assert [name for name, _ in send("qwen3_moe")] == [name for name, _ in bucket]
