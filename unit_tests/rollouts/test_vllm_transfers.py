@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ def test_experts_of_gpt_oss_are_sent_one_by_one_and_others_as_they_are():
     pytest.importorskip("vllm")
     from rollouts.engines.vllm_support.experts import name_for_loader
 
-    layer, model = "model.layers.0.mlp.experts", torch.nn.Linear(2, 2)
+    layer = "model.layers.0.mlp.experts"
+    model: Any = torch.nn.Linear(2, 2)
     own = ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"]
     bucket = [(f"{layer}.{name}", torch.tensor([[n, 7.0], [n, 9.0]])) for n, name in enumerate(own)]
     bucket.append(("model.norm.weight", torch.ones(2)))
