@@ -74,8 +74,6 @@ def build_small(
         else:
             return f"measured when the model is loaded, with {attention} attention"
         return model
-    except UserError:
-        raise
     except Exception as error:  # a border: small numbers may not fit together in the model's code
         return NO_SMALL_MODEL.format(first_line(error))
 
