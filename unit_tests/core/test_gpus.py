@@ -45,10 +45,18 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compile_cuda(tmp_path_factory.mktemp("cuda"))
 
 
-def ask(folder: Path, *, cuda: Path | None, answers: str = "", nvidia_smi: str | None = None, **env: str) -> Gpus:
-    """What a process on such a machine finds. An answer that never comes is waited for for a second."""
+def ask(
+    folder: Path,
+    *,
+    cuda: Path | None,
+    answers: str = "",
+    nvidia_smi: str | None = None,
+    timeout_s: float = 20.0,
+    **env: str,
+) -> Gpus:
+    """What a process on such a machine finds. A CUDA that never answers is waited for for a second."""
     pretended = pretend(folder, cuda=cuda, answers=answers, nvidia_smi=nvidia_smi) | env
-    command = [sys.executable, "-c", ASK.format(1 if answers.startswith("0") else 20)]
+    command = [sys.executable, "-c", ASK.format(1 if answers.startswith("0") else timeout_s)]
     said = subprocess.run(command, cwd=ROOT, env=pretended, capture_output=True, text=True, check=True)
     found = json.loads(said.stdout)
     found["devices"] = tuple(Gpu(**one | {"capability": tuple(one["capability"])}) for one in found["devices"])
@@ -91,6 +99,8 @@ def test_a_container_without_nvidia_smi_has_its_gpus(tmp_path: Path, cuda: Path)
         ("13000 0", "echo 580.1", "CUDA fails with no device: let CUDA_VISIBLE_DEVICES"),
         ("13000 100", None, ""),  # the library of an image, on a machine without a GPU
         (f"0 0;{H100}", None, "CUDA fails with no answer within 1 s: see whether"),
+        # a name that is no text
+        ("13000 0;\udcff|9|0|80|80|0", None, "CUDA fails with exit code 1 of a process that asks it: see whether"),
     ],
 )
 def test_a_device_that_cannot_be_used_is_a_sentence(
@@ -106,9 +116,21 @@ def test_without_cudas_library_the_gpus_of_nvidia_smi_cannot_be_used(tmp_path: P
     assert (found.count, found.driver) == (1, "580.95.05")
     assert "libcuda.so.1 cannot be loaded: start the container with NVIDIA_DRIVER_CAPABILITIES" in found.failure
     assert ask(tmp_path / "none", cuda=None).smi_failure == "nvidia-smi is missing"
-    failed = ask(tmp_path / "failed", cuda=None, nvidia_smi="echo couldn\\'t communicate; exit 9")
-    assert failed == Gpus(smi_failure="nvidia-smi fails: couldn't communicate")
     assert ask(tmp_path / "empty", cuda=None, nvidia_smi="echo No devices were found").count == 0
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "failure"),
+    [
+        ("exec /bin/sleep 600", "nvidia-smi gives no answer within 0.1 s"),
+        ("exit 9", "nvidia-smi fails"),
+        ("echo; echo couldn\\'t communicate; echo more >&2; exit 9", "nvidia-smi fails: couldn't communicate"),
+    ],
+)
+def test_an_nvidia_smi_that_fails_is_told_in_its_words(tmp_path: Path, nvidia_smi: str, failure: str) -> None:
+    timeout_s = 0.1 if "sleep" in nvidia_smi else 20.0
+    found = ask(tmp_path, cuda=None, nvidia_smi=nvidia_smi, timeout_s=timeout_s)
+    assert found == Gpus(smi_failure=failure)
 
 
 OLD = replace(FINE, driver="535.104.05", cuda=(12, 2))

@@ -100,6 +100,19 @@ def test_what_lost_its_guardian_too_is_removed_by_the_next_run(driver, base):
         assert not folder.exists() and not named.exists()
 
 
+def test_a_folder_of_somebody_else_stays_and_a_run_that_ended_goes(base):
+    theirs = [base / f"{scratch.PREFIX}a{i}" for i in range(4)]  # without a lock: no run has made them
+    ended = [base / f"{scratch.PREFIX}b{i}" for i in range(4)]
+    for one, other in zip(theirs, ended, strict=True):
+        one.mkdir()
+        other.mkdir()
+        (other / "lock").touch()
+    (base / "other").mkdir()
+    (base / "other" / "lock").touch()
+    remove_abandoned(base)
+    assert sorted(left.name for left in base.iterdir()) == [*(one.name for one in theirs), "other"]
+
+
 def test_a_run_ends_with_its_folder_gone_and_the_environment_as_before(base):
     before = dict(os.environ)
     with Scratch() as home:

@@ -61,3 +61,33 @@ def test_the_second_signal_is_answered_on_stderr_and_the_third_exits() -> None:
     )
     said = "the run is ending; once more, and it ends at once\ninterrupted\n"
     assert (done.returncode, done.stdout, done.stderr) == (130, "ends in order\ncleans up\n", said)
+
+
+ELSEWHERE = """
+import threading
+from functools import partial
+from core.cluster.signals import end_on_signals, pass_on_interrupt
+
+def ask() -> None:
+    try:
+        pass_on_interrupt()
+    except KeyboardInterrupt:
+        print("there is no run", flush=True)
+
+ask()
+for name in ("first", "second"):
+    first = partial(print, f"the {name} run ends", flush=True)
+    run = threading.Thread(target=end_on_signals, kwargs={"first": first})
+    run.start()
+    run.join()
+    ask()
+"""
+
+
+def test_an_interrupt_ends_the_run_of_another_thread_if_there_is_one() -> None:
+    path = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    said = "there is no run\nthe first run ends\nthe second run ends\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
