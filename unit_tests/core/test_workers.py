@@ -13,17 +13,27 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    OutOfMemoryError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+)
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+from core.cluster.failures import DIED, GONE, NO_MEMORY
 from core.cluster.ray_workers import Remote
 from core.cluster.workers import RankInfo
-from core.errors import CallFailed, RunStopped, UserError
+from core.errors import CallFailed, ProcessDied, RunStopped, TransportFailed, UserError
 from core.tasks import gather_fail_fast
 from core.timing.clock import Clock
 from core.timing.phases import Phase
 from core.timing.timeouts import wait_or_cancel
 from driver.start.devices import list_cores
+from tools.benchmarks.simulated_run import run_in_virtual_time
 
 
 async def after(seconds: float, outcome: BaseException | int) -> int:
@@ -116,8 +126,6 @@ def break_a_collective() -> RuntimeError:
 
 
 def test_a_broken_collective_is_told_without_the_place_in_gloos_source():
-    from ray.exceptions import RayTaskError
-
     cause = break_a_collective()
     assert re.match(r"\[.*gloo.*\] ", str(cause))
 
@@ -128,3 +136,111 @@ def test_a_broken_collective_is_told_without_the_place_in_gloos_source():
     workers = Remote[list[int]](slots, lambda rank: SimpleNamespace(call=SimpleNamespace(remote=fail)), 60.0, None)
     with pytest.raises(CallFailed, match=r"^trainer 0 \(copy\) failed: Timed out waiting 20ms for [^\]]+$"):
         asyncio.run(workers.start_one(0, list.copy))
+
+
+def raised_there(cause: Exception) -> Exception:
+    """Return what Ray raises here for an error of the actor's own."""
+    return RayTaskError("call", "its traceback", cause).as_instanceof_cause()
+
+
+def trainers_of(error: Exception, *states: str | Exception | None) -> Remote[list[int]]:
+    """Return workers whose calls end with `error`. states: what each answers to a health check; None: nothing."""
+
+    async def answer(said: str | Exception | None) -> str:
+        await asyncio.sleep(1e9 if said is None else 0)
+        if isinstance(said, str):
+            return said
+        raise said or error
+
+    def start_actor(rank: int) -> SimpleNamespace:
+        asked = SimpleNamespace(remote=lambda: answer(states[rank]))
+        described = SimpleNamespace(options=lambda concurrency_group: asked)
+        return SimpleNamespace(call=SimpleNamespace(remote=lambda *_: answer(error)), describe_activity=described)
+
+    slots: Any = SimpleNamespace(
+        role=SimpleNamespace(name="trainer", n=len(states)),
+        name_worker=lambda rank: f"trainer {rank} on node{rank}",
+        name_machine=lambda rank, error: type(error)(f"on node{rank}: {error}"),
+    )
+    return Remote[list[int]](slots, start_actor, 60.0, None)
+
+
+STORE_LOST = RaySystemError("the object store is lost\nmore", "")
+LOST = ActorUnavailableError("the connection is lost", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (raised_there(ProcessDied("engine 0: it died", worker=("engine", 0))), ProcessDied, ": engine 0: it died"),
+        (raised_there(TransportFailed("no answer", "busy")), TransportFailed, ": no answer; busy"),
+        (
+            raised_there(TimeoutError()),
+            CallFailed,
+            " timed out: it waited longer than its own deadline (weight_sync.timeout_s)",
+        ),
+        (raised_there(ConnectionError("a peer left")), CallFailed, " failed: a peer left"),
+        (ActorDiedError(), ProcessDied, f": {DIED}"),
+        (LOST, ProcessDied, f": {GONE}"),
+        (OutOfMemoryError("9 of 9 GiB"), ProcessDied, f": {NO_MEMORY}"),
+        (STORE_LOST, CallFailed, " failed: System error: the object store is lost"),
+    ],
+)
+def test_a_failed_call_names_its_worker_and_what_happened(error: Exception, kind: type[RunStopped], said: str):
+    workers = trainers_of(error, "is idle", "is idle")
+    with pytest.raises(RunStopped) as failed:
+        asyncio.run(workers.start_one(1, list.copy))
+    assert (type(failed.value), str(failed.value)) == (kind, f"trainer 1 on node1 (copy){said}")
+    assert getattr(failed.value, "worker", ("trainer", 1)) == ("trainer", 1) and failed.value.__cause__ is error
+    assert workers.started == set()
+
+
+def test_errors_of_the_workers_own_code_come_as_they_are():
+    for cause in (UserError("the key"), RunStopped("the reason")):
+        with pytest.raises(type(cause), match=f"^on node1: {cause}$"):
+            asyncio.run(trainers_of(raised_there(cause), "is idle", "is idle").start_one(1, list.copy))
+    error = raised_there(ValueError("a bug"))
+    with pytest.raises(ValueError, match="its traceback") as failed:
+        asyncio.run(trainers_of(error, "is idle").call_one(0, list.copy))
+    assert failed.value is error, "with both tracebacks"
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("is idle", " is idle"),
+        (ActorDiedError(), f" (copy): {DIED}"),
+        (LOST, f" (copy): {GONE}"),
+        (OutOfMemoryError("9 of 9 GiB"), f" (copy): {NO_MEMORY}"),
+        (STORE_LOST, " (copy): it cannot be reached: System error: the object store is lost"),
+        (
+            None,
+            " (copy): its process gives no sign of life: it is stopped or stuck, or its machine is gone",
+        ),
+    ],
+)
+def test_the_health_of_a_worker_is_a_clause(state: str | RayError | None, said: str):
+    workers = trainers_of(STORE_LOST, "is idle", state)
+    workers.last_called[1] = "copy"
+    workers.started.add(1)
+    assert run_in_virtual_time(workers.check_health(1)) == (state == "is idle", f"trainer 1 on node1{said}")
+
+
+def test_the_worker_that_died_is_named_before_the_one_that_noticed():
+    def told(workers: Remote[list[int]]) -> tuple[type, str, object]:
+        with pytest.raises(RunStopped) as failed:
+            run_in_virtual_time(workers.call_one(0, list.copy))
+        return type(failed.value), str(failed.value), getattr(failed.value, "worker", None)
+
+    noticed = raised_there(ConnectionError("a peer left"))
+    busy = "has been in step for 9 s"
+    workers = trainers_of(noticed, "is idle", busy, OutOfMemoryError(""), ActorDiedError())
+    of_dead = f"trainer 2 on node2 (start): {NO_MEMORY}"
+    assert told(workers) == (ProcessDied, of_dead, ("trainer", 2))
+    workers.restarting |= {1, 3}
+    assert told(workers) == (ProcessDied, of_dead, ("trainer", 2)), "before those that are restarted"
+    workers.restarting |= {1, 2, 3}
+    assert told(workers) == (ProcessDied, "trainer 1 is being restarted", ("trainer", 1))
+    workers = trainers_of(noticed, "is idle", busy, f"{busy} again")
+    seen = f"trainer 1 on node1 {busy}, trainer 2 on node2 {busy} again"
+    assert told(workers) == (CallFailed, f"trainer 0 on node0 (copy) failed: a peer left; {seen}", None)
