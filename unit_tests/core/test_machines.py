@@ -4,19 +4,26 @@ import asyncio
 import importlib.util
 import json
 import os
+import platform
 import re
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from ray.exceptions import RayActorError
 
 from core.cluster import machine_check
 from core.cluster.capacity import SLOT, Machine, Resources, Role, choose_bundle, choose_resource, describe_missing
+from core.cluster.failures import DIED
 from core.cluster.machine_check import MachineCheck, collect_facts
-from core.errors import CallFailed, UserError
+from core.cluster.private_ray import join_ray
+from core.cluster.ray_workers import Remote
+from core.errors import CallFailed, ProcessDied, UserError
 from core.gpu_checks import Use
 from core.gpus import Gpus
 from tools import layers
@@ -137,6 +144,60 @@ def test_a_model_is_told_from_another_of_the_same_sizes(tmp_path):
     (tmp_path / "empty").mkdir()
     a, b, none, empty = (machine_check.hash_model(tmp_path / name) for name in ("a", "b", "c", "empty"))
     assert a != b and none == empty == ""
+
+
+NOT_IMPORTED = "The actor died: it failed to import on the worker.\nTraceback\nModuleNotFoundError: no torch\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "said"),
+    [
+        (
+            {"python": "3.9.1"},
+            UserError,
+            f": its machine runs Python 3.9.1, and the driver {platform.python_version()}: use the same environment on "
+            "every machine (make install, with constraints.txt)",
+        ),
+        (
+            RayActorError(None, NOT_IMPORTED),
+            UserError,
+            ": its machine cannot import FeynRL (ModuleNotFoundError: no torch): let all machines share "
+            f"{machine_check.ROOT}, or clone it there; where only the code is missing, set ship_code=true",
+        ),
+        (RayActorError(None, "It was killed."), ProcessDied, f" (describe_machine): {DIED}"),
+    ],
+)
+def test_the_worker_whose_machine_does_not_fit_is_named(check, answer, kind, said):
+    async def describe(rank: int, asked: Any) -> Any:
+        if rank == 1 and isinstance(answer, Exception):
+            raise answer
+        return collect_facts(asked) | (answer if rank == 1 else {"nonce": "another"})
+
+    def start_actor(rank: int) -> Any:
+        return SimpleNamespace(describe_machine=SimpleNamespace(remote=partial(describe, rank)))
+
+    slots: Any = SimpleNamespace(role=replace(TRAINERS, needs_run_folder=False), name_worker="worker {}".format)
+    workers = Remote[Any](slots, start_actor, 60.0, check)
+
+    async def check_both() -> None:
+        await workers._check_machine(0)
+        assert workers.without_run_folder == {0}
+        await workers._check_machine(1)
+
+    with pytest.raises(kind) as refused:
+        asyncio.run(check_both())
+    assert (type(refused.value), str(refused.value)) == (kind, f"worker 1{said}")
+    assert workers.without_run_folder == {0}, "worker 1 sees it, or has not said"
+
+
+def test_a_cluster_that_ray_cannot_join_is_refused_in_rays_words():
+    with pytest.raises(UserError) as refused:
+        join_ray("nonsense")
+    assert str(refused.value) == (
+        "ray_address=nonsense: Ray cannot join the cluster there: Invalid address format: nonsense; if it was started "
+        "with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; give the host:port of a "
+        "cluster that runs (usually port 6379), or leave the key unset"
+    )
 
 
 class Here:
