@@ -169,9 +169,9 @@ NOT_IMPORTED = "The actor died: it failed to import on the worker.\nTraceback\nM
 )
 def test_the_worker_whose_machine_does_not_fit_is_named(check, answer, kind, said):
     async def describe(rank: int, asked: Any) -> Any:
-        if rank == 1 and isinstance(answer, Exception):
+        if rank == 0 and isinstance(answer, Exception):
             raise answer
-        return collect_facts(asked) | (answer if rank == 1 else {"nonce": "another"})
+        return collect_facts(asked) | (answer if rank == 0 else {"nonce": "another"})
 
     def start_actor(rank: int) -> Any:
         return SimpleNamespace(describe_machine=SimpleNamespace(remote=partial(describe, rank)))
@@ -180,14 +180,14 @@ def test_the_worker_whose_machine_does_not_fit_is_named(check, answer, kind, sai
     workers = Remote[Any](slots, start_actor, 60.0, check)
 
     async def check_both() -> None:
-        await workers._check_machine(0)
-        assert workers.without_run_folder == {0}
         await workers._check_machine(1)
+        assert workers.without_run_folder == {1}
+        await workers._check_machine(0)
 
     with pytest.raises(kind) as refused:
         asyncio.run(check_both())
-    assert (type(refused.value), str(refused.value)) == (kind, f"worker 1{said}")
-    assert workers.without_run_folder == {0}, "worker 1 sees it, or has not said"
+    assert (type(refused.value), str(refused.value)) == (kind, f"worker 0{said}")
+    assert workers.without_run_folder == {1}, "worker 0 sees it, or has not said"
 
 
 def test_a_cluster_that_ray_cannot_join_is_refused_in_rays_words():
