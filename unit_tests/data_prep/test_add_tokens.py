@@ -72,6 +72,17 @@ def test_a_model_in_bfloat16_stays_so_and_its_mean_is_exact(tmp_path):
     assert weight.dtype == torch.bfloat16 and torch.equal(weight[i], weight[:i].float().mean(0).bfloat16())
 
 
+def test_what_was_wrong_with_the_base_model_is_said_when_it_is_saved(tmp_path, capsys):
+    base = a_base(tmp_path / "base", tied=True)
+    (tmp_path / "base/generation_config.json").write_text('{"temperature": 0.5}')
+    add_tokens.make(base, tmp_path / "out", tokens=["<a>"])
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == (
+        "generation_config.json of the base model is invalid (temperature=0.5): it is saved with do_sample=true"
+    )
+    assert last.startswith(f"{tmp_path}/out: 1 new tokens (<a> ")
+
+
 REFUSED = {
     "known": ({"tokens": ["<|end|>"]}, r"<\|end\|> is a token already"),
     "twice": ({"tokens": ["<a>"], "special": ["<a>"]}, "<a> is named twice"),

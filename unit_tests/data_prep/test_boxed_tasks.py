@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from data_prep import harbor
 from data_prep.boxed_tasks import PROGRAMS, TASKS, write_harbor_task
 
 
@@ -48,3 +50,26 @@ USUAL = """
 
 def test_a_box_has_the_usual_small_programs():
     assert {*USUAL.split()} <= {*PROGRAMS} and len({*PROGRAMS}) == len(PROGRAMS)
+
+
+def test_tasks_of_a_folder_become_rows_with_the_image_that_is_named(tmp_path: Path, capsys):
+    for name in ("set-port", "count-lines"):
+        write_harbor_task(tmp_path / "tasks" / name, TASKS[name])
+    out, image = tmp_path / "rows.jsonl", f"debian@sha256:{'0' * 64}"
+    (tmp_path / "tasks/set-port/task.toml").write_text("[environment]\nallow_internet = true\n")
+    words = ["--tasks", f"{tmp_path}/tasks", "--out", str(out)]
+    harbor.main([*words, "--image", image, "--network"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["id"], row["answer"], json.loads(row["extra"])) for row in rows] == [
+        (name, "", {"task": f"{tmp_path}/tasks/{name}", "image": image}) for name in ("count-lines", "set-port")
+    ]
+    harbor.main([*words, "--image", image])
+    assert len(out.read_text().splitlines()) == 1, "the other one wants the network"
+    assert f"{out}: 1 of 2 rows are invalid and excluded: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        harbor.main([*words, "--network"])
+    said = capsys.readouterr().err.rpartition("error: ")[2]
+    assert said == (
+        f"none of 2 rows fits: 2 bad_extra (such as row {tmp_path}/tasks/count-lines: task.toml has no docker_image: "
+        "set --image)\n"
+    )

