@@ -36,6 +36,7 @@ from core.cluster.ray_address import check_reachable, parse_address
 from core.errors import UserError
 from core.loading import load_module
 from core.loading import resolve as resolve_plugin
+from core.stores import open_store
 from core.timing import import_guard, progress
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
@@ -346,6 +347,13 @@ def test_a_cached_model_is_used_where_the_hub_does_not_answer(asks_hub, tiny_pat
     assert "model.path=some/tiny: http://127.0.0.1:1 does not answer" in capsys.readouterr().err
 
 
+def test_a_store_on_the_hub_asks_it_first(asks_hub, capsys):
+    asks_hub(1)
+    store, path = open_store("hf://datasets/a/b/c.jsonl", "run_dir")
+    assert (type(store).__name__, path) == ("HfFileSystem", "datasets/a/b/c.jsonl")
+    assert "run_dir: asking the hub, http://127.0.0.1:1\n" in capsys.readouterr().err
+
+
 class Answering(http.server.BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.send_response(404)
@@ -386,9 +394,14 @@ def test_an_endless_import_ends_with_file_and_line(soon, tmp_path, capsys, sourc
     assert after[0] is before[0] and (after[1] > 0) == (before[1] > 0), "the timer of pytest goes on"
 
 
-def test_time_in_a_debugger_does_not_count(soon, tmp_path, monkeypatch):
-    """A breakpoint in the file, at whose prompt one waits longer than the deadline."""
-    (tmp_path / "paused.py").write_text("import pdb\npdb.Pdb(nosigint=True).set_trace()\nx = 1\n")
+AT_A_LINE = "debugger.set_trace()"
+AFTER_AN_ERROR = "try: 1 / 0\nexcept Exception as e: debugger.reset(), debugger.interaction(None, e.__traceback__)"
+
+
+@pytest.mark.parametrize("stop", [AT_A_LINE, AFTER_AN_ERROR], ids=["at a line", "after an error"])
+def test_time_in_a_debugger_does_not_count(soon, tmp_path, monkeypatch, stop):
+    """A prompt in the file, at which one waits longer than the deadline; after an error, no debugger traces."""
+    (tmp_path / "paused.py").write_text(f"import pdb\ndebugger = pdb.Pdb(nosigint=True)\n{stop}\nx = 1\n")
 
     class Slow(io.StringIO):
         def readline(self, *_: Any) -> str:

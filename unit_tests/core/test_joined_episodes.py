@@ -148,3 +148,14 @@ def test_what_is_of_a_branch_alone_stays_with_it():
     back = joined.split(joined.samples)
     assert back == [replace(sample, advantage=None) for sample in group]
     assert [{*sample.routes.ravel().tolist()} for sample in back if sample.routes is not None] == [{0}, {1}]
+
+
+def test_a_branch_that_excludes_nothing_joins_one_that_does():
+    def branch(first: int, excluded: list[bool] | None) -> Sample:
+        ids, mask = [first, first + 1, first + 2], [False, True, True]
+        there = {"rollout_logp": [0.0] * 3, "versions": [0] * 3, "reward": 1.0, "episode": 0, "excluded": excluded}
+        return make_sample(prompt=PROMPT, token_ids=ids, action_mask=mask, **there)
+
+    [one] = join_episodes([branch(10, None), branch(20, [False, True, False])]).samples
+    assert one.token_ids.tolist() == [10, 11, 12, 20, 21, 22] and one.excluded is not None
+    assert one.excluded.tolist() == [False, False, False, False, True, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,9 @@ def test_a_missing_column_is_told_with_the_places_that_set_it():
     )
     assert tell(lambda: Policy(logp=torch.zeros(1)).c, MissingColumn).endswith(f"{names}none")
     assert [one.item() for one in policy.apply(lambda x: x + 1).list_tensors()] == [1, 2, 2]
+    assert pickle.loads(pickle.dumps(policy)).measures == policy.measures, "which asks for attributes before any is set"
+    assert tell(lambda: Policy.__new__(Policy).logp, AttributeError) == "logp"
+    assert tell(lambda: policy.__len__, AttributeError) == "__len__"
     both = Policy(logp=torch.zeros(1), entropy=torch.ones(1))
     assert [one.item() for one in both.apply(lambda x: x + 1).list_tensors()] == [1, 2]
 

@@ -234,6 +234,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "a part of a message: http://example.org/a.png is an address",
     ),
     "a number": (a_row(7), "image: an image must be bytes, a path, a data URI or {bytes, path}, found 7"),
+    "neither bytes nor path": (
+        a_row({"path": 3}),
+        "image: an image must be bytes, a path, a data URI or {bytes, path}, found {'path': 3}",
+    ),
     "damaged base64": (a_row("data:image/png;base64,a$"), "the base64 text of a data URI is damaged"),
     "a data URI without data": (a_row("data:image/png"), "a data URI must be data:image/png;base64"),
     "a folder": (a_row("."), "there is no file"),

@@ -71,9 +71,11 @@ def test_a_shown_reply_may_be_as_long_as_both_limits(chat, tmp_path, column):
     assert why(long) == {"too_long": "21 tokens and more, over data.max_prompt_tokens=20"}
 
 
-def test_a_prompt_that_depends_on_the_reply_to_it_is_refused(qwen, tmp_path):
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_prompt_that_depends_on_the_reply_to_it_is_refused(qwen, tmp_path, lazy):
     row = {"messages": "q", "chosen": [assistant("", call("weather", place="Oslo"))], "rejected": "no"}
-    data = RowDataConfig(train=write(tmp_path / "x.jsonl", row), max_tokens=2000)
+    source: Any = {"path": write(tmp_path / "x.jsonl", row), "lazy": lazy}
+    data = RowDataConfig(train=[source], max_tokens=2000)
     qwen.hf.chat_template = "{{ 'CALLED' if messages[-1].tool_calls }}" + FAMILIES["qwen2.5"]
     try:
         assert tell(lambda: load_groups(data, "train", qwen, rows="pairs", seed=0)) == (

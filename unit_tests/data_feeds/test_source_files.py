@@ -15,8 +15,10 @@ from PIL import Image
 
 from configs.data_schema import PromptDataConfig, RowDataConfig, SourceConfig
 from core.errors import UserError
+from data_feeds.chat.demonstrations import make_demonstration
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
+from data_feeds.rows.episodes import Sampling
 from data_feeds.rows.read_files import read_rows
 from unit_tests.helpers.image_models import draw, draw_image, save_idefics, say, to_bytes
 
@@ -68,6 +70,24 @@ def test_a_file_that_is_not_of_its_kind_gets_one_sentence(name, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=words):
         read_rows(SourceConfig(path=str(tmp_path / name)), f"data.train={name}")
+
+
+def test_a_column_of_text_in_arrow_that_is_not_utf_8_is_told(tmp_path):
+    data = pa.array([b"a", b"\xff"], pa.binary()).buffers()
+    table = pa.table({"question": pa.Array.from_buffers(pa.string(), 2, data)})
+    with pa.ipc.new_file(f"{tmp_path}/x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(UserError) as refused:
+        read_rows(SourceConfig(path=f"{tmp_path}/x.arrow"), "k")
+    assert str(refused.value) == "k: a column of text holds bytes that are not UTF-8: write the file again"
+
+
+def test_a_file_of_parquet_that_cannot_be_read_is_told_with_the_reason(tmp_path):
+    # a file that even root cannot read from its start, where no memory is
+    (tmp_path / "x.parquet").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError) as refused:
+        read_rows(SourceConfig(path=f"{tmp_path}/x.parquet"), "k")
+    assert str(refused.value) == "k cannot be read: [Errno 5] Input/output error"
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +180,22 @@ def test_marks_that_do_not_fit_the_images_are_invalid(row, words, seeing, tmp_pa
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
     with pytest.raises(UserError, match=words):
         load(seeing, tmp_path / "x.parquet", "prompts")
+
+
+def test_a_prompt_with_an_image_may_have_a_demonstration_and_no_recorded_episodes(seeing, tmp_path):
+    asked = [{"role": "user", "content": PARTS}]
+    rows = [
+        {"messages": asked, "images": [SHOWN], "demonstration": "3", "episodes": None},
+        {"messages": asked, "images": [SHOWN], "demonstration": None, "episodes": [{"completion": "3"}]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    data = PromptDataConfig(train=f"{tmp_path}/x.parquet", max_prompt_tokens=300, max_invalid_fraction=1.0)
+    feed = load_prompts(data, "train", seeing, seed=0, sampling=Sampling(max_new_tokens=20))
+    [prompt] = feed.all()
+    assert {reason: case.why for reason, case in feed.sources[0].invalid.cases.items()} == {
+        "bad_episode": "it has images, and recorded episodes are read of text alone"
+    }
+    made = make_demonstration(seeing, prompt)
+    [place] = made.images
+    assert place.begin > 0 and [part["type"] for part in prompt.messages[0]["parts"]] == ["image", "text"]
+    assert seeing.hf.decode(made.token_ids[made.action_mask]) == "3<|end|>"

@@ -5,14 +5,18 @@ why.
 """
 
 import json
+import re
+import sys
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import pytest
 
 from core.errors import UserError
+from core.loading import FileSpec
 from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.chat.tool_parsing import PlainParser, check_parser, make_parser
+from data_feeds.chat.tool_parsing import PlainParser, check_parser, locate_parser, make_parser
 from unit_tests.helpers.chat_families import FAMILIES, TOOLS, load_family
 
 OSLO = {"name": "weather", "arguments": {"place": "Oslo"}}
@@ -289,6 +293,25 @@ def test_arguments_that_json_does_not_have_are_a_problem(families):
     assert "hold a number or a depth that JSON does not have" in nan
     half = parse(chat, parser, hermes('{"name": "weather", "arguments": {"place": "\\ud800"}}')).problem
     assert "half of a character" in half
+
+
+def test_a_parser_of_a_file_is_located_from_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "own.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert locate_parser("own.json") == FileSpec(
+        module="own", path=f"{tmp_path}/own.json", sha256=sha256(b"{}").hexdigest(), in_package=False
+    )
+    assert [locate_parser(name) for name in (None, "hermes", "other.json", str(tmp_path))] == [None] * 4
+
+
+def test_without_vllm_its_parsers_are_refused(tiny_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.reasoning", None)
+    with pytest.raises(UserError) as refused:
+        make_parser("vllm:hermes", ChatTokenizer(tiny_path, "chat"))
+    assert re.fullmatch(
+        r"rollout\.tool_parser=vllm:hermes: vLLM cannot be imported \(.*vllm.*\): install it, or name another",
+        str(refused.value),
+    )
 
 
 @pytest.mark.slow
