@@ -330,6 +330,14 @@ def test_special_tokens_are_skipped_where_a_request_of_vllm_leaves_it_open(famil
 
 
 @pytest.mark.slow
+def test_a_reply_keeps_its_thoughts_where_no_parser_of_vllm_reads_them(families):
+    chat, text = families["qwen3"], "<think>\nhm\n</think>\n\nIt is cold"
+    for name, content, thoughts in (("step3p5", text, None), ("step3p5+qwen3", "It is cold", "hm")):
+        parsed = parse(chat, make_parser(f"vllm:{name}", chat), text)
+        assert (parsed.message["content"], parsed.message.get("reasoning"), parsed.problem) == (content, thoughts, "")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "parser"), [("qwen3", "vllm:hermes+qwen3"), ("llama3", "vllm:llama3_json")])
 def test_vllm_reads_the_same(families, family, parser):
     """By its parsers; reasoning as its server does, before the calls."""
