@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from core.cli import run_guarded
-from core.errors import RunStopped, UserError
+from core.errors import RunStopped, UserError, quote
+from core.text.json_text import holds_lone_surrogate
 from data_feeds.rows.invalid_rows import InvalidRows
 from data_prep.rows import Row, write_rows
 
@@ -18,6 +19,8 @@ def run_script(main: Callable[[], None]) -> NoReturn:
     """Run a script, then exit. Errors are reported as in main_rl.py."""
 
     def run() -> int:
+        if wrong := [quote(word) for word in sys.argv[1:] if holds_lone_surrogate(word)]:
+            raise UserError(f"the command line holds bytes that are not UTF-8, in {wrong[0]}: write it in UTF-8")
         try:
             main()
         except OSError as error:  # of --out: a folder that cannot be written, a full disk

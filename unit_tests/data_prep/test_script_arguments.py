@@ -301,3 +301,12 @@ def test_what_stops_a_script_is_one_sentence(capsys):
         script.run_script(stop)
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: the rows have no end\n"
+
+
+def test_words_that_are_not_utf_8_are_refused_before_a_script_begins(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", "--tokens", "é", "a\udcff"])
+    with pytest.raises(SystemExit) as ended:
+        script.run_script(lambda: pytest.fail("it began"))
+    assert ended.value.code == 2
+    said = r"error: the command line holds bytes that are not UTF-8, in 'a\udcff': write it in UTF-8"
+    assert capsys.readouterr().err == f"{said}\n"
