@@ -59,6 +59,9 @@ def test_a_row_of_the_original_is_a_prompt_with_tools_and_its_calls():
         ("Any", {}, False),
         ("", {}, False),
         ("string", {"type": "string"}, False),
+        ("Optional[List[int]]", {"type": "array", "items": {"type": "integer"}}, True),
+        ("typing.Union[str, float]", {"anyOf": [{"type": "string"}, {"type": "number"}]}, False),
+        ("Union[bool, Any], optional", {"anyOf": [{"type": "boolean"}, {}]}, True),
     ],
 )
 def test_types_of_python_become_those_of_json(written, schema, optional):

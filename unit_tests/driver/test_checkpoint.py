@@ -30,6 +30,7 @@ from driver.checkpoint import (
     remove_old_checkpoints,
     write_checkpoint,
 )
+from driver.checkpoint_model import find_checkpoint_model
 from driver.load_recipe import load_recipe
 from driver.resume import bitwise_only_changes, check_settings, collect_settings, restore_before
 from driver.start.trainers import build_trainer
@@ -64,6 +65,36 @@ def test_a_checkpoint_is_what_was_written(tmp_path):
     assert names(folder) == [COMPLETE, "progress.json", "rank_0.pt"] and folder.name == "step_00010"
     assert names(tmp_path / "new") == ["step_00010"]
     assert read_checkpoint(folder).state == stand(10, **{"eval/loss": 0.1})
+
+
+def test_progress_that_no_run_writes_is_damage(tmp_path):
+    folder = write(tmp_path, 10)
+    for text, why in (
+        ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("[1]", "driver.checkpoint.RunState() argument after ** must be a mapping, not list"),
+        ('{"steps": 3}', "RunState.__init__() got an unexpected keyword argument 'steps'"),
+    ):
+        (folder / "progress.json").write_text(text)
+        sizes = json.loads((folder / COMPLETE).read_text())
+        (folder / COMPLETE).write_text(json.dumps(sizes | {"progress.json": len(text)}))
+        with pytest.raises(UserError) as refused:
+            read_checkpoint(folder)
+        assert str(refused.value) == f"the checkpoint {folder} is damaged: progress.json: {why}"
+
+
+def test_a_model_is_made_of_no_unfinished_checkpoint_or_reward_model(tmp_path):
+    assert find_checkpoint_model(str(tmp_path)) is None and find_checkpoint_model("x" * 5000) is None
+    (begun := tmp_path / "step_00003").mkdir()
+    (begun / "progress.json").touch()
+    state = replace(stand(7), recipe={"settings": {"alg.name": "reward_model"}})
+    scoring = asyncio.run(write_checkpoint(tmp_path, Local(Writer()), state))
+    for folder, sentence in (
+        (begun, "is a checkpoint that was not finished: name another one, or a model folder of the run"),
+        (scoring, "is of a reward model, which scores text and writes none: name a run with a policy"),
+    ):
+        with pytest.raises(UserError) as refused:
+            find_checkpoint_model(str(folder))
+        assert str(refused.value) == f"{folder} {sentence}"
 
 
 def test_the_newest_and_the_best_stay(tmp_path):

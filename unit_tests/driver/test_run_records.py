@@ -116,6 +116,11 @@ def test_a_run_folder_has_its_files_and_the_versions_of_its_packages(tmp_path: P
 
 def test_folders_of_one_name_are_numbered(tmp_path: Path):
     assert [make_folder(tmp_path / "runs", "x").name for _ in range(3)] == ["x", "x.2", "x.3"]
+    for n in range(4, 1000):
+        (tmp_path / "runs" / f"x.{n}").mkdir()
+    assert tell(lambda: make_folder(tmp_path / "runs", "x")) == (
+        f"run_dir={tmp_path / 'runs'} holds a thousand runs called x: name the run otherwise"
+    )
     (tmp_path / "a_file").touch()
     with pytest.raises(OSError, match="a_file"):
         make_folder(tmp_path / "a_file", "x")

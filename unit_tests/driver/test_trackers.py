@@ -133,6 +133,19 @@ def test_a_tracker_gets_everything_in_order_and_is_remembered(tmp_path):
     assert find_previous(tmp_path) == {"keeping": Identity(id="17", where="here")}
 
 
+def test_names_of_runs_that_no_run_writes_are_refused(tmp_path):
+    assert find_previous(tmp_path) == {}
+    for text, why in (
+        ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("[1]", "'list' object has no attribute 'items'"),
+        ('{"wandb": {"at": "x"}}', "Identity.__init__() got an unexpected keyword argument 'at'"),
+    ):
+        (path := tmp_path / "trackers.json").write_text(text)
+        with pytest.raises(UserError) as refused:
+            find_previous(tmp_path)
+        assert str(refused.value) == f"{path} is damaged ({why}): remove it, and the trackers begin new runs"
+
+
 def test_a_tracker_that_fails_is_told_once_and_costs_the_others_nothing(tmp_path):
     said: list[str] = []
     trackers = trackers_of(tmp_path, said, failing=Failing, exiting=Exiting, keeping=Keeping)

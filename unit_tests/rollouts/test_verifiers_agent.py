@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from core.errors import UserError
 from data_prep import verifiers as prep
 from data_prep.rows import Row
 from rollouts.agents import task
@@ -203,6 +204,39 @@ def test_tasks_of_an_environment_become_rows():
         )
         for i in range(5)
     ]
+
+
+def test_a_python_that_cannot_list_the_tasks_is_told_by_its_last_line(tmp_path: Path):
+    tell = "sed -n 's/^#://p' \"$0\" >&2; exit 3"
+    for said, sentence in (
+        ("#:Traceback\n#:ImportError: no sums\n", "ImportError: no sums"),
+        (f"#:{'x' * 301}\n", "x" * 300),
+        ("", "it says nothing"),
+    ):
+        (python := tmp_path / "python").write_text(f"#!/bin/sh\n{tell}\n{said}")
+        python.chmod(0o755)
+        with pytest.raises(UserError) as refused:
+            prep.make("sums", str(python))
+        assert str(refused.value) == f"--env sums: {python} cannot list its tasks: {sentence}"
+    with pytest.raises(UserError) as refused:
+        prep.make("sums", str(tmp_path / "gone"))
+    assert str(refused.value) == f"--python {tmp_path / 'gone'}: No such file or directory"
+
+
+def test_the_script_writes_the_tasks_that_the_named_python_lists(tmp_path: Path):
+    (python := tmp_path / "python").write_text(
+        "#!/bin/sh\necho noise\n"
+        """echo '{"idx": 4, "messages": [{"role": "user", "content": "'"$2 $3"'"}]}'\n"""
+    )
+    python.chmod(0o755)
+    prep.main(["--env", "sums", "--python", str(python), "--out", str(out := tmp_path / "mine.jsonl")])
+    [row] = [json.loads(line) for line in out.read_text().splitlines()]
+    assert row == {
+        "id": "sums/4",
+        "messages": [{"role": "user", "content": "rows sums"}],
+        "answer": "",
+        "extra": '{"idx": 4}',
+    }
 
 
 @pytest.mark.usefixtures("package")
