@@ -1,6 +1,9 @@
 """What a run prints: lines for people, JSON, and nothing that moves a cursor in a log file."""
 
 import json
+import os
+import sys
+from contextlib import suppress
 
 import pytest
 
@@ -86,6 +89,24 @@ def test_groups_and_tokens_of_the_step_are_shown_while_it_waits():
     with clock.phase(Phase.TRAIN):
         console.count_group(done=1, wanted=8, tokens=1)
         assert " train  (1 of 4" in shown(console), "beside training, groups of later steps finish"
+
+
+def test_the_line_below_the_steps_is_in_a_terminal_until_the_end(monkeypatch):
+    """A pseudo terminal: at the end the line is erased, and the cursor is seen again."""
+    ours, theirs = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with Console(4, Clock(), live=True) as console:
+            assert console.is_live and console.live.is_started
+        assert not console.live.is_started
+    seen = b""
+    with suppress(OSError):  # there is no more, and the other end is closed
+        while more := os.read(ours, 4096):
+            seen += more
+    os.close(ours)
+    assert seen.startswith(b"\x1b[?25l") and b" working  (0 of 4 steps done)" in seen
+    assert seen.endswith(b"\x1b[?25h\r\x1b[1A\x1b[2K")
 
 
 def test_the_time_left_is_the_median_step_times_the_steps_left(capsys):

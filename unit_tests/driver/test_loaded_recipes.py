@@ -11,6 +11,7 @@ import yaml
 
 from algs.grpo import GRPO
 from configs.schema import RLConfig, SLConfig
+from core.errors import UserError
 from driver.checks import explain_layout
 from driver.checks.explain_layout import describe_rows
 from driver.checks.explain_texts import describe_texts, find_tokenizer
@@ -134,3 +135,4 @@ def test_the_layout_of_rows_is_explained_as_far_as_it_is_known(recipe: Recipe, t
         changes = {"model.path": str(tmp_path), "model.images": images}
         assert explain(changes, lambda cfg: "packed") == [rows, *more]
     assert explain({}, fail(ModelUnreadable("no such model"))) == [("rows", "unknown: no such model")]
+    assert explain({}, fail(UserError("no packed rows"))) == [("rows", "refused: no packed rows")]

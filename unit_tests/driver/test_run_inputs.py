@@ -32,7 +32,7 @@ from driver.imported_files import list_imported_files
 from driver.load_recipe import load_recipe
 from driver.model_hash import MODEL_FILES
 from driver.resume import changed_files, collect_settings
-from driver.run_inputs import hash_inputs, hash_rows
+from driver.run_inputs import hash_inputs, hash_probes, hash_rows
 from driver.start.rollouts import build_engine, plan_rollouts
 from rewards import reward_model
 from unit_tests.helpers.examples import run_here
@@ -205,6 +205,17 @@ def test_an_import_that_is_no_python_file_is_passed_over(tmp_path, monkeypatch):
     assert list_imported_files([spec]) == [tmp_path / "really_there.py"]
 
 
+def test_a_package_that_is_installed_in_the_users_own_folder_is_passed_over(tmp_path, monkeypatch):
+    (packages := tmp_path / "venv" / "site-packages").mkdir(parents=True)
+    (packages / "really_installed.py").touch()
+    (tmp_path / "really_mine.py").touch()
+    for folder in (tmp_path, packages):
+        monkeypatch.syspath_prepend(folder)
+    mine = file_of(tmp_path / "mine.py", "import really_installed, really_mine\n")
+    spec = FileSpec(module="mine", path=mine, sha256="", in_package=False)
+    assert list_imported_files([spec]) == [tmp_path / "really_mine.py"]
+
+
 @pytest.mark.parametrize("beside", ["main_rl.py", "feynrl.py", "algs/grpo.py"])
 def test_what_code_in_the_clone_imports_of_feynrl_is_no_file_of_its_own(beside: str):
     spec = FileSpec(module="mine", path=str(ROOT / beside), sha256="", in_package=False)
@@ -224,6 +235,16 @@ def test_a_resume_notices_a_model_that_was_trained_again(tiny_path, recipe, tmp_
     assert changed_files(then, now) == ["the files of model.path", f"the files of {teacher}, which alg names"]
     older = {key: digest for key, digest in then["sha256"].items() if not key.startswith(MODEL_FILES)}
     assert changed_files({**then, "sha256": older}, now) == [], "a checkpoint from before there were hashes"
+
+
+def test_the_hash_of_a_template_sees_what_it_refuses_and_why(tiny_path, tmp_path):
+    def hash_of(name: str, says: str, role: str = "system") -> str:
+        refuses = f"{{% if messages[0]['role'] == '{role}' %}}{{{{ raise_exception('{says}') }}}}{{% endif %}}"
+        path = make_model(tiny_path, tmp_path / name, refuses + DATED.replace("strftime_now('%d %b %Y')", "''"))
+        return hash_probes(make_tokenizer(ModelConfig(path=path), PromptDataConfig(train="x")))
+
+    found = [hash_of("a", "no system"), hash_of("b", "no such role"), hash_of("c", "no system", "none")]
+    assert len({*found}) == 3 and hash_of("d", "no system") == found[0]
 
 
 def test_the_hash_of_rows_sees_every_column(tmp_path, tiny_path):

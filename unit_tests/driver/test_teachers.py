@@ -24,7 +24,7 @@ from analysis.capture.losses import NamedLoss, credit_groups
 from configs.schema import RLConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped, UserError
-from core.types.images import EncodedImage
+from core.types.images import EncodedImage, PlacedImage
 from core.types.kept_sets import KeptSets
 from core.types.samples import Group, Prompt, Sample
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -224,6 +224,25 @@ def test_a_prompt_that_would_replace_other_messages_stops(tiny_path):
     teachers = {"told": Teacher("live", prompt=hinted)}
     with pytest.raises(RunStopped, match="begins with other messages than its prompt"):
         score(Scripted(), [[agents]], teachers, reader)
+
+
+def test_a_teacher_with_a_prompt_of_its_own_reads_text_only(tiny_path):
+    reader = reader_of(tiny_path)
+    sample = asked(reader, "1+2", [9], [True])
+    image = EncodedImage(b"", width=1, height=1, hash="")
+    drawn: Any = {"role": "user", "content": "", "parts": [{"type": "image", "image": image}]}
+    for given, prompt, sentence in (
+        (
+            replace(sample, images=(PlacedImage(image=image, begin=0, end=1),)),
+            hinted,
+            "the sample of 1+2 has images, and a teacher with a prompt of its own reads text: let its prompt return "
+            "None for such samples",
+        ),
+        (sample, lambda s, g: [drawn], "the teacher's prompt for 1+2 holds an image: give it text only"),
+    ):
+        with pytest.raises(RunStopped) as stopped:
+            score(Scripted(), [[given]], {"told": Teacher("live", prompt=prompt)}, reader)
+        assert str(stopped.value) == sentence
 
 
 class Scripted:
