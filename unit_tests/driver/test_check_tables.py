@@ -22,7 +22,7 @@ from core.types.samples import Prompt, RecordedEpisode
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.checks.image_use import settle_images
 from driver.checks.metric_names import list_metrics
-from driver.checks.models import check_freeze, check_frozen, check_policy, check_room
+from driver.checks.models import check_freeze, check_frozen, check_policy, check_room, check_trainer
 from driver.checks.output_folder import MARKER, check_output_folders, check_run_dir, save_in_one_step, write_each
 from driver.checks.terms import check_given
 from driver.checks.weight_store import check_weight_store
@@ -30,6 +30,7 @@ from driver.load_recipe import Loaded, load_recipe
 from driver.rl.setup import prepare
 from modeling.saved_model import SavedModelWrong
 from rewards.weights import plan_rewards
+from unit_tests.helpers.models import random_model
 from unit_tests.helpers.runs import file_of
 from unit_tests.helpers.sentences import tell
 
@@ -209,6 +210,26 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(recipe: Recipe
     assert tell(lambda: check_frozen(tiny_path, chat, model, key="rollout.opponent", use="play on", longest=None)) == (
         f"rollout.opponent names the model {tiny_path}, whose vocabulary is not that of model.path={tiny_path}, so it "
         "cannot play on: take one with the same tokenizer"
+    )
+
+
+def test_what_cannot_be_compiled_is_refused_before_the_start(recipe: Recipe, tmp_path: Path):
+    random_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48).config.save_pretrained(
+        tmp_path / "experts"
+    )
+    mixture = {"model.path": str(tmp_path / "experts")}
+    compiled = {"trainer.compile": True}
+
+    def check(changes: dict[str, Any]) -> str:
+        loaded = load(recipe, changes)
+        return tell(lambda: check_trainer(loaded.cfg, loaded.alg))
+
+    assert check(compiled | {"backend": "ray", "trainer.gradient_checkpointing": True}) == (
+        "trainer.compile=true with backend: ray has not been compared with an uncompiled run for "
+        "trainer.gradient_checkpointing: leave one of the two out"
+    )
+    assert check(compiled | mixture | {"rollout.router_replay": "replay"}) == (
+        "trainer.compile=true, and rollout.router_replay reads choices inside of the blocks: leave one of them out"
     )
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import main_rl
 from configs.schema import RLConfig
+from core.cluster.elastic_workers import ElasticWorkers
 from core.errors import ProcessDied, RunStopped, UserError
 from driver.load_recipe import load_recipe
+from driver.rl.setup import watch_engines
 from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability, EngineState
-from rollouts.scheduling.elastic_engines import ElasticAvailability
+from rollouts.scheduling.elastic_engines import Bounds, ElasticAvailability
 from tools.benchmarks.simulated_run import SimulatedRun, Times, run_in_virtual_time
 from unit_tests.helpers.simulated_machines import Machines, elastic
 from unit_tests.helpers.simulated_runs import Choosy, a_schedule
@@ -305,3 +308,50 @@ def test_the_engine_with_the_fewest_groups_is_asked():
 def test_a_range_of_engines_that_cannot_be_is_refused(recipe, changes, says):
     with pytest.raises(UserError, match=says):
         load_recipe(RLConfig, recipe({"backend": "ray"} | changes), [])
+
+
+class Joining(ElasticWorkers[Any]):
+    """One engine, and empty slots for which there is no place; its machine is to go at the third question."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[float, str]] = []
+
+    def note(self, what: str) -> None:
+        self.notes.append((asyncio.get_running_loop().time(), what))
+
+    async def find_place(self, rank: int) -> bool:
+        self.note(f"a place for {rank}")
+        return await asyncio.get_running_loop().create_future()
+
+    async def release(self, rank: int) -> None:
+        self.note(f"{rank} is released")
+
+    async def find_leaving(self) -> dict[int, str]:
+        self.note("who leaves")
+        return {0: "its machine is to go"} if len(self.notes) == 5 else {}
+
+
+def test_a_run_with_elastic_engines_lets_them_join_and_leave(recipe):
+    changes = {"backend": "ray", "rollout.engine": "vllm", "rollout.num_engines": {"min": 1, "max": 3}}
+    cfg = load_recipe(RLConfig, recipe(changes | {"timeout_s": 70.0, "rollout.timeout_s": 40.0}), []).cfg
+    said: list[str] = []
+    context: Any = SimpleNamespace(console=SimpleNamespace(say=said.append))
+    engines = Joining()
+
+    async def body() -> ElasticAvailability:
+        start = asyncio.get_running_loop().time()
+        found = watch_engines(cfg, engines, context)
+        assert isinstance(found, ElasticAvailability) and context.availability is found
+        assert [*found.serving()] == [0]
+        await asyncio.sleep(11.0)
+        assert [*found.serving()] == []
+        await found.stop()
+        engines.notes = [(time - start, what) for time, what in engines.notes]
+        return found
+
+    found = run_in_virtual_time(body())
+    assert found.bounds == Bounds(least=1, most=3, few_s=70.0, leave_s=45.0)
+    places = [(0.0, f"a place for {rank}") for rank in (1, 2)]
+    asked = [(5.0 * n, "who leaves") for n in range(3)]
+    assert engines.notes == [*places, *asked, (10.0, "0 is released"), (10.0, "a place for 0")]
+    assert said[0] == "engine 0 leaves: its machine is to go"

@@ -106,13 +106,17 @@ def test_missing_devices_are_counted(monkeypatch):
     assert "rollout.engine" in tell(lambda: load_eval_recipe(RAW, ["rollout.engine=no_engine"]))
 
 
-def test_an_adapter_or_checkpoint_is_named_where_it_belongs(tmp_path, monkeypatch):
+def test_an_adapter_or_checkpoint_is_named_where_it_belongs(tiny_path, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     (tmp_path / "adapter_config.json").write_text("{}")
     cfg = load_eval_recipe(RAW, [f"model.path={tmp_path}"])
     assert tell(lambda: prepare_eval(cfg)) == (
         f"model.path={tmp_path} is an adapter without its model: name it in model.adapter, and in model.path the model "
         "that it was trained on"
+    )
+    alone = load_eval_recipe(RAW, ["model.path=" + tiny_path, "model.adapter=models/none"])
+    assert tell(lambda: prepare_eval(alone)) == (
+        "model.adapter=models/none has no adapter_config.json: name the folder of an adapter in PEFT's format"
     )
     checkpoint: Any = SimpleNamespace(base="models/base")
     assert with_base(cfg, checkpoint).model.path == "models/base"

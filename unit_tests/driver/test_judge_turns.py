@@ -6,6 +6,7 @@ import asyncio
 import json
 from itertools import cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,13 +25,14 @@ from driver.checks.shared_memory import describe_turns, estimate_judge_gib, plan
 from driver.load_recipe import load_recipe
 from driver.rl.colocation import Colocation, ColocationState
 from driver.start.devices import count_judge_ranks
-from driver.start.judges import Judges, plan_judge, plan_judge_roles
+from driver.start.judges import Judges, check_judge, plan_judge, plan_judge_roles
 from rollouts.judges.worker import JudgeWorker
 from rollouts.scheduling.generation import GroupRequests
 from rollouts.scheduling.judge_turns import JudgeTurns
 from rollouts.worker import RolloutWorker
 from unit_tests.helpers.episodes import Scripted, Tool, Words
 from unit_tests.helpers.runs import evaluations_of, metrics_of, samples_of
+from unit_tests.helpers.sentences import tell
 
 COLOCATED = {"placement": "colocate"}
 YES_NO = {"engine": "hf", "temperature": 0, "allowed_tokens": ["y", "n"]}
@@ -294,7 +296,7 @@ def test_what_does_not_go_with_turns_is_refused(refused, judge_path, tmp_path):
     refused(told | awake, "does not sleep while others have the device: set judge.engine to vllm")
 
 
-def test_a_judge_in_turns_has_no_device_of_its_own_and_is_in_the_plan(recipe, judge_path):
+def test_a_judge_in_turns_has_no_device_of_its_own_and_is_in_the_plan(recipe, judge_path, tmp_path):
     changes = COLOCATED | {"reward": REWARD, "judge": {"model": judge_path, **YES_NO}, "backend": "ray"}
     loaded = load_recipe(RLConfig, recipe(changes), [])
     cfg, estimate = loaded.cfg, estimate_memory(loaded)
@@ -312,6 +314,31 @@ def test_a_judge_in_turns_has_no_device_of_its_own_and_is_in_the_plan(recipe, ju
     apart = recipe(changes | {"judge": {"model": judge_path, **YES_NO, "placement": "separate"}})
     cfg = load_recipe(RLConfig, apart, []).cfg
     assert count_judge_ranks(cfg) == 1 and plan_judge(cfg).engine.sleep is None
+    later = load_recipe(RLConfig, recipe(changes | {"judge": {"model": str(tmp_path), **YES_NO}}), []).cfg
+    turns, (shared, why) = describe_turns(later, estimate)
+    assert turns == ("turns", order) and shared == "shared in turns"
+    assert why.startswith(f"unknown: judge.model: {tmp_path / 'config.json'} cannot be read as a model config (")
+
+
+def test_what_the_engine_of_a_judge_cannot_do_is_refused(recipe, judge_path, tmp_path):
+    (plain := tmp_path / "plain.py").write_text(
+        "from dataclasses import replace\nfrom rollouts.engines.hf import HfEngine\n"
+        "class Plain(HfEngine):\n    capabilities = replace(HfEngine.capabilities, allowed_tokens=False)\n"
+    )
+    changes = {"reward": REWARD, "backend": "ray"}
+    for more, sentence in (
+        (
+            {"tensor_parallel_size": 2},
+            "judge.engine=hf has no tensor parallelism: set judge.tensor_parallel_size to 1",
+        ),
+        (
+            {"engine": str(plain)},
+            f"judge.allowed_tokens is set, and judge.engine={plain} samples from all tokens: leave it out",
+        ),
+    ):
+        cfg = load_recipe(RLConfig, recipe(changes | {"judge": {"model": judge_path, **YES_NO, **more}}), []).cfg
+        asks: Any = [SimpleNamespace(may_ask_judge=True)]
+        assert tell(lambda cfg=cfg, asks=asks: check_judge(cfg, asks)) == sentence
 
 
 NOTING = """

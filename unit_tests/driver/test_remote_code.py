@@ -17,6 +17,7 @@ from core.errors import UserError
 from core.types.samples import Message, Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.checks.explain import estimate_memory
+from driver.checks.models import check_user_code
 from driver.evaluation.suites.setup import load_eval_recipe, prepare_eval
 from driver.load_recipe import load_recipe
 from driver.resume import check_settings
@@ -220,6 +221,17 @@ def test_what_the_code_cannot_do_is_said_before_the_start(changes, sentence, for
     with (Path(foreign[0]) / "own.py").open("a") as file:
         file.write("\n    def forward(self, input_ids, attention_mask=None): ...\nModel.forward = Tokenizer.forward\n")
     refused(TRUST | {"model.path": foreign[0]} | changes, sentence)
+
+
+def test_code_that_gives_no_head_is_told_what_to_return(foreign, recipe):
+    cfg = load_recipe(RLConfig, recipe(TRUST | {"model.path": foreign[0]}), []).cfg
+    check_user_code(cfg)
+    with (Path(foreign[0]) / "own.py").open("a") as file:
+        file.write("\nModel.get_output_embeddings = lambda self: None\n")
+    assert tell(lambda: check_user_code(cfg)) == (
+        f"model.path={foreign[0]} comes with code whose get_output_embeddings() returns nothing, and the head must be "
+        "found: let it return the layer that makes the logits"
+    )
 
 
 @pytest.mark.verify

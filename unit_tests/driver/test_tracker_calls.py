@@ -213,6 +213,37 @@ def test_a_run_joins_an_experiment_that_another_makes_meanwhile(monkeypatch):
         tracker._begin_run("sums", "a", None)
 
 
+class Asked(Noting):
+    """Server that has a run in some stage, or answers with an error's code."""
+
+    def __init__(self, stage: str = "", code: str = "") -> None:
+        super().__init__()
+        self.stage, self.code = stage, code
+
+    def get_run(self, run_id: str) -> Any:
+        if self.code:
+            refused: Any = Refused(run_id)
+            refused.error_code = self.code
+            raise refused
+        return SimpleNamespace(info=SimpleNamespace(lifecycle_stage=self.stage))
+
+
+def test_a_run_that_the_server_no_longer_has_is_not_continued(monkeypatch):
+    errors: Any = SimpleNamespace(MlflowException=Refused)
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", errors)
+    tracker: Any = Mlflow()
+    for client, continued in (
+        (Asked("active"), "r"),
+        (Asked("deleted"), None),
+        (Asked(code="RESOURCE_DOES_NOT_EXIST"), None),
+    ):
+        tracker.client = client
+        assert tracker._continue_run("r") == continued
+    tracker.client = Asked(code="INTERNAL_ERROR")
+    with pytest.raises(Refused, match=r"^r$"):
+        tracker._continue_run("r")
+
+
 @pytest.mark.parametrize(
     ("outcome", "calls"),
     [

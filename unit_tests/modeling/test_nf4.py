@@ -16,6 +16,7 @@ from analysis.doctor.rescoring import load_in
 from configs.schema import RLConfig
 from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
+from driver.checks.models import check_trainer
 from driver.load_recipe import load_recipe
 from modeling import nf4
 from modeling.load import load_model
@@ -25,6 +26,7 @@ from trainers.checkpoint.saved_policy import load_policy
 from trainers.checkpoint.state import estimate_bytes
 from unit_tests.helpers.examples import columns_of
 from unit_tests.helpers.models import random_model
+from unit_tests.helpers.sentences import tell
 from unit_tests.helpers.small_trained import batches, logits, trained, trainer_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -142,11 +144,15 @@ def test_what_cannot_be_combined_is_one_sentence(recipe, name):
         load_recipe(RLConfig, recipe({"model.quantization": "nf4"} | changes), [])
 
 
-def test_experts_in_one_tensor_and_a_missing_package_are_refused(tmp_path, tiny_path, monkeypatch):
+def test_experts_in_one_tensor_and_a_missing_package_are_refused(recipe, tmp_path, tiny_path, monkeypatch):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     random_model("qwen3_moe", **sizes).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"experts of model\.path=.* are tensors of three dimensions"):
-        check_quantization(ModelConfig(path=str(tmp_path), lora=LORA, quantization="nf4"))
+    quantised = {"model.path": str(tmp_path), "model.quantization": "nf4", "model.lora": {"merge_on_save": True}}
+    loaded = load_recipe(RLConfig, recipe(quantised), [])
+    assert tell(lambda: check_trainer(loaded.cfg, loaded.alg)) == (
+        f"model.quantization=nf4 is of linear layers, and the experts of model.path={tmp_path} are tensors of three "
+        "dimensions, which would stay as they are: leave it out"
+    )
     monkeypatch.setattr(nf4, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"bitsandbytes is not installed: pip install -c constraints\.txt bitsandb"):
         check_quantization(ModelConfig(path=tiny_path, lora=LORA, quantization="nf4"))

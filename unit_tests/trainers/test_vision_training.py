@@ -33,6 +33,7 @@ from core.types.samples import Batch, Group, Policy, Prompt, Sample
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import Plan, plan_update
 from driver.checks.explain import GIB, describe_memory, estimate_memory
+from driver.checks.explain_images import measure_vision
 from driver.load_recipe import load_recipe
 from modeling.export import saved_buffers
 from modeling.images.processor import ImageProcessor
@@ -44,7 +45,15 @@ from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import a_changed, run_here
 from unit_tests.helpers.image_models import say
 from unit_tests.helpers.plain_vision import draw, load_plain, make_seeing
-from unit_tests.helpers.seeing import MARKED, make_model, plain_inputs, plain_logp, save_model, seeing_groups
+from unit_tests.helpers.seeing import (
+    MARKED,
+    make_config,
+    make_model,
+    plain_inputs,
+    plain_logp,
+    save_model,
+    seeing_groups,
+)
 
 pytestmark = [pytest.mark.one_core, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parent.parent.parent
@@ -266,6 +275,15 @@ def test_the_plan_of_a_run_knows_the_vision_part(folders, recipe):
     one, other = estimate_memory(whole), estimate_memory(frozen)
     assert one.weights == other.weights
     assert (one.gradients - other.gradients) * GIB == pytest.approx(4 * n_tower)
+
+
+def test_the_patches_of_a_token_follow_from_the_models_config(recipe, tmp_path):
+    config = make_config("gemma3")
+    config.vision_config.image_size, config.mm_tokens_per_image = 48, 9
+    config.save_pretrained(tmp_path)
+    part = measure_vision(load_recipe(SLConfig, recipe({"model.path": str(tmp_path)}, kind="sl"), []).cfg)
+    assert (part.patches, part.numbers) == (16, 48), "12 patches a side become 3 tokens a side"
+    assert (part.layers, part.width, part.frozen, part.trains_tower) == (2, 32, 0, True)
 
 
 @pytest.mark.parametrize(("is_adapted", "how"), [(False, "frozen"), (True, "with adapters")])
