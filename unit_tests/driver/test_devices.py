@@ -23,11 +23,13 @@ from driver.checks.engine_memory import check_engine_memory, count_opponents
 from driver.checks.explain import describe_memory
 from driver.checks.explain_devices import describe_processes
 from driver.load_recipe import load_recipe
+from driver.sl.run import prepare
 from driver.start import devices
 from driver.start.devices import check_devices, plan_gpu_use, share_machine
 from driver.start.rollouts import plan_engines, share_for_engine
 from rollouts.engines.vllm_support import quantized
 from unit_tests.helpers.fake_gpus import COMPILER, H100, compile_cuda, pretend, write_nvidia_smi
+from unit_tests.helpers.sentences import tell
 
 ROOT = Path(__file__).parent.parent.parent
 Recipe = Callable[..., str]
@@ -66,6 +68,13 @@ def test_too_few_gpus_name_the_keys_that_help(
     assert fix in said
     # what is as low as it can be is no advice
     assert all(f"{key}" in str(changes) for key in re.findall(r"(?:trainer|rollout)\.\w+", said))
+
+
+def test_a_supervised_run_is_refused_a_device_that_is_not_there(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+    has_gpus(monkeypatch, 0)
+    monkeypatch.setattr(devices, "check_gpus", lambda cfg: None)
+    loaded = load_recipe(SLConfig, recipe({"device": "cuda"}, kind="sl"), [])
+    assert tell(lambda: prepare(loaded)) == "device is cuda, and this machine has no GPU: set device=auto"
 
 
 def test_a_gpu_that_cannot_be_used_ends_the_run_before_its_start(

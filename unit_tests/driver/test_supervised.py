@@ -17,7 +17,8 @@ from driver.load_recipe import load_recipe
 from driver.rl.setup import prepare as prepare_rl
 from driver.rl.setup import start as start_rl
 from driver.sl.run import Run, prepare, start
-from unit_tests.helpers.runs import TIMED, evaluations_of, metrics_of
+from unit_tests.helpers.runs import TIMED, evaluations_of, file_of, metrics_of
+from unit_tests.helpers.sentences import tell
 
 pytestmark = [pytest.mark.one_core, pytest.mark.timeout(400)]
 HH = Path(__file__).parents[1] / "data" / "hh_rlhf_rows.jsonl"
@@ -264,3 +265,41 @@ def test_completions_that_fit_no_micro_batch_are_refused_at_the_start(tmp_path, 
 def test_what_does_not_go_together_is_refused(tmp_path, tiny_path, hh, changes, sentence):
     with pytest.raises(UserError, match=sentence):
         prepare(load_recipe(SLConfig, recipe_of(tmp_path, tiny_path, data=data_of(hh), **changes), []))
+
+
+MINE = """
+from algs.dpo import DPO
+from algs.teachers import Teacher
+from core.types.measures import Measure
+
+class Mine(DPO):
+    {} = property(lambda self: {})
+"""
+READS = '{"gap": Measure(lambda s, at: at.teacher("ref_logp")[..., 0], ("ref_logp",))}'
+MOVES, TELLS = ('super(Mine, self).teachers | {"x": Teacher("start", %s)}' % how for how in ("ema=0.1", "prompt=print"))
+
+
+def test_references_and_teachers_of_given_rows_are_refused_in_whole(tmp_path, tiny_path):
+    reads, moves, tells = (
+        {"file": file_of(tmp_path / f"mine_{n}.py", MINE.format(name, found))}
+        for n, (name, found) in enumerate((("measures", READS), ("teachers", MOVES), ("teachers", TELLS)))
+    )
+    pair = {"prompt": [{"role": "user", "content": "?"}], "chosen": "7", "rejected": "8"}
+    (rows := tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    lazy = {"train": [{"path": str(rows), "name": "mine", "lazy": True}], "max_tokens": 100}
+    follows = "alg has a teacher that follows the policy or has a prompt: run it with main_rl.py"
+    for changes, sentence in (
+        (
+            {"data": lazy, "precompute_ref_logp": True},
+            "precompute_ref_logp computes all rows before the start, and mine is lazy: leave it out",
+        ),
+        (
+            {"alg": reads, "precompute_ref_logp": True},
+            "precompute_ref_logp keeps one number per token, and this algorithm reads the reference's distribution: "
+            "leave it out",
+        ),
+        ({"alg": moves}, follows),
+        ({"alg": tells}, follows),
+    ):
+        recipe = recipe_of(tmp_path, tiny_path, **{"data": lazy} | changes)
+        assert tell(lambda recipe=recipe: prepare(load_recipe(SLConfig, recipe, []))) == sentence
