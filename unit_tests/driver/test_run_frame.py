@@ -7,6 +7,7 @@ import io
 import json
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -379,3 +380,27 @@ def test_a_run_that_fails_says_why_in_its_summary(recipe: Recipe, tmp_path: Path
             run_in_context(cfg.model_copy(update={"name": reason.split(":")[0]}), body)
         [folder] = (tmp_path / "runs").glob(f"{reason.split(':')[0]}-*")
         assert json.loads((folder / "summary.json").read_text())["exit_reason"] == reason
+
+
+def test_what_cannot_be_written_at_the_end_is_said_beside_the_reason(recipe: Recipe, tmp_path: Path, capsys):
+    """Samples of the last step, and the summary: their places are taken by folders."""
+    cfg, go = load_recipe(SLConfig, recipe(kind="sl"), []).cfg, threading.Event()
+
+    def wait() -> Any:
+        go.wait()
+        yield from some_groups(1, 2)
+
+    async def body(context: RunContext) -> None:
+        for name in ("samples/step_00003.jsonl", "summary.json"):
+            (context.folder.path / name).mkdir()
+        groups: Any = wait()
+        await context.folder.samples.write(3, groups)
+        go.set()
+        raise RunStopped("no room")
+
+    assert tell(lambda: run_in_context(cfg, body), RunStopped) == "no room"
+    [folder] = (tmp_path / "runs").iterdir()
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"{folder}/samples/step_00003.jsonl cannot be written: Is a directory; the steps before are logged",
+        f"{folder}/summary.json cannot be written: Is a directory",
+    ]

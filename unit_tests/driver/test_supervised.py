@@ -276,7 +276,8 @@ class Mine(DPO):
     {} = property(lambda self: {})
 """
 READS = '{"gap": Measure(lambda s, at: at.teacher("ref_logp")[..., 0], ("ref_logp",))}'
-MOVES, TELLS = ('super(Mine, self).teachers | {"x": Teacher("start", %s)}' % how for how in ("ema=0.1", "prompt=print"))
+MOVES = 'super(Mine, self).teachers | {"x": Teacher("start", ema=0.1)}'
+TELLS = 'super(Mine, self).teachers | {"x": Teacher("start", prompt=print)}'
 
 
 def test_references_and_teachers_of_given_rows_are_refused_in_whole(tmp_path, tiny_path):
