@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from core.cluster.workers import RankInfo
 from core.loading import resolve
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from data_prep import tiny_model
+from driver.start.judges import build_worker
 from rollouts.engines.base import EngineConfig
 from rollouts.judges.endpoint import Served
 from rollouts.judges.worker import JudgePlan, JudgeWorker, build_judge, find_choices
@@ -78,6 +81,27 @@ def test_an_engine_of_a_judge_may_say_its_choices_alone(tmp_path, texts, choices
     letters: Any = Characters()
     assert find_choices(letters, texts) == choices
     assert asyncio.run(ask(worker)) == (["y", "n"] if texts else 400)
+
+
+def test_an_engine_of_a_judge_has_the_devices_and_cores_of_its_rank(tmp_path, monkeypatch):
+    (file := tmp_path / "kept.py").write_text(ENGINE)
+    monkeypatch.setattr("driver.start.judges.collect_seldom", lambda: None)  # it is of the whole process
+    plan = Plan(
+        engine_spec=resolve(str(file), "rollouts.engines", offers=lambda _: True),
+        engine=EngineConfig(model_path="m", temperature=0.0, max_model_len=10, stop_token_ids=()),
+        served=Served(model="j", max_model_len=10, key="k"),
+        template_args={},
+        devices=("0,1", "2,3"),
+    )
+    here = sorted(os.sched_getaffinity(0))
+    for info, visible, cores in (
+        (None, "7", here),
+        (RankInfo(rank=0, size=1, address="", port=0), "0,1", here),
+        (RankInfo(rank=1, size=10_000, address="", port=0), "2,3", here),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+        engine: Any = build_worker(info, plan).engine
+        assert (os.environ["CUDA_VISIBLE_DEVICES"], engine.config.cores) == (visible, cores)
 
 
 @pytest.mark.parametrize(
