@@ -206,7 +206,7 @@ def test_an_import_that_is_no_python_file_is_passed_over(tmp_path, monkeypatch):
     assert list_imported_files([spec]) == [tmp_path / "really_there.py"]
 
 
-def test_a_package_that_is_installed_in_the_users_own_folder_is_passed_over(tmp_path, monkeypatch):
+def test_a_package_installed_below_the_users_own_folder_is_passed_over(tmp_path, monkeypatch):
     (packages := tmp_path / "venv" / "site-packages").mkdir(parents=True)
     (packages / "really_installed.py").touch()
     (tmp_path / "really_mine.py").touch()

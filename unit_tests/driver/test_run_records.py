@@ -127,6 +127,10 @@ def test_folders_of_one_name_are_numbered(tmp_path: Path):
     assert tell(lambda: RunFolder(str(tmp_path / "a_file"), "x", {})).startswith(
         f"run_dir={tmp_path / 'a_file'}: no run folder can be made there (Not a directory: "
     )
+    (link := tmp_path / "link").symlink_to(tmp_path / "gone")
+    assert tell(lambda: RunFolder(str(link), "x", {})) == (
+        f"run_dir={link}: no run folder can be made there (File exists: {link}): name another folder, or make room"
+    )
 
 
 def write_cards(cfg: RLConfig | SLConfig, recipe: str, run: Path, *kinds: Any) -> list[ModelCard]:
