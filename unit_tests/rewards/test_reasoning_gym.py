@@ -135,11 +135,21 @@ def test_a_scorer_is_made_of_the_name_and_the_arguments_of_a_row(tmp_path):
     (tmp_path / "reasoning_gym" / "__init__.py").write_text(STAND_IN)
     (tmp_path / "reasoning_gym" / "factory.py").write_text("DATASETS = {'zebra': None}")
     code = (
+        "from core.errors import UserError\n"
         "from rewards.reasoning_gym import make_scorer\n"
-        "print(make_scorer('zebra', '{\"size\": 3}')('a', {'question': '?'}))"
+        "print(make_scorer('zebra', '{\"size\": 3}')('a', {'question': '?'}))\n"
+        "for name in ('zebre', 'x' * 99):\n"
+        "    try:\n"
+        "        make_scorer(name, '{}')\n"
+        "    except UserError as error:\n"
+        "        print(error)"
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     told = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert told.stdout == "('zebra', {'size': 3}, 'a', {'question': '?'})\n", told.stderr
+    assert told.stdout.splitlines() == [
+        "('zebra', {'size': 3}, 'a', {'question': '?'})",
+        "reasoning-gym has no data set 'zebre' (did you mean 'zebra'?)",
+        f"reasoning-gym has no data set '{'x' * 79}",
+    ], told.stderr

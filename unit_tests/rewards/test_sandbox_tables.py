@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.cluster.child_process import ROOT
 from core.text.plain_text import escape_controls
 from rewards.sandbox import Bubblewrap, Limits, SandboxUnavailable, bubblewrap
 from rewards.sandbox import usage as of_files
@@ -202,6 +204,63 @@ def test_files_are_measured_on_the_disk_without_their_links(tmp_path):
     assert size > 10_000
 
 
+AS_A_USER = """
+import os, stat, sys
+from rewards.sandbox.usage import measure_folders
+
+def look(*folders, more=()):
+    try:
+        size, files = measure_folders([*folders, *more])
+        print(size - blocks, files)
+    except PermissionError as error:
+        print(error)
+    modes = [stat.S_IMODE(os.stat(path).st_mode) for path in folders]
+    print(*map(oct, modes), len(os.listdir("/proc/self/fd")) - before)
+
+os.chdir(sys.argv[1])  # a path of one name needs no right to the folders above
+before = len(os.listdir("/proc/self/fd"))
+if os.getuid() == 0:  # root may read every folder
+    os.chown(".", 65534, 65534)
+    os.mkdir("of_root", 0)
+    os.setgid(65534)
+    os.setuid(65534)
+os.makedirs("shut/below")
+os.makedirs("open")
+open("shut/below/one", "w").write("x" * 10_000)
+open("open/two", "w").write("x")
+blocks = sum(os.stat(path).st_blocks * 512 for path in ("shut/below", "shut/below/one", "open/two"))
+os.chmod("shut/below", 0o010)
+os.chmod("shut", 0o300)
+look("shut", "open", more=["none", "open/two"])
+wide = [f"wide/{n}" for n in range(65)]
+os.mkdir("wide")
+for path in wide:
+    os.mkdir(path, 0)
+for depth, name in ((64, "deep"), (65, "deeper")):
+    levels = [name + "/d" * n for n in range(depth)]
+    os.makedirs(levels[-1])
+    blocks = sum(os.stat(path).st_blocks * 512 for path in levels[1:])
+    for path in reversed(levels):
+        os.chmod(path, 0)
+    look(name, more=wide)  # of which no one is within another
+    for path in levels:
+        os.chmod(path, 0o700)
+if os.path.exists("of_root"):
+    look("of_root")
+"""
+
+
+def test_a_folder_that_a_program_has_closed_is_opened_for_the_moment(tmp_path):
+    """By a user who is not root: a program in a sandbox could hide its files so."""
+    told = subprocess.run([sys.executable, "-c", AS_A_USER, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert told.stdout.splitlines() == [
+        *("0 3", "0o300 0o755 0"),
+        *("0 63", "0o0 0"),
+        *("more than 64 closed folders within each other", "0o0 0"),
+        *(("[Errno 13] Permission denied: 'of_root'", "0o0 0") if os.getuid() == 0 else ()),
+    ], told.stderr
+
+
 def test_a_folder_that_cannot_be_read_counts_as_too_many_files(tmp_path, monkeypatch):
     def refuse(path: Any) -> None:
         raise PermissionError("closed")
@@ -216,6 +275,7 @@ def test_processes_are_found_by_their_threads_and_weighed_by_their_share():
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     assert not exceeds_memory(own, 2 * resident) and exceeds_memory(own, MIB) and not exceeds_memory([], 0)
     assert not exceeds_memory([2**22 + 1], 0), "a process that has ended"
+    assert exceeds_memory([*own, 2**22 + 1], MIB), "one that ended between both looks"
     assert list_descendants(2**22 + 1) == [] and count_files([2**22 + 1], 1) == 0
     there = os.statvfs("/tmp")
     assert count_files(own, there.f_blocks * there.f_frsize) == 0, "this machine's own /tmp"
