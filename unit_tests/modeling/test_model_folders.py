@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from core.errors import UserError
@@ -300,6 +300,11 @@ def test_what_may_part_engine_and_trainer_is_told(tmp_path):
     config = json.loads((tmp_path / "own" / "config.json").read_text())
     write(tmp_path / "own" / "config.json", config | {"tie_word_embeddings": True})
     assert explain_gap(path) == own.format(path)
+    weights = load_file(tmp_path / "own" / "model.safetensors")
+    table = weights["model.embed_tokens.weight"]
+    for head, told in ((table, tied), (table.bfloat16(), own.format(path)), (table[:-1], own.format(path))):
+        save_file(weights | {"lm_head.weight": head.clone()}, tmp_path / "own" / "model.safetensors")
+        assert explain_gap(path) == told
     for number, told in ((1, ""), (2, experts)):
         write(tmp_path / "own" / "config.json", config | {"n_routed_experts": number})
         assert explain_gap(path) == told

@@ -290,6 +290,18 @@ def test_models_without_a_single_choice_are_refused():
         RouterHook(model, model, device="cpu", key="rollout.router_replay is set")
 
 
+def test_blocks_that_choose_different_numbers_of_experts_are_refused():
+    model = random_model("qwen3_moe", num_experts=EXPERTS, num_experts_per_tok=3)
+    blocks = list_blocks(model)
+    assert len(blocks) == 2
+    blocks[0].module.gate.top_k = 1
+    with pytest.raises(UserError) as refused:
+        RouterHook(model, model, device="cpu", key="rollout.router_replay is set")
+    assert str(refused.value) == (
+        "rollout.router_replay is set, and the blocks of this model choose [1, 3] experts: leave it out"
+    )
+
+
 def test_routes_are_merged_by_row_and_no_expert_marks_unknown():
     assert dtype_for(255) == np.uint8 and dtype_for(256) == np.uint16
     first = extend(np.array([[[1, 2]], [[3, 4]]], dtype=np.uint8), 3)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from configs.agent_schema import AgentConfig
+from rollouts.agents.processes import AgentProcesses
 from rollouts.agents.results import (
     AgentResult,
     Message,
@@ -17,6 +20,8 @@ from rollouts.agents.results import (
     read_result,
     read_so_far,
 )
+from rollouts.agents.task import Task
+from rollouts.registry import resolve_agent
 
 EXPECTED = ' to file descriptor 3, where one line such as {"solved": 1.0} is expected'
 OF_OTHERS = ("3", "x", "[1]", '"parts"', "{}", "[" * 5000)
@@ -140,3 +145,24 @@ def test_a_result_without_anything_is_that_of_an_episode_that_ended():
     assert (plain.parts, plain.failure, plain.timed_out, plain.was_slow) == ({}, "", False, False)
     assert (plain.waited_s, plain.was_lost) == (0.0, False)
     assert AgentResult().parts is not plain.parts
+
+
+@pytest.mark.parametrize(
+    ("script", "timeout_s", "result"),
+    [
+        ("head -c 1048577 /dev/zero >&3", 60.0, AgentResult(failure="the agent returned more than 1048576 bytes")),
+        ("echo '{\"solved\": 1}' >&3", 60.0, AgentResult(parts={"solved": 1.0})),
+        ("sleep 60", 0.0, AgentResult(timed_out=True)),  # before the process has started
+    ],
+)
+def test_a_process_that_writes_too_much_or_begins_too_late_has_no_numbers(script, timeout_s, result):
+    plan = resolve_agent(AgentConfig(command=["sh", "-c", script]))
+    task = Task(base_url="http://127.0.0.1:9/s/7/v1", api_key="k", model="policy", messages=[])
+
+    async def run() -> AgentResult:
+        agents = AgentProcesses(plan)
+        found = await agents.run(task, timeout_s=timeout_s, log=bytearray())
+        await agents.close()
+        return found
+
+    assert asyncio.run(run()) == result

@@ -288,6 +288,33 @@ def test_a_failure_reaches_every_caller_and_the_next_batch_runs(tiny_path):
     asyncio.run(body())
 
 
+def test_callers_of_a_batch_that_is_cancelled_are_cancelled(tiny_path):
+    async def body():
+        engine = engine_of(tiny_path)
+        steps = Steps(engine)
+        asking = [asyncio.create_task(engine.generate([t], max_new_tokens=10**6, seed=2)) for t in (5, 6)]
+        await steps.until(1)
+        engine.running.cancel()
+        await asyncio.wait(asking, timeout=10)
+        assert [one.done() and one.cancelled() for one in asking] == [True, True]
+
+    asyncio.run(body())
+
+
+def test_a_tensor_that_the_model_has_not_is_named_with_its_shape(tiny_path):
+    engine = engine_of(tiny_path)
+    norm = engine.model.model.norm.weight
+    for name, tensor, shape in (
+        ("model.norm.bias", norm, [len(norm)]),
+        ("model.norm.weight", norm[:3], [3]),
+        ("model.norm.weight", norm[None], [1, len(norm)]),
+    ):
+        with pytest.raises(RunStopped) as raised:
+            asyncio.run(engine.load_weights(1, [[("model.norm.weight", norm + 1.0)], [(name, tensor)]]))
+        assert str(raised.value) == f"the hf engine's model has no {name} of shape {shape}"
+    assert engine.version == -1
+
+
 def test_a_drain_does_not_wait_for_callers_that_gave_up(tiny_path):
     async def body():
         engine = engine_of(tiny_path, pause_mode="wait")

@@ -10,6 +10,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -345,6 +346,23 @@ def test_many_episodes_play_at_once_and_one_can_be_cancelled():
     assert (third["id"], third["parts"]) == (3, {}) and third["failure"].startswith("KeyError: 'k' (test_launcher_me")
     assert last == {"id": 1, "parts": {}, "failure": CANCELLED}
     assert n_kept == 1, "or the process would grow with every episode"
+
+
+def test_an_episode_that_is_cancelled_before_it_began_says_so():
+    read_end, write_end = os.pipe()
+    told: list[dict[str, Any]] = []
+
+    async def run(task: Task) -> dict[str, float]:
+        [reader] = [one for one in threading.enumerate() if one.name == "tasks"]
+        for message in ({"id": 2, "task": TASK}, {"cancel": 2}):
+            os.write(write_end, json.dumps(message).encode() + b"\n")
+        os.close(write_end)
+        reader.join(WAIT_S)  # no episode can begin meanwhile
+        return {"seed": task.seed}
+
+    os.write(write_end, json.dumps({"id": 1, "task": TASK}).encode() + b"\n")
+    asyncio.run(serve_episodes(run, __file__, read_end, told.append))
+    assert told == [{"id": 1, "parts": {"seed": 0.0}, "failure": ""}, {"id": 2, "failure": CANCELLED}]
 
 
 @pytest.mark.timeout(60)

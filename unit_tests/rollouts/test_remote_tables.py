@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
+from core.errors import UserError
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, SERVER_CLOSE_GRACE_S
 from rollouts.agents import host as hosting
 from rollouts.agents import remote
@@ -239,6 +241,31 @@ def test_an_episode_may_be_shorter_than_the_wait_for_its_end():
             assert AGENT_END_TIMEOUT_S > 9
             assert (await agents.run(TASK, timeout_s=9.0, log=bytearray())).parts == {"solved": 1.0}
             await agents.close()
+
+    asyncio.run(run())
+
+
+def test_a_host_tells_of_an_episode_that_it_has_not_and_of_an_agent_that_is_wrong():
+    async def fail(*_: Any, **__: Any) -> None:
+        raise UserError("rollout.agent.file: there is no a.py")
+
+    async def close() -> None: ...
+
+    async def run() -> None:
+        agents: Any = SimpleNamespace(run=fail, close=close)
+        given = {"id": "1", "timeout_s": 9.0, "task": {"base_url": "http://h", "api_key": "k", "model": "m"}}
+        given["task"]["messages"] = []
+        host = hosting.AgentHost(agents, most=1, key="")
+        async with TestClient(TestServer(host.make_app())) as client:
+            for name, status, told in (
+                ("1", 500, "rollout.agent.file: there is no a.py"),
+                ("2", 404, "404: Not Found"),
+            ):
+                async with client.post("/episodes", json=given) as begun:
+                    assert (begun.status, await begun.json()) == (200, {})
+                async with client.get(f"/episodes/{name}") as answer:
+                    assert (answer.status, await answer.text()) == (status, told)
+            assert [*host.episodes] == ["1"], "the second start was one that had begun"
 
     asyncio.run(run())
 
