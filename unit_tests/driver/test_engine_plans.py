@@ -423,3 +423,15 @@ def test_the_probe_is_the_beginning_of_the_first_prompt(recipe: Recipe, tiny_pat
         probe = make_probe(cfg.model_copy(update=change), chat, asked)
         assert [*probe.token_ids] == chat.render(asked[0].messages)[:64] and len(probe.token_ids) == 64
         assert (probe.bound, [*probe.images], probe.explain()) == (bound, [], "")
+
+
+def test_a_first_prompt_of_one_token_makes_no_probe(recipe: Recipe, tiny_path: str):
+    plain = ChatTokenizer(tiny_path, "plain")
+    for text, n in (("1", 1), ("1+", 2)):
+        prompts = [Prompt(id=text, messages=[{"role": "user", "content": one}]) for one in (text, "1+1")]
+        assert len(plain.render(prompts[0].messages)) == n
+        if n == 1:
+            said = tell(lambda asked=prompts: make_probe(load(recipe), plain, asked))
+            assert said == "data.train: the first prompt has fewer than two tokens"
+        else:
+            assert [*make_probe(load(recipe), plain, prompts).token_ids] == plain.render(prompts[0].messages)

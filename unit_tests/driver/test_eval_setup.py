@@ -30,6 +30,8 @@ from driver.evaluation.suites.setup import (
     with_base,
     write_merged,
 )
+from driver.start.rollouts import check_siblings
+from rewards.weights import plan_rewards
 from rollouts.second_reward import AUTHOR, FAILED, PREFIX
 from rollouts.worker import RolloutWorker
 from tools.benchmarks.simulated_run import answer
@@ -46,6 +48,23 @@ RAW: dict[str, Any] = {
     "samples": 4,
     "pass_reward": 0.5,
 }
+
+
+def test_a_set_with_one_sample_of_a_prompt_has_no_siblings_to_compare(tmp_path):
+    (ranks := tmp_path / "ranks.py").write_text("def score_group(prompt, conversations):\n    return [{}]\n")
+    alone = (
+        f"samples=1: score_group() of {ranks} compares the samples of a prompt, so there must be at least two: "
+        "set samples to 2 or more"
+    )
+
+    def check(samples: int, of_second: int) -> None:
+        sets = [{"path": "a.jsonl"}, {"path": "b.jsonl", "samples": of_second}]
+        raw = RAW | {"samples": samples, "data": RAW["data"] | {"sets": sets}, "reward": {"function": str(ranks)}}
+        cfg = load_eval_recipe(raw, [])
+        check_siblings(cfg, plan_rewards(cfg.reward))
+
+    assert tell(lambda: check(1, 3)) == tell(lambda: check(4, 1)) == alone
+    check(2, 3)
 
 
 def test_an_evaluation_explains_what_follows_from_it(monkeypatch):

@@ -30,7 +30,7 @@ from driver.evaluation.suites import setup as eval_setup
 from driver.records.episode_metrics import measure_counts
 from driver.rl import setup as rl_setup
 from driver.rl.opponent import Snapshots
-from driver.start.opponent import configure_opponent
+from driver.start.opponent import build_opponent, configure_opponent
 from modeling.merge import merge_adapter
 from rewards.rewarder import Rewarder
 from rewards.several import RewardPlan
@@ -265,6 +265,17 @@ def test_a_server_plays_with_messages_and_is_asked_again(tmp_path):
     assert body | {"messages": []} == {
         **{"model": "m", "messages": [], "temperature": 0.5, "max_tokens": 10, "seed": 101},
     }
+
+
+def test_a_server_of_a_recipe_has_the_temperature_deadline_and_share_of_the_engines():
+    rollout = RolloutConfig(max_new_tokens=8)
+    made: Any = None
+    with GameServer().running() as address:
+        keys = {"opponent": f"{address}/", "temperature": 0.25, "timeout_s": 7.0, "num_engines": 5}
+        slot = build_opponent(rollout.model_copy(update=keys), made, made, made)
+    served = slot.model
+    assert (served.url, served.model, served.temperature, slot.version) == (address, "m", 0.25, None)
+    assert (served._client.settings.timeout_s, served._client._gate._value) == (7.0, 32 // 5)
 
 
 def test_a_server_that_fails_to_reply_fails_the_sample_or_ends_the_game():
