@@ -105,3 +105,44 @@ def test_an_expert_that_is_not_written_changes_the_sum():
             target[e].copy_(sent[e].t().contiguous().t())
 
     assert trace(load_three, EXPERTS)["experts"] != checksum(EXPERTS)
+
+
+@pytest.mark.parametrize(("shape", "parts"), [((64, 32), 1), ((1, 2048), 1), ((4, 8, 64), 1), ((64, 32), 2)])
+def test_a_reshaped_copy_counts_as_what_was_sent(shape, parts):
+    """As a loader writes a convolution's kernel into a matrix."""
+    buffer = torch.cat([torch.ones(8), EXPERTS.flatten()])
+    sent, seen = buffer[8:].view(4, 16, 32), LoadTrace()
+    seen.expect([("experts", sent)])
+    with seen:
+        for mine, part in zip(torch.zeros(shape).chunk(parts), sent.view(shape).chunk(parts), strict=True):
+            mine.copy_(part)
+    assert seen.consumed() == {"experts": checksum(EXPERTS)}
+
+
+def test_a_rank_without_a_part_adds_nothing_and_has_loaded_the_tensor():
+    rows, seen = torch.arange(6.0).view(3, 2), LoadTrace()
+    seen.expect([("rows", rows), ("others", torch.ones(2))])
+    with seen:
+        torch.zeros(0, 2).copy_(rows[3:])
+    assert seen.consumed() == {"rows": 0}
+
+
+def test_one_column_of_a_tensor_counts_at_its_place():
+    """A view with a dimension of one element, whose stride says nothing."""
+    sent, seen = torch.arange(12.0).view(3, 4), LoadTrace()
+    seen.expect([("sent", sent)])
+    with seen:
+        torch.zeros(3, 1).copy_(sent[:, 2:3])
+        torch.zeros(3, 1).copy_(sent[:, 3:])
+    assert seen.consumed() == {"sent": checksum(sent[:, 2:], shape=(3, 4), start=(0, 2))}
+
+
+def test_a_repeated_or_skipping_copy_of_a_tensor_does_not_count():
+    """No blocks of rows in it, so nobody can tell what of it is written."""
+    for view in (lambda t: t.view(64, 32)[:, None].expand(64, 2, 32), lambda t: t.view(4, 4, 4, 32)[:, :, :2]):
+        seen = LoadTrace()
+        seen.expect([("experts", EXPERTS)])
+        with seen:
+            copied = view(EXPERTS).clone(memory_format=torch.contiguous_format)
+            torch.zeros(copied.shape).copy_(copied)
+        assert seen.consumed() == {}
