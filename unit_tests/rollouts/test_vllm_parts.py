@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from core.cluster.child_process import ROOT
 from core.errors import RunStopped
 from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.architectures import can_import, has_architecture
 from rollouts.engines.vllm_support.kept_sets import KeptReports
 from rollouts.engines.vllm_support.parts import Parts, continue_seed
@@ -23,6 +25,7 @@ from rollouts.engines.vllm_support.routes import RouteReports
 from rollouts.engines.vllm_support.sockets import VARIABLE
 from rollouts.stops import StopStrings
 from unit_tests.helpers.engines import engine_config
+from unit_tests.helpers.sentences import tell
 
 PROMPT = [*b"a prompt of thirty characters."]
 
@@ -163,3 +166,48 @@ def test_a_vllm_that_is_not_imported_in_time_ends_the_run(monkeypatch):
     monkeypatch.setattr("rollouts.engines.vllm_support.architectures.VLLM_IMPORT_TIMEOUT_S", 0.001)
     with pytest.raises(RunStopped, match=r"^vLLM could not be imported within 0\.001 s$"):
         has_architecture("LlamaForCausalLM")
+
+
+REGISTRY = """
+class ModelRegistry:
+    @staticmethod
+    def get_supported_archs():
+        return {"Known", "Linear"}
+"""
+
+
+def test_code_of_its_own_needs_an_architecture_of_vllm(tmp_path, monkeypatch):
+    """A vLLM of one file is installed, for the import of the real one takes seconds."""
+    (models := tmp_path / "vllm" / "model_executor" / "models").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("print('vLLM has it: guessed. INFO')\n")
+    (models / "registry.py").write_text(REGISTRY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    model: Any = torch.nn.Linear(2, 2)
+    for architectures, lacks in ((["Known", "Own"], ""), (None, ""), (["Own", "Known"], "Own")):
+        model.config = SimpleNamespace(architectures=architectures)
+
+        def check() -> None:
+            VllmEngine.check_user_code(model, path="a/model")
+
+        if not lacks:
+            check()
+            continue
+        assert tell(check) == (
+            "model.path=a/model comes with code of its own, and vLLM does not have its architecture Own: set "
+            "rollout.engine=hf"
+        )
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise OSError('no libcudart.so')", "OSError: no libcudart.so"),
+        ("import sys; sys.exit(3)", "it says nothing"),
+        ("import sys; sys.exit(0)", "it says nothing"),
+        ("import os; print('vLLM has it: True', flush=True); os._exit(1)", "it says nothing"),
+    ],
+)
+def test_a_vllm_that_is_broken_is_told_by_its_last_line(tmp_path, monkeypatch, code, said):
+    (tmp_path / "vllm.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert tell(lambda: has_architecture("Known"), RunStopped) == f"vLLM cannot be imported: {said}"
