@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from algs.sft import SFT
 from configs.trainer_schema import ModelConfig, TrainerConfig
@@ -26,6 +27,7 @@ from trainers.invariant import InvariantTrainer
 from unit_tests.helpers.engines import PROMPTS, engine_of, several
 from unit_tests.helpers.models import packed, random_model, some_samples
 from unit_tests.helpers.plain_vision import as_sample
+from unit_tests.helpers.sentences import tell
 
 THREADS = 3
 
@@ -103,6 +105,24 @@ def test_the_probe_refuses_a_mixture_and_a_part_that_reads_the_whole_batch():
     model.model.norm.register_forward_hook(lambda _module, _args, out: out * (1 + out.shape[1] * 1e-7))
     with pytest.raises(UserError, match=r"decoding and packed rows with shared prefixes differ at \d+ of 36 tokens"):
         check_batch_invariance(model)
+
+
+def test_the_probe_refuses_a_model_that_it_cannot_set_or_cannot_decode():
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no cache of mine\nis of this kind")
+
+    fails = random_model("llama")
+    fails.model.norm.register_forward_hook(refuse)
+    sizes = {"hidden_size": 8, "n_layer": 1, "n_head": 2, "vocab_size": 8}
+    bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **sizes))
+    for model, why in (
+        (bloom, "its code takes no attention by name"),
+        (fails, "it cannot be decoded in fixed order (no cache of mine)"),
+    ):
+        assert tell(lambda model=model: check_batch_invariance(model)) == (
+            f"rollout.batch_invariant is true, and this model has no fixed order: {why}; take a dense model, or leave "
+            "it out"
+        )
 
 
 class SeenSizes(TorchDispatchMode):

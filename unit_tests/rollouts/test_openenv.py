@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,23 @@ def test_a_server_that_dies_fails_its_episodes_and_no_other():
     failures = [one.sample.failure for [one] in asyncio.run(run())]
     assert all("closed the connection" in failure for failure in failures[:2]), failures
     assert failures[2:4] == ["", ""] and "/schema cannot be read" in failures[4]
+
+
+def test_a_session_whose_server_has_died_is_closed_without_an_error():
+    """Nobody reads when the connection breaks, so the client learns of it as it says goodbye."""
+
+    async def run():
+        async with (server := Server()).running() as url:
+            env = OpenEnv(Prompt(id="row", messages=[], extra={"env_url": url}))
+            await env.open()
+            [dying] = server.sockets
+            dying.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+            while server.sessions:
+                await asyncio.sleep(0)
+            await env.close()
+            assert env._socket is None and env._http.closed
+
+    asyncio.run(run())
 
 
 SAID = '{"type": "observation", "data": '

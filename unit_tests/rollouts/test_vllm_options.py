@@ -29,12 +29,13 @@ from driver.start.weight_sync import choose_scope
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.drafts import read_drafts
-from rollouts.engines.vllm_support.options import KEYS, OURS, list_arguments
+from rollouts.engines.vllm_support.options import KEYS, OURS, check_names, list_arguments, naming_refused
 from rollouts.engines.vllm_support.patches import expand, hide_invented_dict, make_flat, name_loaders
 from rollouts.engines.vllm_support.plugin import require_plugin
 from rollouts.engines.vllm_support.settings import engine_args, prepare_gpu
 from rollouts.transcript import Conversation
 from tools.benchmarks.processes import ROOT
+from unit_tests.helpers.sentences import tell
 from unit_tests.helpers.vllm_lab import SETTINGS, Scripted
 
 TINY = str(Path(__file__).parent.parent.parent / "configs" / "tiny.yaml")
@@ -145,7 +146,10 @@ def test_an_engine_without_our_installation_is_one_sentence():
     """A Python that knows the folder, and no entry point of it."""
     code = f"import sys; sys.path.insert(0, '.'); from {require_plugin.__module__} import require_plugin as r; r()"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "UserError: rollout.engine: vllm needs FeynRL to be installed" in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "core.errors.UserError: rollout.engine: vllm needs FeynRL to be installed, because vLLM finds the receiver of "
+        "weights by an entry point: run `python -m pip install --no-deps --editable .` in FeynRL's folder"
+    )
     require_plugin()
 
 
@@ -221,6 +225,31 @@ def test_what_cannot_be_set_is_one_sentence_before_the_start(override):
 def test_another_engine_takes_none():
     with pytest.raises(UserError, match=r"rollout.engine is hf: leave rollout\.vllm out"):
         load_recipe(RLConfig, TINY, ["rollout.vllm.max_num_seqs=8"])
+
+
+def test_options_without_vllm_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    list_arguments.cache_clear()
+    try:
+        assert tell(lambda: check_names({"max_num_seqs": 3})) == (
+            "rollout.vllm is set, and vLLM is not installed: run make install"
+        )
+    finally:
+        list_arguments.cache_clear()
+
+
+def test_an_error_of_vllms_start_names_the_options_if_there_are_any():
+    def start(options: dict[str, int], error: Exception) -> None:
+        with naming_refused(options):
+            raise error
+
+    wrong = ValueError("3 sequences\n  are too few " + "x" * 600)
+    with pytest.raises(ValueError) as raised:
+        start({}, wrong)
+    assert raised.value is wrong
+    said = tell(lambda: start({"max_num_seqs": 3}, wrong))
+    assert said == f"rollout.vllm: vLLM does not start with {{'max_num_seqs': 3}}: 3 sequences are too few {'x' * 476}"
+    assert tell(lambda: start({"max_num_seqs": 3}, OSError("no GPU")), OSError) == "no GPU"
 
 
 def test_every_name_that_is_refused_is_an_argument_of_vllm():
