@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from core.errors import ProcessDied, RunStopped
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.loop import EngineLoop
+from tools.benchmarks.simulated_run import run_in_virtual_time
 from unit_tests.helpers.vllm_lab import SETTINGS
 
 
@@ -175,6 +177,29 @@ def test_a_cancelled_request_is_dropped_wherever_it_is() -> None:
     asyncio.run(body())
 
 
+def test_a_request_cancelled_in_an_iteration_gets_nothing_of_it() -> None:
+    async def body() -> None:
+        (loop, llm), here = loop_of(), asyncio.get_running_loop()
+        usual = llm.step
+
+        async def give_up() -> None:
+            leaving.cancel()
+            await asyncio.wait([leaving])
+
+        def step() -> list[Any]:
+            llm.step = usual
+            asyncio.run_coroutine_threadsafe(give_up(), here).result(10)
+            return usual()
+
+        llm.step = step
+        leaving, staying = (asyncio.create_task(loop.request({}, 3)) for _ in range(2))
+        assert tokens_of(await staying) == [0, 1, 2] and leaving.cancelled()
+        assert llm.aborted == ["0"] and llm.batches == [["0", "1"], ["1"], ["1"]]
+        await loop.close()
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_pause_treats_requests_as_its_mode_says(mode: PauseMode) -> None:
     async def body() -> None:
@@ -222,6 +247,44 @@ def test_a_refused_request_fails_alone_and_a_failed_iteration_ends_vllm() -> Non
         await loop.close()
 
     asyncio.run(body())
+
+
+class Workers:
+    """In place of vLLM's executor: it reports the death of a process late."""
+
+    def __init__(self, reported_at: float) -> None:
+        self.reported_at = reported_at
+
+    @property
+    def is_failed(self) -> bool:
+        return asyncio.get_running_loop().time() >= self.reported_at
+
+
+def test_a_failed_call_is_a_death_if_vllm_reports_one_soon_after() -> None:
+    def fail() -> None:
+        raise RuntimeError("connection reset")
+
+    async def body() -> None:
+        loop, llm = loop_of()
+        with pytest.raises(RuntimeError, match=r"^connection reset$"):
+            await loop.call(fail)  # the only worker is in this process
+        llm.model_executor = Workers(reported_at=0.0)
+        with pytest.raises(ProcessDied, match=r"^a process of vLLM died; its last output is in the log of this w"):
+            await loop.call(fail)
+        await loop.close()
+
+    async def wait() -> None:
+        loop, llm = loop_of()
+        found: list[tuple[bool, float]] = []
+        for after in (0.0, 1.2, 9.0):
+            begun = asyncio.get_running_loop().time()
+            llm.model_executor = Workers(reported_at=begun + after)
+            found.append((await loop._lost_worker(), asyncio.get_running_loop().time() - begun))
+        assert found == [(True, 0.0), (True, 1.5), (False, 5.0)]
+        loop._thread.shutdown()
+
+    asyncio.run(body())
+    run_in_virtual_time(wait())
 
 
 class SlowEngine(VllmEngine):
@@ -394,6 +457,21 @@ def test_an_engine_that_is_asleep_takes_no_weights(tiny_path: str):
         await engine.wake("weights")
         await engine.receive_weights(8)
         assert engine._loop.is_paused, "it samples when its cache is awake, too"
+        await engine.close()
+
+    asyncio.run(body())
+
+
+def test_every_worker_records_a_trace_and_names_its_files(tiny_path: str):
+    async def body() -> None:
+        engine = QuickEngine(EngineConfig(model_path=tiny_path, **SETTINGS))
+        engine.llm.answers = {"feynrl_stop_trace": [["a-0.json", "a-0.pickle"], ["a-1.json"]]}
+        await engine.start_trace(trace=True, memory=False)
+        assert await engine.stop_trace(Path("runs/a")) == ["a-0.json", "a-0.pickle", "a-1.json"]
+        assert engine.llm.given == [
+            ("feynrl_start_trace", {"trace": True, "memory": False}),
+            ("feynrl_stop_trace", {"stem": "runs/a"}),
+        ]
         await engine.close()
 
     asyncio.run(body())
