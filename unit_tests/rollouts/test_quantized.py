@@ -162,3 +162,16 @@ def test_fp8_is_refused_on_a_cpu_with_advice_that_works_on_it(monkeypatch, found
     if "int8" in advice:
         int8 = given.model_copy(update={"quantization": "int8"})
         quantized.check_quantization(int8, dtype=dtype, on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("found", "has_products"),
+    [
+        ({"architecture": "aarch64"}, True),
+        ({"architecture": "x86_64", "avx2": True, "avx512_vnni": False}, False),
+        *(({"architecture": "x86_64", name: True}, True) for name in ("avx512_vnni", "avx_vnni", "amx_int8")),
+    ],
+)
+def test_products_of_eight_bits_overflow_on_an_old_x86_only(monkeypatch, found, has_products):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    assert quantized.has_int8_products() is has_products
