@@ -15,6 +15,7 @@ from core.errors import UserError
 IN_REWARD: dict[str, Any] = {"kl": {"coef": 0.1, "place": "reward"}}
 PENALTY: dict[str, Any] = {"overlong": {"mode": "penalty", "buffer": 2}}
 TEACHER: dict[str, Any] = {"teacher": "somewhere"}
+UNCORRECTED: dict[str, Any] = {"correction": {"level": "none"}}
 NO_REWARD = "the reward has no effect on training: kl.place: reward and overlong.mode: penalty would do nothing"
 TWICE = (
     "this loss is weighted by pi / pi_rollout already, and a correction would do it twice: set correction.level to none"
@@ -174,6 +175,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         {"correction": {"mode": "mask", "low": 3.0}},
         "low=3.0 is above high=2.0, so every token would be masked: swap them",
     ),
+    (
+        "vespo",
+        {"anchor": "rollout", "rollout_cap": 2.0} | UNCORRECTED,
+        "rollout_cap is for anchor: prox, W is pi / pi_rollout already: leave it out",
+    ),
 ]
 
 
@@ -196,6 +202,8 @@ def test_what_is_just_allowed_is_allowed():
         ("grpo", {"overlong": {"mode": "penalty", "buffer": 8, "max_tokens": 8}}),
         ("grpo", {"correction": {"mode": "mask", "low": 2.0}}),
         ("gkd", TEACHER | {"kl": {"coef": 0.1}, "overlong": {"mode": "filter"}}),
+        ("vespo", {"anchor": "rollout"} | UNCORRECTED),
+        ("vespo", {"anchor": "prox", "rollout_cap": 2.0} | UNCORRECTED),
     ):
         assert load_nested({"name": name, **settings}, "x")
 

@@ -337,6 +337,19 @@ def test_without_a_gap_the_facts_are_the_verdict(changes, fitted, kind, sentence
     assert (found.kind, found.sentence) == (kind, sentence)
 
 
+def test_weights_that_close_a_gap_are_told_with_the_fingerprint():
+    trial = replace(make_trial(0.5, 0.0), change="sent again", means="they were lost")
+    for fingerprint, toggle, end in (
+        ("a is other", Toggle.WEIGHTS, "; its fingerprint says so too: a is other"),
+        (None, Toggle.WEIGHTS, ""),
+        ("a is other", Toggle.BATCH, ""),
+    ):
+        facts = make_facts(second=make_gap(0.5), fingerprint=fingerprint)
+        found = decide(facts, [replace(trial, toggle=toggle)], temperature=1.0, fitted=None)
+        assert (found.kind, found.cause) == ("cause", toggle)
+        assert found.sentence == f"cause: they were lost: gap 0.5 nats -> 0 nats (sent again){end}"
+
+
 def test_a_gap_that_stays_is_told_with_what_helps_most():
     trials = [make_trial(0.5, 0.4), make_trial(0.5, 0.3), make_trial(0.5, 0.45)]
     found = decide(make_facts(second=make_gap(0.5)), trials, temperature=1.0, fitted=None, hints="it is tied")

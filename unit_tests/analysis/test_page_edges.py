@@ -18,6 +18,7 @@ from analysis.report.run_files import list_sample_files, read_metrics, read_samp
 from analysis.report.selection import Chosen, Entry, choose_samples, thin_out
 from analysis.report.token_account import account_tokens
 from unit_tests.helpers.long_run import make_run
+from unit_tests.helpers.sentences import tell
 
 ROLLOUT, TRAIN, WASTED = "rollout/tokens", "train/tokens", "rollout/wasted_fraction"
 
@@ -97,6 +98,13 @@ def test_samples_are_read_line_by_line_with_what_is_no_number_told(tmp_path: Pat
         both | {"reward": None},
     ]
     assert read_samples(file) == told
+
+
+@pytest.mark.parametrize("line", ["[1]", "null", '"text"', "NaN"])
+def test_a_line_of_samples_that_is_no_object_is_told_with_its_place(line: str, tmp_path: Path):
+    file = tmp_path / "step_00000.jsonl"
+    file.write_text(f"{json.dumps(SAMPLE)}\n{line}\n")
+    assert tell(lambda: read_samples(file)) == f"{file}, line 2 is no sample, which is a JSON object"
 
 
 def test_lines_of_steps_and_of_evaluations_are_told_apart(tmp_path: Path):
