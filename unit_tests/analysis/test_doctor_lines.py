@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +14,13 @@ from analysis.doctor.__main__ import main
 from analysis.doctor.findings import Finding, attempt, show_all
 from analysis.doctor.gap import Gap, collect, measure_gap
 from analysis.doctor.recipe_checks import check_recipe
+from analysis.doctor.setup_checks import check_disk, check_memory
 from analysis.doctor.target import find_target, is_supervised
 from core.errors import UserError
+from driver.checks.explain import estimate_memory
 from unit_tests.helpers.examples import sample_of
 from unit_tests.helpers.runs import file_of
+from unit_tests.helpers.sentences import tell
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,3 +116,45 @@ def test_an_examination_is_printed_in_lines(recipe, capsys):
 @pytest.mark.parametrize("key", ["rollout", "reward", "groups_per_step", "group_size"])
 def test_a_recipe_with_samples_of_its_own_is_of_rl(key):
     assert not is_supervised({"steps": 3, key: 1}) and is_supervised({"steps": 3, "alg": {}})
+
+
+def test_what_the_command_line_does_not_measure_is_told(recipe, capsys):
+    path = recipe(kind="sl")
+    said = f"--knob measures the engine of an RL recipe, and {path} has none: leave it out"
+    assert tell(lambda: main([path, "--knob", "quantization=int8"])) == said
+    assert capsys.readouterr().out == ""
+    assert main([recipe({"model.path": "models/missing"})]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "the engine is not compared with the trainer: fix the errors first"
+    why = "model.path=models/missing does not exist: make the folder first, or name a model of the hub"
+    assert f"warning  memory        unknown, and so is the disk space: {why}" in lines
+
+
+def test_prices_of_knobs_are_in_the_json(recipe, capsys):
+    assert main([recipe(), "--json", "--sequences", "4", "--tokens", "2", "--knob", "quantization=int8"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "mismatch" not in report
+    usual, rounded = report["knobs"]
+    assert (usual["knob"], usual["changed"], usual["refused"]) == ("none", 0.0, "")
+    assert (rounded["knob"], rounded["changed"], rounded["refused"]) == ("quantization=int8", 1.0, "")
+    assert usual["gap"]["mean"] < 1e-4 < rounded["gap"]["mean"]
+
+
+def test_on_gpus_a_rank_or_an_engine_has_one_for_itself(recipe):
+    target = find_target(recipe(), [])
+    parts = {"weights": 4.0, "gradients": 0.0, "optimizer": 0.0, "frozen": 0.0, "per_engine": 3.0}
+    estimate, cfg = replace(estimate_memory(target.loaded), **parts), target.loaded.cfg
+    for offload, per_engine, wanted in ((False, 3.0, 4.0), (False, 5.0, 5.0), (True, 3.0, 3.0)):
+        trainer = cfg.trainer.model_copy(update={"ranks": 8, "offload": offload})
+        on_gpus = cfg.model_copy(update={"backend": "ray", "device": "cuda", "trainer": trainer})
+        found = f"about {wanted:.2f} GiB without activations, and a GPU has 80.0 GiB"
+        assert check_memory(on_gpus, replace(estimate, per_engine=per_engine), total_gib=80.0) == Finding(
+            check="memory", level="ok", found=found
+        )
+
+
+def test_a_run_folder_that_cannot_be_written_to_is_an_error(recipe):
+    loaded = find_target(recipe(), []).loaded
+    cfg = loaded.cfg.model_copy(update={"run_dir": "/proc/self/nowhere"})
+    found = "run_dir=/proc/self/nowhere: /proc/self cannot be written to: name another folder"
+    assert check_disk(cfg, estimate_memory(loaded)) == Finding(check="disk", level="error", found=found)
