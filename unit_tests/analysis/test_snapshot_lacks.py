@@ -146,8 +146,8 @@ def test_weights_that_were_overwritten_since_the_step_are_told(capture):
 
     change_manifest(folder, change)
     assert tell(lambda: replay(folder, [])) == (
-        f"{folder} does not hold its weights, and they were not found; looked in {path} (1 of 21 tensors differ, such as "
-        "lm_head.weight): name the folder with --model, or capture with capture.weights=true"
+        f"{folder} does not hold its weights, and they were not found; looked in {path} (1 of 21 tensors differ, such "
+        "as lm_head.weight): name the folder with --model, or capture with capture.weights=true"
     )
 
 
