@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algs.base import Metrics, with_prox
+from algs.base import Algorithm, Metrics, PolicyGradient, with_prox
 from algs.check.checker import Result, check, find_class, run_obligation
 from algs.check.chunks import does_not_depend_on_the_chunk
 from algs.check.fixtures import made_up_step
@@ -49,6 +49,7 @@ from algs.check.update import (
     slopes_by_ratio,
 )
 from algs.cispo import CISPO
+from algs.compared import ComparesGroup
 from algs.distill import Distill
 from algs.dpo import DPO
 from algs.erc import ERC
@@ -323,3 +324,20 @@ def test_an_effect_of_idle_ranks_is_told_with_the_split_that_has_them():
     [a] = check(CountsIdleRanks, letters="a")
     where = r"one update per step, loss_norm \w+, micro-batches of at most 40 tokens on 17 ranks: the gradient "
     assert a.status == "FAILED" and re.match(where, a.detail), a
+
+
+class Steep(GRPO):
+    """Its weight overflows where the engine is far off the trainer."""
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        is_far = (tokens.prox_logp - tokens.rollout_logp).abs() > 1
+        return loss * torch.where(is_far, math.inf, 1.0), metrics
+
+
+def test_what_an_author_left_out_or_let_overflow_fails():
+    said = tell(lambda: corrects_the_engine_once(Steep(correction=OFF)), ObligationFailed)
+    assert said == "with pi_prox / pi_rollout at exp(2) the gradient is not finite"
+    for cls, where in ((Algorithm, "base"), (PolicyGradient, "base"), (ComparesGroup, "compared")):
+        [a] = check(cls, letters="a")
+        assert a.status == "FAILED" and re.match(rf"NotImplementedError: .*algs/{where}\.py, line \d+\)", a.detail), a
