@@ -158,3 +158,9 @@ def test_a_run_folder_that_cannot_be_written_to_is_an_error(recipe):
     cfg = loaded.cfg.model_copy(update={"run_dir": "/proc/self/nowhere"})
     found = "run_dir=/proc/self/nowhere: /proc/self cannot be written to: name another folder"
     assert check_disk(cfg, estimate_memory(loaded)) == Finding(check="disk", level="error", found=found)
+
+
+def test_rows_are_counted_also_beside_a_source_that_is_missing(recipe):
+    target = find_target(recipe({"data.eval": "nowhere.jsonl"}, kind="sl"), [])
+    found = {f.check: (f.level, f.found) for f in check_recipe(target.loaded, lambda _: None)[0]}
+    assert found["data.train"] == ("ok", "15 rows") and found["data.eval"][0] == "error"
