@@ -20,7 +20,6 @@ from rewards.pool import Worker, describe_prompt
 from rewards.scored import RewardResult
 from rewards.several import RewardPlan
 
-
 CLOSED = "the run has ended"
 """Failure of a sample that was in flight when the pool was closed, or that came later."""
 

@@ -131,6 +131,8 @@ def read_batch(folder: Path) -> list[Group]:
     records = [json.loads(line) for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines()]
     with np.load(folder / ARRAYS, allow_pickle=False) as found:
         arrays = {name: found[name] for name in found.files}
+    if not len(records) == len(arrays["lengths"]) == arrays["group_sizes"].sum():
+        raise ValueError(f"{RECORDS} and {ARRAYS} hold other numbers of samples")
     # np.split cuts before each index, so the end of the last sample is left out
     ends = np.cumsum(arrays["lengths"])[:-1]
     # the number of tokens tells the arrays of tokens from those with an entry per sample or group
@@ -148,10 +150,7 @@ def read_batch(folder: Path) -> list[Group]:
         record["images"] = restore_places(record["images"], images)
     samples = [_read_sample(i, record, parts, arrays) for i, record in enumerate(records)]
     rest = iter(samples)
-    groups = [[next(rest) for _ in range(int(n))] for n in arrays["group_sizes"]]
-    if len(samples) != len(arrays["lengths"]) or next(rest, None) is not None:
-        raise ValueError(f"{RECORDS} and {ARRAYS} hold other numbers of samples")
-    return groups
+    return [[next(rest) for _ in range(int(n))] for n in arrays["group_sizes"]]
 
 
 def _read_sample(i: int, record: dict[str, Any], parts: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sample:

@@ -16,6 +16,17 @@ GENERATION_TAG = r"\{%-?\s*(end)?generation\s*-?%\}"
 """Jinja tag added by transformers. It contains no arguments."""
 
 
+def check_template(found: str | dict[str, str] | None, who: str, *, sees: bool) -> None:
+    """Raise UserError for a model without a chat template that can be used. found: as transformers has it."""
+    if not found and sees:
+        raise UserError(f"{who} has no chat template: add one to its processor")
+    if not found:
+        raise UserError(f"{who} has no chat template: set data.template=plain, or {TEMPLATE_KEY}")
+    if isinstance(found, dict) and "default" not in found:
+        names = ", ".join(sorted(found))
+        raise UserError(f"{who} has no default chat template, only {names}: name the file of one in {TEMPLATE_KEY}")
+
+
 def read_template(given: str) -> str:
     """Return the text of data.chat_template, which is a path or the text itself."""
     is_text = "{{" in given or "{%" in given

@@ -18,7 +18,7 @@ from data_feeds.chat.decoding import decode_exactly, list_special_tokens
 from data_feeds.chat.encoding import Encoded as Encoded
 from data_feeds.chat.encoding import encode_after, encode_pieces, find_added_ids
 from data_feeds.chat.encoding import join_encoded as join_encoded
-from data_feeds.chat.model_files import TEMPLATE_KEY, read_stop_ids, read_template, sees_images
+from data_feeds.chat.model_files import check_template, read_stop_ids, read_template, sees_images
 from data_feeds.chat.template_append import write_answers
 from data_feeds.chat.template_messages import count_characters, to_template_messages
 from data_feeds.chat.turn_ends import STAND_IN, ImagesDoNotFit, TemplateRefuses, TurnEnd, Write, find_turn_end
@@ -74,10 +74,8 @@ class ChatTokenizer:
             self._load_images(path, key, trust_remote_code)
         if chat_template is not None:
             self.hf.chat_template = read_template(chat_template)
-        if template == "chat" and not self.hf.chat_template:
-            if self.images is not None:
-                raise UserError(f"{key}={path} has no chat template: add one to its processor")
-            raise UserError(f"{key}={path} has no chat template: set data.template=plain, or {TEMPLATE_KEY}")
+        if template == "chat":
+            check_template(self.hf.chat_template, self.who, sees=self.images is not None)
         if self.hf.eos_token_id is None:
             raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
         # chat models often end a turn with another token than the tokenizer's eos

@@ -110,9 +110,11 @@ def test_files_of_a_snapshot_that_do_not_fit_each_other_are_told(capture, tmp_pa
     write_batch(tmp_path, some_groups(3, 2))
     with np.load(tmp_path / "batch.npz") as file:
         arrays = dict(file)
-    np.savez(tmp_path / "batch.npz", **arrays | {"group_sizes": arrays["group_sizes"][:-1]})
+    sizes, lengths = arrays["group_sizes"], arrays["lengths"]
     said = "batch.jsonl and batch.npz hold other numbers of samples"
-    assert tell(lambda: read_batch(tmp_path), ValueError) == said
+    for wrong in ({"group_sizes": sizes[:-1]}, {"group_sizes": sizes + 1}, {"lengths": lengths[:-1]}):
+        np.savez(tmp_path / "batch.npz", **arrays | wrong)
+        assert tell(lambda: read_batch(tmp_path), ValueError) == said
 
 
 DETACHED = """

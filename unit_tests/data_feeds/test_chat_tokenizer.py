@@ -61,6 +61,11 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(tiny_path, tmp_path):
     assert tell(lambda: ChatTokenizer(bare, "chat")) == (
         f"model.path={bare} has no chat template: set data.template=plain, or data.chat_template"
     )
+    (Path(bare) / "additional_chat_templates").mkdir()
+    (Path(bare) / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    assert tell(lambda: ChatTokenizer(bare, "chat")) == (
+        f"model.path={bare} has no default chat template, only tool_use: name the file of one in data.chat_template"
+    )
     assert ChatTokenizer(bare, "chat", chat_template="{{ messages }}").hf.chat_template == "{{ messages }}"
     endless = Path(copy(tiny_path, tmp_path / "endless"))
     config = json.loads((endless / "tokenizer_config.json").read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import shutil
 from datetime import datetime
@@ -33,7 +32,7 @@ from driver.imported_files import list_imported_files
 from driver.load_recipe import load_recipe
 from driver.model_hash import MODEL_FILES
 from driver.resume import changed_files, collect_settings
-from driver.run_inputs import PROBES, hash_inputs, hash_probes, hash_rows
+from driver.run_inputs import hash_inputs, hash_probes, hash_rows
 from driver.start.rollouts import build_engine, plan_rollouts
 from rewards import reward_model
 from unit_tests.helpers.examples import run_here
@@ -246,20 +245,6 @@ def test_the_hash_of_a_template_sees_what_it_refuses_and_why(tiny_path, tmp_path
 
     found = [hash_of("a", "no system"), hash_of("b", "no such role"), hash_of("c", "no system", "none")]
     assert len({*found}) == 3 and hash_of("d", "no system") == found[0]
-
-
-def test_the_hash_of_a_template_for_tools_alone_names_the_error_of_others(tiny_path, tmp_path):
-    """Such a tokenizer has a template for conversations with tools, and none for those without."""
-    plain = make_tokenizer(ModelConfig(path=tiny_path), PromptDataConfig(train="x"))
-    folder = tmp_path / "tools"
-    shutil.copytree(tiny_path, folder)
-    (named := folder / "additional_chat_templates").mkdir()
-    (folder / "chat_template.jinja").rename(named / "tool_use.jinja")
-    tokenizer = make_tokenizer(ModelConfig(path=str(folder)), PromptDataConfig(train="x"))
-    talk, tools = PROBES[-1]
-    texts = [plain.render_text(talk, reply_next=reply_next, tools=tools) for reply_next in (False, True)]
-    written = [*[["ValueError"]] * 4, *([text, plain.encode(text)] for text in texts)]
-    assert hash_probes(tokenizer) == hashlib.sha256(json.dumps(written).encode()).hexdigest()
 
 
 def test_the_hash_of_rows_sees_every_column(tmp_path, tiny_path):
