@@ -182,7 +182,7 @@ def test_marks_that_do_not_fit_the_images_are_invalid(row, words, seeing, tmp_pa
         load(seeing, tmp_path / "x.parquet", "prompts")
 
 
-def test_a_prompt_with_an_image_may_have_a_demonstration_and_no_recorded_episodes(seeing, tmp_path):
+def test_a_prompt_with_an_image_has_demonstrations_but_no_episodes(seeing, tmp_path):
     asked = [{"role": "user", "content": PARTS}]
     rows = [
         {"messages": asked, "images": [SHOWN], "demonstration": "3", "episodes": None},

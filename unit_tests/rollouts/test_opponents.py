@@ -267,7 +267,7 @@ def test_a_server_plays_with_messages_and_is_asked_again(tmp_path):
     }
 
 
-def test_a_server_of_a_recipe_has_the_temperature_deadline_and_share_of_the_engines():
+def test_a_served_opponent_has_the_limits_and_share_of_its_engines():
     rollout = RolloutConfig(max_new_tokens=8)
     made: Any = None
     with GameServer().running() as address:

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp import ClientSession, web
 
 from core.errors import UserError
 from core.timing.deadlines import AGENT_END_TIMEOUT_S, SERVER_CLOSE_GRACE_S
@@ -25,6 +24,17 @@ from rollouts.agents.task import AgentPlan, Task
 from rollouts.output import KEPT_OF_LOG
 
 TASK = Task(base_url="http://127.0.0.1:9/v1", api_key="k", model="policy", messages=[])
+
+
+@asynccontextmanager
+async def serve(app: web.Application) -> AsyncGenerator[str]:
+    runner = web.AppRunner(app, shutdown_timeout=SERVER_CLOSE_GRACE_S)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 class Host:
@@ -65,14 +75,11 @@ class Host:
         app.router.add_post("/episodes", self.begin)
         app.router.add_get("/episodes/{id}", self.wait)
         app.router.add_delete("/episodes/{id}", self.end)
-        runner = web.AppRunner(app, shutdown_timeout=SERVER_CLOSE_GRACE_S)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            self.goes_on.set()
-            await runner.cleanup()
+        async with serve(app) as address:
+            try:
+                yield address
+            finally:
+                self.goes_on.set()
 
 
 SOLVED = {"parts": {"solved": 1}}
@@ -245,7 +252,7 @@ def test_an_episode_may_be_shorter_than_the_wait_for_its_end():
     asyncio.run(run())
 
 
-def test_a_host_tells_of_an_episode_that_it_has_not_and_of_an_agent_that_is_wrong():
+def test_a_host_tells_of_a_missing_episode_and_of_a_wrong_agent():
     async def fail(*_: Any, **__: Any) -> None:
         raise UserError("rollout.agent.file: there is no a.py")
 
@@ -256,7 +263,7 @@ def test_a_host_tells_of_an_episode_that_it_has_not_and_of_an_agent_that_is_wron
         given = {"id": "1", "timeout_s": 9.0, "task": {"base_url": "http://h", "api_key": "k", "model": "m"}}
         given["task"]["messages"] = []
         host = hosting.AgentHost(agents, most=1, key="")
-        async with TestClient(TestServer(host.make_app())) as client:
+        async with serve(host.make_app()) as address, ClientSession(address) as client:
             for name, status, told in (
                 ("1", 500, "rollout.agent.file: there is no a.py"),
                 ("2", 404, "404: Not Found"),
