@@ -24,7 +24,9 @@ Make = Callable[..., DeepSpeedLearner]
 
 @pytest.fixture
 def make_learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    # as a trainer of one rank sets them; another test of this process may have left others
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
     with without_gc():
         importlib.import_module("deepspeed")  # before the group, after which its own groups are as before
 
