@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from core.timing.deadlines import SERVER_CLOSE_GRACE_S
+from unit_tests.helpers.web_server import serve
 
 TEXT = {"message": {"type": "string"}, "metadata": {"type": "object"}}
 
@@ -63,10 +63,5 @@ class Server:
         app = web.Application()
         app.router.add_get("/schema", self.show_schema)
         app.router.add_get("/ws", self.serve)
-        runner = web.AppRunner(app, shutdown_timeout=SERVER_CLOSE_GRACE_S, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
-        finally:
-            await runner.cleanup()
+        async with serve(app, cancels=True) as address:
+            yield f"{address}/"

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from configs.agent_schema import AgentConfig
 from configs.rollout_schema import RolloutConfig
 from core.errors import UserError
-from core.timing.deadlines import SERVER_CLOSE_GRACE_S
 from rollouts.agents import host as hosting
 from rollouts.agents import remote
 from rollouts.agents.host import AgentHost
@@ -25,6 +24,7 @@ from rollouts.registry import resolve_agent
 from unit_tests.helpers.agents import MARK, find_processes, play, write_agent
 from unit_tests.helpers.processes import wait_until
 from unit_tests.helpers.scripted_policy import Policy
+from unit_tests.helpers.web_server import serve
 
 LAUNCHER = "rollouts.agents.launcher"
 ANSWER = """
@@ -46,15 +46,12 @@ def serving(make: Callable[[], web.Application]) -> Iterator[str]:
     loop, found = asyncio.new_event_loop(), list[str]()
     over = asyncio.Event()
 
-    async def serve() -> None:
-        runner = web.AppRunner(make(), shutdown_timeout=SERVER_CLOSE_GRACE_S, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        found.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        await over.wait()
-        await runner.cleanup()
+    async def run() -> None:
+        async with serve(make(), cancels=True) as address:
+            found.append(address)
+            await over.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
     thread.start()
     try:
         wait_until(lambda: found)

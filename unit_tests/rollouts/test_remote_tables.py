@@ -15,26 +15,16 @@ import pytest
 from aiohttp import ClientSession, web
 
 from core.errors import UserError
-from core.timing.deadlines import AGENT_END_TIMEOUT_S, SERVER_CLOSE_GRACE_S
+from core.timing.deadlines import AGENT_END_TIMEOUT_S
 from rollouts.agents import host as hosting
 from rollouts.agents import remote
 from rollouts.agents.remote import RemoteAgents
 from rollouts.agents.results import AgentResult
 from rollouts.agents.task import AgentPlan, Task
 from rollouts.output import KEPT_OF_LOG
+from unit_tests.helpers.web_server import serve
 
 TASK = Task(base_url="http://127.0.0.1:9/v1", api_key="k", model="policy", messages=[])
-
-
-@asynccontextmanager
-async def serve(app: web.Application) -> AsyncGenerator[str]:
-    runner = web.AppRunner(app, shutdown_timeout=SERVER_CLOSE_GRACE_S)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 class Host:
