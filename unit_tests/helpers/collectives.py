@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed
@@ -117,7 +118,8 @@ def record_ranks(
 
 
 def record_rank(plan: TrainerPlan, micro: list[Any], rank: int, work: Any) -> list[Collective]:
-    with fake_group(rank, plan.trainer.ranks), Recording() as recording:
+    # the trainer sets the ranks in the environment, which other tests read
+    with mock.patch.dict(os.environ), fake_group(rank, plan.trainer.ranks), Recording() as recording:
         trainer = build_trainer(RankInfo(rank=rank, size=plan.trainer.ranks, address="127.0.0.1", port=1), plan)
         work(trainer, micro)
     return recording.seen
