@@ -120,7 +120,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "length_decay is for sums, and length_norm takes means: leave one of them out",
     ),
     *(("dpo", {"loss_norm": norm}, ONE_NUMBER.format("prompt")) for norm in ("token", "sequence")),
-    *(("offline_dro", {"loss_norm": norm}, ONE_NUMBER.format("sequence")) for norm in ("token", "prompt")),
+    *(
+        (name, {"loss_norm": norm}, ONE_NUMBER.format("sequence"))
+        for name in ("bco", "kto", "offline_dro")
+        for norm in ("token", "prompt")
+    ),
     *(
         (
             "dro",

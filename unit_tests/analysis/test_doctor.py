@@ -166,6 +166,7 @@ def test_a_planted_cause_is_named_and_no_other_toggle_closes_the_gap(ask, engine
     assert said in found.verdict.sentence
     assert closing(found) == {cause}
     if cause is Toggle.TEMPERATURE:
+        assert {trial.toggle for trial in found.trials} == {*Toggle} - {Toggle.ROUTES}, "it has no routers"
         [batch] = [trial for trial in found.trials if trial.toggle is Toggle.BATCH]
         assert batch.before.tokens == batch.after.tokens < found.facts.second.tokens, "the same requests"
         assert batch.before.mean == pytest.approx(batch.after.mean, rel=1e-3)

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from analysis.doctor.__main__ import main
+from analysis.doctor.bench import Sampling
 from analysis.doctor.findings import Finding, attempt, show_all
 from analysis.doctor.gap import Gap, collect, measure_gap
+from analysis.doctor.knobs import Knob, price_knobs
 from analysis.doctor.recipe_checks import check_recipe
 from analysis.doctor.setup_checks import check_disk, check_memory
 from analysis.doctor.target import find_target, is_supervised
 from core.errors import UserError
 from driver.checks.explain import estimate_memory
+from driver.rl.setup import prepare
 from unit_tests.helpers.examples import sample_of
 from unit_tests.helpers.runs import file_of
 from unit_tests.helpers.sentences import tell
@@ -140,11 +143,40 @@ def test_prices_of_knobs_are_in_the_json(recipe, capsys):
     assert usual["gap"]["mean"] < 1e-4 < rounded["gap"]["mean"]
 
 
+NOTING = """
+from pathlib import Path
+
+from rollouts.engines.hf import HfEngine
+
+
+class Noting(HfEngine):
+    def __init__(self, config):
+        super().__init__(config)
+        note("open")
+
+    async def close(self):
+        note("close")
+
+
+def note(what):
+    with Path(__file__).with_suffix(".txt").open("a") as file:
+        print(what, file=file)
+"""
+
+
+def test_an_engine_is_closed_before_the_next_one_is_measured(recipe, tmp_path):
+    path = recipe({"rollout.engine": file_of(tmp_path / "noting.py", NOTING)})
+    target, rounded = find_target(path, []), Knob(name="x", changes={"quantization": "int8"})
+    prices = price_knobs(target, prepare(target.loaded), Sampling(sequences=4, tokens=2), [rounded], print)
+    assert [price.knob for price in prices] == ["none", "x"]
+    assert (tmp_path / "noting.txt").read_text().split() == ["open", "close"] * 3, "one warms up"
+
+
 def test_on_gpus_a_rank_or_an_engine_has_one_for_itself(recipe):
     target = find_target(recipe(), [])
     parts = {"weights": 4.0, "gradients": 0.0, "optimizer": 0.0, "frozen": 0.0, "per_engine": 3.0}
     estimate, cfg = replace(estimate_memory(target.loaded), **parts), target.loaded.cfg
-    for offload, per_engine, wanted in ((False, 3.0, 4.0), (False, 5.0, 5.0), (True, 3.0, 3.0)):
+    for offload, per_engine, wanted in ((False, 3.0, 4.0), (False, 5.0, 5.0), (True, 3.0, 3.0), (True, 0.5, 0.5)):
         trainer = cfg.trainer.model_copy(update={"ranks": 8, "offload": offload})
         on_gpus = cfg.model_copy(update={"backend": "ray", "device": "cuda", "trainer": trainer})
         found = f"about {wanted:.2f} GiB without activations, and a GPU has 80.0 GiB"

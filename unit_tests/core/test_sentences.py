@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -278,6 +279,12 @@ def test_a_missing_part_is_named_with_the_key():
     assert tell(lambda: import_it("analysis", otherwise="set it to off"), PartMissing) == (
         "my.key needs analysis, which this clone lacks: restore it, or set it to off"
     )
+    for part in (
+        *("data_feeds.images", "driver.evaluation.suites", "modeling.images", "rewards.judging"),
+        *("rollouts.agents", "rollouts.tools"),
+    ):
+        said = f"my.key needs {part.replace('.', '/')}, which this clone lacks: restore it, or leave the key out"
+        assert tell(partial(import_it, part), PartMissing) == said
     for name in ("analysis_of_mine", "numpy.x", "rewards"):
         with pytest.raises(ModuleNotFoundError, match=name):
             import_it(name)

@@ -15,6 +15,7 @@ import torch
 from configs.rollout_schema import RolloutConfig
 from configs.trainer_schema import LoraConfig
 from core.gpu_contract import PARTS, Part, load_part
+from core.types.truncation import Truncation
 from rollouts.engines.vllm_support.settings import engine_args
 from tools.gpu_contract import find_faults, read_versions
 from tools.layers import ROOT, parse_file, product_files
@@ -53,6 +54,13 @@ def test_vllm_takes_the_settings_of_an_engine_on_a_gpu(tiny_path):
     settings = engine_args(config, on_cpu=False, sees=True)
     assert settings["enable_sleep_mode"] and settings["enable_chunked_prefill"]
     assert arguments(**settings).enable_sleep_mode
+
+
+def test_what_an_engine_is_given_on_a_gpu_alone_is_listed(tiny_path):
+    [listed] = [part.arguments for part in PARTS if part.target.endswith(":EngineArgs")]
+    config = engine_config(tiny_path, sleep="discard", routes=True, truncation=Truncation(top_k=5))
+    on_gpu, on_cpu = (engine_args(config, on_cpu=is_cpu) for is_cpu in (False, True))
+    assert on_gpu.keys() - on_cpu.keys() <= {*listed} <= on_gpu.keys()
 
 
 def read_vllm(path: str) -> ast.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sysconfig
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,9 +78,12 @@ def test_compilations_before_a_trainer_are_not_counted_in_it():
     for _ in range(2):
         metrics = CompileMetrics(rank)
         watchers.add(len(callback_handler.start_callbacks))
+        began = time.perf_counter()
         callback_handler.run_start_callbacks(None)
         callback_handler.run_end_callbacks(None)
-        seen += [metrics.finish()["compile/count"], metrics.finish()["compile/count"]]
+        found = metrics.finish()
+        assert 0 <= found["compile/seconds"] <= time.perf_counter() - began
+        seen += [found["compile/count"], metrics.finish()["compile/count"]]
     assert seen == [1, 0, 1, 0]
     assert len(watchers) == 1, "a watcher stays for good, and would keep its trainer"
 
