@@ -41,7 +41,7 @@ LOADED: dict[str, FileSpec] = {}
 """Files loaded by this process, by module name."""
 OPTIONAL_PARTS = (
     *("analysis", "data_feeds.images", "driver.evaluation.suites", "modeling.images", "rewards.sandbox"),
-    *("rewards.judging", "rollouts.agents", "rollouts.tools"),
+    *("rewards.judging", "rollouts.agents", "rollouts.judges", "rollouts.tools"),
 )
 """Packages that a clone may lack. tools/layers.py has the files of every optional part."""
 

@@ -281,7 +281,7 @@ def test_a_missing_part_is_named_with_the_key():
     )
     for part in (
         *("data_feeds.images", "driver.evaluation.suites", "modeling.images", "rewards.judging"),
-        *("rollouts.agents", "rollouts.tools"),
+        *("rollouts.agents", "rollouts.judges", "rollouts.tools"),
     ):
         said = f"my.key needs {part.replace('.', '/')}, which this clone lacks: restore it, or leave the key out"
         assert tell(partial(import_it, part), PartMissing) == said
