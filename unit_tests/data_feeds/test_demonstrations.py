@@ -21,11 +21,12 @@ from data_feeds.chat.demonstrations import make_demonstration
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_groups, load_prompts
 from data_feeds.rows.episodes import Sampling
-from driver.checks.terms import check_demonstrated, check_sources
+from driver.checks.terms import check_demonstrated, check_given, check_sources
 from driver.load_recipe import load_recipe
 from driver.records.rollout_metrics import measure_groups, measure_staleness
 from rewards import resolve_reward
 from rewards.rewarder import Rewarder
+from rewards.weights import plan_rewards
 from rollouts.worker import RolloutWorker
 from unit_tests.helpers.chat_families import assistant, user
 from unit_tests.helpers.episodes import Scripted, Tool
@@ -139,15 +140,16 @@ def test_what_nobody_would_learn_or_score_is_refused(chat, tmp_path, recipe):
         check_demonstrated(load_recipe(RLConfig, recipe({"reward.function": "environment"}), []).cfg, CHORD(), shown)
 
 
-def test_the_sources_of_a_mixture_are_those_of_its_terms(chat, tmp_path):
+def test_the_sources_of_a_mixture_are_those_of_its_terms(chat, tmp_path, recipe):
     feed = load(chat, write(tmp_path, {"messages": [user("1")]}))
     check_sources(BySource(by_source={"rows": {"name": "grpo"}}), feed)
     with pytest.raises(UserError, match=r"for the source 'other', and data.train has rows"):
         check_sources(BySource(by_source={"rows": {"name": "grpo"}, "other": {"name": "grpo"}}), feed)
     path = write(tmp_path, {"messages": [user("1")]})
     both = load(chat, [{"path": path, "name": "rows"}, {"path": path, "name": "more"}])
+    cfg = load_recipe(RLConfig, recipe(), []).cfg
     with pytest.raises(UserError, match="no term of BySource trains on the source 'more'"):
-        check_sources(BySource(by_source={"rows": {"name": "grpo"}}), both)
+        check_given(cfg, BySource(by_source={"rows": {"name": "grpo"}}), both, plan_rewards(cfg.reward))
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ class Counts:
         ([CHARS_AT_ONCE - 1, 1, 1], [2, 1]),
         ([CHARS_AT_ONCE - 2, 1, CHARS_AT_ONCE + 5, 2], [3, 1]),
         ([CHARS_AT_ONCE, CHARS_AT_ONCE - 1, 1, 2], [1, 2, 1]),
+        # memory grows with the characters of a call
+        ([600_000] * 3, [2, 1]),
         ([], []),
     ],
 )

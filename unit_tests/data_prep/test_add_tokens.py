@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from core.errors import UserError
 from data_prep import add_tokens
 from data_prep.tiny_model import make_tokenizer, save_model
-from modeling.saved_model import check_saved
+from modeling.saved_model import SavedModelWrong, check_saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,6 +81,18 @@ def test_what_was_wrong_with_the_base_model_is_said_when_it_is_saved(tmp_path, c
         "generation_config.json of the base model is invalid (temperature=0.5): it is saved with do_sample=true"
     )
     assert last.startswith(f"{tmp_path}/out: 1 new tokens (<a> ")
+
+
+def test_a_model_that_was_saved_wrongly_is_an_error(tmp_path, monkeypatch):
+    base, save = a_base(tmp_path / "base", tied=False), LlamaForCausalLM.save_pretrained
+
+    def lose_one(model, folder, **how):
+        tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "model.norm.weight"}
+        save(model, folder, **how | {"state_dict": tensors})
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", lose_one)
+    with pytest.raises(SavedModelWrong, match=r"its files lack model\.norm\.weight"):
+        add_tokens.make(base, tmp_path / "out", tokens=["<a>"])
 
 
 REFUSED = {

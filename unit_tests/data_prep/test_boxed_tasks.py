@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import harbor
-from data_prep.boxed_tasks import PROGRAMS, TASKS, write_harbor_task
+from data_prep.boxed_tasks import ETC, PROGRAMS, TASKS, write_harbor_task
 
 
 def run_script(file: Path) -> None:
@@ -50,6 +50,14 @@ USUAL = """
 
 def test_a_box_has_the_usual_small_programs():
     assert {*USUAL.split()} <= {*PROGRAMS} and len({*PROGRAMS}) == len(PROGRAMS)
+
+
+def test_a_box_has_names_for_its_user_and_its_group():
+    fields = {file: content.decode().splitlines()[0].split(":") for file, content in ETC.items()}
+    assert {file: (name, number) for file, (name, _, number, *_) in fields.items()} == {
+        "etc/passwd": ("root", "0"),
+        "etc/group": ("root", "0"),
+    }
 
 
 def test_tasks_of_a_folder_become_rows_with_the_image_that_is_named(tmp_path: Path, capsys):

@@ -31,6 +31,14 @@ def tokenizer(tmp_path_factory) -> ChatTokenizer:
     return ChatTokenizer(str(folder), "chat")
 
 
+def test_a_saved_tiny_model_writes_and_reads_calls_if_asked(tmp_path):
+    for name, options, has_tools in (("plain", [], False), ("tools", ["--tools"], True)):
+        tiny_model.main(["--out", str(tmp_path / name), *options])
+        saved = ChatTokenizer(str(tmp_path / name), "chat").hf
+        assert bool(getattr(saved, "response_template", None)) == has_tools
+        assert ("tools" in saved.chat_template) == has_tools
+
+
 def rows_of(**sizes):
     return function_calls.make(**{"train": 0, "held_out": 0, "sft": 0} | sizes)
 

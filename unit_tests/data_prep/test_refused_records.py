@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +27,9 @@ from data_prep import (
     xlam,
 )
 from data_prep.images import make_reader
-from data_prep.rows import Row
+from data_prep.rows import Row, read_records
 from unit_tests.helpers.image_models import draw_image, to_bytes
+from unit_tests.helpers.sentences import tell
 
 Make = Callable[[list[dict[str, Any]]], tuple[list[Row], InvalidRows]]
 HUMAN, ASSISTANT = "\n\nHuman: Hi", "\n\nAssistant:"
@@ -206,3 +209,14 @@ def test_a_reply_of_several_turns_is_written_as_json_with_its_calls():
         '"function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]}, '
         '{"role": "tool", "content": "3", "tool_call_id": "call00000"}, {"role": "assistant", "content": "é"}]'
     )
+
+
+def test_a_file_that_is_no_whole_gzip_is_refused(tmp_path: Path):
+    file, whole = tmp_path / "x.jsonl.gz", gzip.compress(b'{"a": 1}\n')
+    file.write_bytes(whole)
+    assert read_records(file) == [{"a": 1}]
+    # not compressed, cut off, and with a byte that no compressed block begins with
+    for content in (b'{"a": 1}\n', whole[:-9], whole[:10] + b"\xff" + whole[11:]):
+        file.write_bytes(content)
+        said = tell(lambda: read_records(file))
+        assert said.startswith(f"--from {file} is no whole gzip file: ") and said.endswith("; download it again")

@@ -68,6 +68,11 @@ def test_rows_hold_every_game_equally_often(tmp_path, capsys):
     assert {len(messages) for messages in taught} == {2, 4}
 
 
+def test_another_seed_gives_other_games_to_learn_from():
+    first, again, other = (treasure.make(train=0, held_out=0, sft=40, seed=seed)["sft"] for seed in (1, 1, 2))
+    assert first == again != other
+
+
 @pytest.mark.verify
 def test_a_tiny_model_learns_the_game_to_its_optimum(tmp_path, one_thread):
     """With credit for each turn; the held-out reward is that of the policy as it samples."""

@@ -16,6 +16,7 @@ from configs.rollout_schema import EngineRange
 from configs.schema import RLConfig, SLConfig
 from driver.checks import explain, explain_devices
 from driver.checks.memory_estimate import GIB, MemoryEstimate
+from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded, load_recipe
 from driver.start import devices
 
@@ -237,6 +238,18 @@ def test_the_rows_of_memory_say_what_each_number_is(
     assert rows["memory per rank"] == (
         f"{rank}, and are all that a GPU holds besides one block's weights, CUDA (0.75) and DeepSpeed's buckets (1.86)"
     )
+
+
+def test_a_device_that_is_shared_has_a_row_for_each_need(recipe: Recipe, has_gpus: Callable[[int], None]):
+    has_gpus(0)
+    sizes = {"weights": 1.0, "gradients": 2.0, "optimizer": 4.0, "frozen": 0.5, "buckets": 0.0, "per_engine": 3.0}
+    estimate = MemoryEstimate(parameters=0, adapter=0, quantized=0, checkpoint=0.0, saved=0.0, **sizes)
+    cfg = load(recipe, {"backend": "ray"}).cfg
+    assert describe_turns(cfg, estimate) == []
+    turns, (name, need) = describe_turns(cfg.model_copy(update={"placement": "colocate"}), estimate)
+    assert turns == ("turns", "the engines play all episodes of a step; the trainers train")
+    assert name == "shared in turns"
+    assert need.startswith("everything together takes 10.50 GiB (trainers 7.50 + weights of the engines 3.00) of the ")
 
 
 def test_buckets_of_deepspeed_are_whole_whatever_the_models_size(recipe: Recipe):

@@ -36,6 +36,13 @@ def explained(recipe, tmp_path, capsys):
     return explain
 
 
+def test_an_explanation_has_a_line_for_each_part(recipe, capsys):
+    assert run_here(main_rl, "--config", recipe(), "--explain")[0] == 0
+    facts = capsys.readouterr().out.partition("# what follows from it\n")[2].partition("\n\n")[0]
+    names = {line[:22].rstrip() for line in facts.splitlines()}
+    assert {"a step", "a reply", "rows", "this process", "memory per rank", "memory per engine"} <= names
+
+
 def test_what_is_trained_on_is_marked(explained):
     _, said = explained([{"id": "a", "messages": TALK}], {}, "sl")
     assert said.splitlines() == [

@@ -21,6 +21,13 @@ from unit_tests.helpers.runs import ROOT, file_of
 from unit_tests.helpers.sentences import tell
 
 Recipe = Callable[..., str]
+TWICE = """
+from algs.grpo import GRPO
+from core.types.terms import Term
+
+class Twice(GRPO):
+    terms = property(lambda self: (Term("rl", self.loss), Term("rl", self.loss)))
+"""
 
 
 def test_a_recipe_has_its_algorithms_defaults_and_where_keys_are_from(recipe: Recipe, tmp_path: Path):
@@ -47,12 +54,14 @@ def test_a_config_of_a_run_may_hold_keys_without_effect(recipe: Recipe, tmp_path
     assert load_config_of_run(RLConfig, Path(written), []).cfg == loaded.cfg
 
 
-def test_wrong_values_are_refused_with_the_key(recipe: Recipe):
+def test_wrong_values_are_refused_with_the_key(recipe: Recipe, tmp_path: Path):
+    twice = file_of(tmp_path / "twice.py", TWICE)
     for changes, said in (
         ({"ray_address": "a"}, "ray_address='a' is not of the form host:port"),
         ({"trackers": ["comet"]}, "trackers: there is no 'comet'"),
         ({"alg.clip_hgih": 1.0}, "alg.clip_hgih"),
         ({"alg.name": "grop"}, "alg.name"),
+        ({"alg": {"file": twice}}, "Twice: two terms have the same name, found ["),
         ({"stop_when": {"metric": "reward/maen", "above": 1}}, "stop_when.metric=reward/maen: this run logs no such"),
     ):
         assert tell(lambda changes=changes: load_recipe(RLConfig, recipe(changes), [])).startswith(said)

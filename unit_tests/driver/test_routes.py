@@ -13,12 +13,17 @@ import main_rl
 from algs.base import Algorithm
 from algs.grpo import GRPO
 from analysis.capture.batch_file import read_batch, write_batch
+from configs.schema import RLConfig, SLConfig
 from configs.trainer_schema import LoraConfig
 from core.types.routes import UNKNOWN
 from data_feeds.packing.batches import pack
+from driver.checks.models import check_router_replay, check_trainer
+from driver.load_recipe import load_recipe
 from unit_tests.helpers.examples import run_here, sample_of, some_groups, through_checkpoint
 from unit_tests.helpers.local_trainers import trainer_of
+from unit_tests.helpers.models import random_model
 from unit_tests.helpers.runs import folder_of, metrics_of, numbers_of
+from unit_tests.helpers.sentences import tell
 
 pytestmark = [pytest.mark.one_core, pytest.mark.usefixtures("one_thread")]
 
@@ -99,3 +104,27 @@ def test_routes_survive_a_checkpoint_and_a_capture(tmp_path):
 def test_what_cannot_be_replayed_is_refused_before_the_start(recipe, tiny_path, changes, message):
     code, err = run_here(main_rl, "--config", recipe({"rollout.router_replay": "replay"} | changes))
     assert code == 2 and message.format(tiny_path) in err
+
+
+def test_experts_not_chosen_by_one_top_k_are_refused_at_the_start(recipe, mixture_path, tmp_path):
+    random_model("phimoe", num_local_experts=4, num_experts_per_tok=2).config.save_pretrained(tmp_path / "phimoe")
+
+    def check(path: str) -> None:
+        changes = {"model.path": path, "rollout.router_replay": "replay"}
+        check_router_replay(load_recipe(RLConfig, recipe(changes), []).cfg)
+
+    check(mixture_path)
+    assert tell(lambda: check(f"{tmp_path}/phimoe")) == (
+        "rollout.router_replay=replay, which needs blocks that choose by one top-k over their experts, and "
+        "model.layers.0.mlp (PhimoeSparseMoeBlock) makes 0 such choices: leave it out"
+    )
+
+
+@pytest.mark.parametrize("kind", [RLConfig, SLConfig])
+def test_compiling_without_replay_needs_no_more_than_a_compiler(recipe, kind, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    path = recipe({"trainer.compile": True}, kind="rl" if kind is RLConfig else "sl")
+    loaded = load_recipe(kind, path, [])
+    assert tell(lambda: check_trainer(loaded.cfg, loaded.alg)).startswith(
+        "trainer.compile=true requires a C++ compiler, and there is no no-such-compiler: "
+    )
