@@ -148,7 +148,7 @@ def pack_families(
         return pack_into_bins([], max_tokens)  # raises: there is nothing to train on
     ordered = _sort_families(samples, families)
     uncut = ordered.measure(np.flatnonzero(ordered.is_first))
-    largest = 1 if whole or ranks == 1 else int(ordered.siblings.max())
+    largest = int(ordered.siblings.max())
     # A cut repeats a prefix, so it must save at least 1 % of the slowest rank's cost. The search ends when no cut
     # could: at most 1 % above an even split without repetition. The number of parts doubles, so that the number of
     # attempts grows only with the logarithm of the largest family.
@@ -160,7 +160,7 @@ def pack_families(
         cost, bins = _pack_pieces(pieces, max_tokens, ranks)
         if best is None or cost < 0.99 * best[0]:
             best = cost, pieces, bins
-        if parts >= largest or 0.99 * best[0] <= least:
+        if whole or parts >= largest or 0.99 * best[0] <= least:
             break
         parts = min(2 * parts, largest)
     _, pieces, bins = best

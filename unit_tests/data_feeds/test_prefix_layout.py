@@ -139,6 +139,14 @@ def test_a_family_is_cut_evenly_between_ranks(replies, bins):
     assert pack_families(family(10, replies), [0] * len(replies), 1000, ranks=2) == bins
 
 
+def test_one_rank_cuts_a_tree_where_little_is_shared():
+    """Two branches of 40 tokens after 2 in common do not fit together; a cut in a branch computes 42 tokens again."""
+    branches = [[1, 2, first, *range(39)] for first in (100, 200)]
+    ids = [[*branch, *range(n, n + 5)] for branch in branches for n in (300, 400, 500)]
+    samples = [sample_of(one, [t >= 42 for t in range(len(one))]) for one in ids]
+    assert sorted(map(sorted, pack_families(samples, [0] * 6, 101))) == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_a_cut_that_saves_no_time_is_not_made():
     """Of two families of one size each rank gets one, and neither computes a prompt twice."""
     samples = [*family(50, [5, 5]), *family(50, [5, 5], first=5000)]
