@@ -177,6 +177,27 @@ def test_trainers_that_wait_for_groups_leave_no_task_behind() -> None:
     run_in_virtual_time(body())
 
 
+def test_trainers_that_stop_waiting_give_up_the_work_of_the_engines() -> None:
+    """Such as an evaluation, whose judges would go on to cost money while the run ends."""
+    ended: list[str] = []
+
+    async def sample() -> None:
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            ended.append("samples")
+
+    async def body() -> None:
+        run: Any = SimpleNamespace(engines=EngineAvailability(1), steps_done=0)
+        waiting = asyncio.create_task(Run.while_trainers_wait(run, sample()))
+        await asyncio.sleep(1.0)
+        waiting.cancel()
+        await asyncio.sleep(1.0)
+        assert waiting.cancelled() and ended == ["samples"]
+
+    run_in_virtual_time(body())
+
+
 @pytest.mark.parametrize("worker", [None, ("trainer", 0)])
 def test_only_engines_are_restarted(worker: tuple[str, int] | None) -> None:
     async def body() -> None:

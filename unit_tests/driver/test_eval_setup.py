@@ -21,7 +21,10 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.rows.eval_sets import load_sets
 from driver.checks import memory_estimate
 from driver.evaluation.evaluator import EvalResult, Evaluator
+from driver.evaluation.suites.resume import Resumed
+from driver.evaluation.suites.run import EvalRun
 from driver.evaluation.suites.setup import (
+    PreparedEval,
     check_eval_devices,
     explain_eval,
     load_eval_recipe,
@@ -309,14 +312,30 @@ def test_an_engine_that_cannot_start_leaves_no_merged_model(tiny_path, tmp_path,
     assert said[0] == "it is blind"
 
 
-def test_an_evaluation_asks_the_engines_whose_deaths_are_watched(tiny_path, tmp_path, sums, one_thread):
-    prepared = prepare_eval(load_eval_recipe(small(tiny_path, sums), ["reward.workers=1"]))
-    console, folder = SimpleNamespace(say=print), SimpleNamespace(path=tmp_path)
-    context: Any = SimpleNamespace(cluster=None, console=console, folder=folder, clock=Clock())
+def start(prepared: PreparedEval, folder: Path) -> tuple[EvalRun, Any]:
+    """Return a started evaluation and its context; the engines are closed."""
+    context: Any = SimpleNamespace(
+        cluster=None, console=SimpleNamespace(say=print), folder=SimpleNamespace(path=folder), clock=Clock()
+    )
 
-    async def start() -> Any:
+    async def body() -> EvalRun:
         run = await start_eval(prepared, context)
         await context.engines.call_all(RolloutWorker.close)
         return run
 
-    assert asyncio.run(start()).requests.engines is context.availability, "else a dead engine would end it"
+    return asyncio.run(body()), context
+
+
+def test_an_evaluation_asks_the_engines_whose_deaths_are_watched(tiny_path, tmp_path, sums, one_thread):
+    run, context = start(prepare_eval(load_eval_recipe(small(tiny_path, sums), ["reward.workers=1"])), tmp_path)
+    assert run.requests.engines is context.availability, "else a dead engine would end it"
+
+
+def test_rewards_know_the_folder_of_an_evaluation_and_of_the_resumed_one(tiny_path, tmp_path, sums, one_thread):
+    """A judge keeps its verdicts in the one, and finds those that were paid for in the other."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    new.mkdir()
+    prepared = prepare_eval(load_eval_recipe(small(tiny_path, sums), ["reward.workers=1"]))
+    _, context = start(replace(prepared, resumed=Resumed(folder=old, done={})), new)
+    of_rewards = context.engines.worker.rewards.plan.run
+    assert (of_rewards.folder, of_rewards.earlier_folder) == (str(new), str(old))

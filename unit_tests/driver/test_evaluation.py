@@ -235,6 +235,9 @@ def test_a_part_that_cannot_be_read_is_named(tmp_path: Path):
     writer = PartWriter(tmp_path, prompts_per_part=1)
     writer.add([replace(a_row("a", 0, 0), id="x")])
     [part] = list_parts(tmp_path)
+    pq.write_table(pq.read_table(part).drop_columns(["tokens"]), part)
+    with pytest.raises(UserError, match=r"part_00000.parquet cannot be read .*tokens.* remove it, and its prompts"):
+        read_generations([part])
     part.write_bytes(part.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"part_00000.parquet cannot be read .* remove it, and its prompts"):
         read_generations([part])

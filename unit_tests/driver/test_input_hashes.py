@@ -113,6 +113,23 @@ def test_a_tokenizer_that_writes_a_turn_in_other_tokens_is_noticed(tiny_path: st
     assert len(found) == 8
 
 
+TOOLS = (
+    "{{ tools | tojson if tools else '' }}"
+    "{% for m in messages %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.id }}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_tokenizer_that_writes_a_tool_or_a_call_otherwise_is_noticed(tiny_path: str):
+    """Also what few templates write: which parameters are required, and the id of a call."""
+    found: set[str] = set()
+    for words in ("", "Look a word up", '["word"]', "call00000"):
+        tokenizer = ChatTokenizer(tiny_path, "chat", chat_template=TOOLS)
+        tokenizer.hf.add_tokens([words] if words else [])
+        found.add(hash_template(tokenizer)["what the chat template and the tokenizer of model.path write"])
+    assert len(found) == 4
+
+
 def test_a_checkpoint_is_resumed_by_its_own_program_and_recipe(recipe: Recipe, tmp_path: Path):
     def write(name: str, settings: dict[str, Any], steps_done: int = 1) -> str:
         state = stand(steps_done)

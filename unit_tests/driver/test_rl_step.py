@@ -16,6 +16,7 @@ from configs.schema import RLConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped
 from core.timing.clock import ActivityTimer, Clock
+from core.timing.phases import TRAINER_ACTIVITIES
 from core.types.samples import Group, Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.load_recipe import load_recipe
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Timed(ActivityTimer):
-    """Timer of an engine that counts how often it is read."""
+    """Timer that counts how often it is read."""
 
     reads = 0
 
@@ -47,6 +48,7 @@ async def step_of(path: str, groups: list[Group], tokenizer: ChatTokenizer | Non
     loaded = load_recipe(RLConfig, path, [])
     cfg = loaded.cfg
     trainer = build_trainer(None, plan_trainer(cfg, loaded.alg))
+    trainer.timer = of_trainer = Timed(*TRAINER_ACTIVITIES)
     clock = Clock()
     parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)  # a step asks for none of the others
     parts |= {"cfg": cfg, "alg": loaded.alg, "trainers": Local(trainer), "tokenizer": tokenizer}
@@ -64,9 +66,9 @@ async def step_of(path: str, groups: list[Group], tokenizer: ChatTokenizer | Non
     scored = await run.compute_columns(groups)
     credited = run.compute_advantages(scored)
     metrics = await run.train(credited)
-    for _ in range(3):  # turns of the loop, in which nobody waits for an engine
+    for _ in range(3):  # turns of the loop, in which nobody waits for a device
         await asyncio.sleep(0)
-    reads = engines.worker.timer.reads
+    reads = (engines.worker.timer.reads, of_trainer.reads)
     return SimpleNamespace(run=run, trainer=trainer, scored=scored, credited=credited, metrics=metrics, reads=reads)
 
 
@@ -86,8 +88,8 @@ def test_the_groups_of_a_step_are_dealt_over_its_updates_without_repeats(recipe,
     assert done.trainer.updates_done == updates
 
 
-def test_engines_are_asked_for_their_seconds_while_the_updates_are_made(recipe):
-    assert step(recipe(), some_groups(2, 3)).reads == 2, "at the start of the run, and for this step"
+def test_devices_are_asked_for_their_seconds_with_the_updates_of_a_step(recipe):
+    assert step(recipe(), some_groups(2, 3)).reads == (2, 2), "at the start of the run, and for this step"
 
 
 def test_more_than_one_update_has_the_policy_of_the_beginning_scored_first(recipe):

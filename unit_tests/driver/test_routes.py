@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import main_eval
 import main_rl
 from algs.base import Algorithm
 from algs.grpo import GRPO
@@ -128,3 +129,16 @@ def test_compiling_without_replay_needs_no_more_than_a_compiler(recipe, kind, mo
     assert tell(lambda: check_trainer(loaded.cfg, loaded.alg)).startswith(
         "trainer.compile=true requires a C++ compiler, and there is no no-such-compiler: "
     )
+
+
+def test_an_evaluation_with_the_rollout_section_of_a_run_needs_no_routes(tmp_path, mixture_path, sums):
+    raw = {
+        **{"name": "eval", "backend": "local", "run_dir": str(tmp_path / "runs"), "samples": 1, "resamples": 100},
+        "model": {"path": mixture_path, "dtype": "float32"},
+        "data": {"sets": [{"path": str(sums / "eval.parquet"), "name": "sums"}], "max_prompt_tokens": 32},
+        "reward": {"function": "arithmetic", "workers": 1},
+        "rollout": {"engine": "hf", "max_new_tokens": 4, "router_replay": "replay"},
+    }
+    path = tmp_path / "eval.json"
+    path.write_text(json.dumps(raw))
+    assert run_here(main_eval, "--config", str(path)) == (0, "")

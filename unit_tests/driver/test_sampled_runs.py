@@ -5,10 +5,17 @@ import json
 import pytest
 
 import main_rl
+from configs.schema import RLConfig
 from core.errors import UserError
+from core.loading import FileSpec
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.feed import load_prompts
+from driver.load_recipe import load_recipe
 from driver.resume import check_settings
+from driver.rl.row_order import check_sampler
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import LUCK, file_of, folder_of, metrics_of
+from unit_tests.helpers.sentences import tell
 
 pytestmark = pytest.mark.one_core
 
@@ -82,3 +89,31 @@ def test_a_checkpoint_from_before_forms_had_names_is_resumed():
             UserError, match=r"data.train is .*'form': 'alpaca'.* and was .* when the checkpoint was made"
         ):
             check_settings(earlier, now("alpaca"))
+
+
+ONCE = """
+from data_feeds.samplers.base import Sampler
+
+
+class Once(Sampler):
+    most: int = 1
+
+    def choose(self, pool, history, *, count, rng):
+        if history.drawn.sum() >= self.most:
+            raise ValueError("no row is left")
+        return pool[:count]
+"""
+
+
+def test_a_sampler_is_tried_on_the_first_rows_before_the_start(recipe, tmp_path, tiny_path):
+    """And on no others: a sampler that fails later stops the run where it fails."""
+    once = file_of(tmp_path / "once.py", ONCE)
+
+    def check(most: int) -> FileSpec | None:
+        changes = {"data.sampler": {"file": once, "most": most}, "groups_per_step": 1}
+        cfg = load_recipe(RLConfig, recipe(changes), []).cfg
+        return check_sampler(cfg, load_prompts(cfg.data, "train", ChatTokenizer(tiny_path, "chat"), seed=0))
+
+    found = check(most=1)
+    assert found is not None and found.path == once
+    assert tell(lambda: check(most=0)) == f"data.sampler={once}: choose() raised ValueError: no row is left"

@@ -122,14 +122,13 @@ def test_engines_are_asked_ahead_and_once_and_the_lap_tells_it():
         timers = EngineTimers(engines, EngineAvailability(1))
         account = await TimeBreakdown.start(Clock(), trainers=trainers, engines=timers)
         account.prefetch_engine_timers()
+        account.prefetch_trainer_timers()
         for _ in range(3):  # turns of the loop, none of which waits for anything
             await asyncio.sleep(0)
-        assert engines.times == 2
+        assert (engines.times, trainers.times) == (2, 2)
         numbers = await account.start_lap()
-        assert engines.times == 2 and (numbers["time/engines/busy_s"], numbers["time/engines/idle_fraction"]) == (
-            2,
-            1 / 3,
-        )
+        assert (engines.times, trainers.times) == (2, 2), "not once more"
+        assert (numbers["time/engines/busy_s"], numbers["time/engines/idle_fraction"]) == (2, 1 / 3)
         engines.broken = True
         account.prefetch_engine_timers()
         with pytest.raises(RunStopped, match="engine 0 is gone"):

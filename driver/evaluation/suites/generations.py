@@ -177,7 +177,7 @@ def read_generations(paths: Sequence[Path]) -> list[Generation]:
     for path in paths:
         try:
             rows += [Generation(**row) for row in pq.read_table(path, columns=SCHEMA.names).to_pylist()]
-        except (pa.ArrowException, OSError, TypeError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise UserError(
                 f"{path} cannot be read as samples of an evaluation ({first_line(error)}): remove it, and its prompts "
                 "are sampled again"
