@@ -178,7 +178,7 @@ class Worker:
             for prompt, _ in samples:
                 # The worker answers each sample before it begins the next, so this deadline is that of one sample. Its
                 # functions run one after another, and each may take timeout_s.
-                deadline_s = timeout_s * max(1, len(self._reward.list_names(prompt.source)))
+                deadline_s = timeout_s * len(self._reward.list_names(prompt.source))
                 if not self.socket.poll(deadline_s):
                     self.kill()
                     self.reap()

@@ -146,6 +146,14 @@ def test_programs_agree_with_the_outputs_of_their_pairs():
     assert run_programs(lambda _: ran_of(0, b"4"))[1] == ([True, False, False, False, False], True)
 
 
+def test_half_a_character_in_a_program_is_no_failure_of_its_sample():
+    """As JSON can hold it; no file can."""
+    box = Box(square)
+    code, until = json.loads(r'"print(1)  # \ud83d"'), time.monotonic() + 60
+    assert asyncio.run(run_pairs(box, code, PAIRS[:1], LIMITS, until=until, at_once=1)) == ([True], True)
+    assert box.asked[0]["files"] == {"main.py": b"print(1)  # ?"}
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_so_many_programs_run_at_once_and_no_more(at_once: int):
     assert run_programs(square, at_once=at_once)[0].most == at_once

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rewards.judging.judge import make_body
 from rewards.judging.settings import JudgeSettings
 from rewards.pool import RewardPool
 from rewards.sandbox import bubblewrap
+from rewards.sandbox.usage import measure_folders
 from rewards.scored import RewardResult
 from unit_tests.helpers.one_reward import one_reward
 from unit_tests.helpers.processes import wait_until
@@ -114,6 +117,15 @@ def test_samples_that_wait_when_a_pool_is_closed_are_cancelled_silently(monkeypa
     assert [type(one) for one in others] == [asyncio.CancelledError] * 2
 
 
+def test_a_sample_at_its_deadline_does_not_wait_for_its_process(tmp_path: Path, monkeypatch):
+    """Only a process that is ending by itself has time for that."""
+    monkeypatch.setattr(pools, "REWARD_EXIT_GRACE_S", 3600.0)
+    (tmp_path / "mine.py").write_text("import time\n\ndef score(prompt, messages): time.sleep(3600)\n")
+    with closing(RewardPool(one_reward(resolve_reward(str(tmp_path / "mine.py"))), 1, 0.2)) as pool:
+        found = asyncio.run(asyncio.wait_for(pool.compute_each(PROMPT, [said("assistant")]), 30))
+    assert found == [RewardResult(failure="timeout after 0.2s")]
+
+
 WAITS = """
 import asyncio
 from pathlib import Path
@@ -147,3 +159,12 @@ def test_a_sandbox_sees_the_programs_of_the_machine_and_nothing_else(tmp_path: P
     shown = [["--ro-bind", *[str(tmp_path / name)] * 2] for name in ("bin", "lib64")]
     link = ["--symlink", "usr/sbin", str(tmp_path / "sbin")]
     assert bubblewrap.mount_system() == ["--ro-bind", "/usr", "/usr", *shown[0], *link, *shown[1]]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root reads every folder")
+def test_root_counts_files_however_deep_they_are_closed(tmp_path: Path):
+    levels = [tmp_path / "/".join("d" * depth) for depth in range(1, 67)]
+    levels[-1].mkdir(parents=True)
+    for level in reversed(levels):
+        level.chmod(0)
+    assert measure_folders(levels[:1])[1] == 65

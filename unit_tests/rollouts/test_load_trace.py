@@ -92,6 +92,12 @@ def test_a_clone_that_was_changed_before_it_is_loaded_is_seen(load):
     assert trace(spoil_and_load, EXPERTS)["experts"] != checksum(EXPERTS)
 
 
+def test_the_stride_of_a_dimension_of_one_element_does_not_matter():
+    """A transposed tensor of one channel, whose rows are in order, may be loaded in another one."""
+    sent = EXPERTS.view(1, 4, 512).transpose(0, 1)
+    assert trace(load_with_even_rows_first, sent) == {"experts": checksum(sent)}
+
+
 def test_half_of_the_heads_in_another_order_is_half_of_the_sum():
     def load_first(sent, target):
         target[:2].copy_(sent.view(4, 8, 2, 32).transpose(1, 2).reshape(4, 16, 32)[:2])

@@ -15,6 +15,7 @@ import pytest
 from core.errors import RunStopped
 from core.timing.phases import Activity
 from core.types.samples import Prompt
+from core.types.truncation import Truncation
 from data_feeds.chat.tool_parsing import PlainParser, say_deaf
 from rollouts.agents.session import AgentSession, Request
 from rollouts.agents.wire import BadRequest, ChatRequest, ChatResponse
@@ -345,20 +346,22 @@ def test_an_episode_that_ends_cancels_what_is_sampled(qwen):
 
 
 @pytest.mark.parametrize(
-    ("strings", "said", "wrong"),
+    ("strings", "top_p", "said", "wrong"),
     [
-        ([], "7", "the engine (rollout.engine) returned 2 tokens with 1 log-probabilities and 2 versions"),
-        (["7"], "7 or 8", "the engine went on sampling after a stop string (rollout.stop)"),
+        ([], 1.0, "7", "the engine (rollout.engine) returned 2 tokens with 1 log-probabilities and 2 versions"),
+        ([], 0.9, "8", "the engine (rollout.engine) returned no kept sets, and rollout.top_p, top_k or min_p is set"),
+        (["7"], 1.0, "7 or 8", "the engine went on sampling after a stop string (rollout.stop)"),
     ],
 )
-def test_an_engine_that_is_wrong_ends_the_run(qwen, strings, said, wrong):
+def test_an_engine_that_is_wrong_ends_the_run(qwen, strings, top_p, said, wrong):
     class Wrong(Policy):
         async def generate(self, token_ids, *, max_new_tokens, seed):
             done = await super().generate(token_ids, max_new_tokens=max_new_tokens, seed=seed)
-            return done if strings else replace(done, logp=done.logp[1:])
+            return replace(done, logp=done.logp[1:]) if said == "7" else done
 
     def make() -> AgentSession:
-        sampler = replace(make_sampler(Wrong(qwen, [said])), stops=Stops(qwen, strings, []))
+        rules: dict[str, Any] = {"stops": Stops(qwen, strings, []), "truncation": Truncation(top_p=top_p)}
+        sampler = replace(make_sampler(Wrong(qwen, [said])), **rules)
         return AgentSession(sampler, PROMPT, lambda _: 0)
 
     async def harness(session: AgentSession) -> None:

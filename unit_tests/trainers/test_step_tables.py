@@ -78,15 +78,16 @@ def test_ranks_with_other_names_of_metrics_stop_the_run():
         with pytest.raises(RunStopped) as raised:
             SharedNames().check(["a", "b"], ranks_of(["a", "b"], others))
         assert str(raised.value) == says.format("a, b")
-    shared = SharedNames()
-    shared.check([], lambda _: pytest.fail("no rank made an update"))
-    shared.check(["a", "b"], ranks_of(*[["a", "b"]] * 3))
-    assert shared.names == ["a", "b"] and shared.ranks == 3
-    shared.check(["a", "b"], lambda _: pytest.fail("known already"))
-    shared.check([], lambda _: pytest.fail("nothing to average"))
-    with pytest.raises(RunStopped) as raised:
-        shared.check(["a", "d", "c"], alone)
-    assert str(raised.value) == says.format("b, c, d")
+    for ranks in (2, 3):
+        shared = SharedNames()
+        shared.check([], lambda _: pytest.fail("no rank made an update"))
+        shared.check(["a", "b"], ranks_of(*[["a", "b"]] * ranks))
+        assert shared.names == ["a", "b"] and shared.ranks == ranks
+        shared.check(["a", "b"], lambda _: pytest.fail("known already"))
+        shared.check([], lambda _: pytest.fail("nothing to average"))
+        with pytest.raises(RunStopped) as raised:
+            shared.check(["a", "d", "c"], alone)
+        assert str(raised.value) == says.format("b, c, d")
     single = SharedNames()
     single.check(["a"], alone)
     single.check(["b"], alone)  # one rank sums alone
