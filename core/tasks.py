@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from core.errors import CallFailed, RunStopped, UserError
@@ -41,6 +41,21 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     if cancelled is not None:
         raise cancelled
     return result
+
+
+async def shield_start(start: Coroutine[Any, Any, T], *, end: Callable[[T], Awaitable[None]]) -> T:
+    """Return a coroutine's result. On cancellation wait for it, end what it started, then raise CancelledError.
+
+    asyncio's own start of a process, if cancelled, waits until all children of the process have closed their pipes.
+    """
+    starting = start_task(start)
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.wait({starting})
+        if not starting.cancelled() and starting.exception() is None:
+            await end(starting.result())
+        raise
 
 
 async def gather_fail_fast(calls: Iterable[Coroutine[Any, Any, T]], *, grace_s: float = ERROR_GRACE_S) -> list[T]:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from core.errors import UserError, quote
+from core.tasks import shield_start
 from core.timing.deadlines import BOX_TIMEOUT_S, SANDBOX_EXIT_GRACE_S
 from core.timing.progress import say
 from rewards.sandbox.base import KilledFor, Ran, SandboxUnavailable, check_names, last_line
@@ -246,10 +247,8 @@ async def run_program(
         kill("time")
         stdout, stderr = await finish_killed(work)
     except BaseException:
-        kill("time")
         work.cancel()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), SANDBOX_EXIT_GRACE_S)
+        await kill_program(process)
         raise
     return Ran(
         exit_code=None if killed_for else process.returncode,
@@ -263,14 +262,26 @@ async def run_program(
 async def start_program(
     words: Sequence[str], variables: Mapping[str, str] | None, folder: str | None
 ) -> asyncio.subprocess.Process:
-    """Start a program with pipes. Raises SandboxUnavailable."""
+    """Start a program with pipes. Raises SandboxUnavailable. It is killed on cancellation."""
     pipe = asyncio.subprocess.PIPE
     try:
-        return await asyncio.create_subprocess_exec(
-            *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=variables, cwd=folder
+        return await shield_start(
+            asyncio.create_subprocess_exec(
+                *words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=variables, cwd=folder
+            ),
+            end=kill_program,
         )
     except OSError as error:
         raise SandboxUnavailable(f"{words[0]} cannot be started: {error.strerror or error}") from error
+
+
+async def kill_program(process: asyncio.subprocess.Process) -> None:
+    """Kill a program with its children, and wait for its end, but not for ever."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    # a child outside of its group may keep the pipes open, and asyncio waits for them
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), SANDBOX_EXIT_GRACE_S)
 
 
 async def finish_killed(work: asyncio.Future[tuple[bytes, bytes, None, int]]) -> tuple[bytes, bytes]:

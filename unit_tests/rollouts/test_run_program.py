@@ -15,7 +15,7 @@ import pytest
 from rewards.sandbox.base import Ran, SandboxUnavailable
 from rollouts.boxes import check_boxes
 from rollouts.boxes.containers import read_archive, run_program, write_archive
-from unit_tests.helpers.processes import leftovers
+from unit_tests.helpers.processes import leftovers, wait_until
 from unit_tests.helpers.sentences import tell
 
 
@@ -119,6 +119,27 @@ def test_nobody_reads_on_after_a_cancel_where_a_child_left_its_group(tmp_path, m
         return left
 
     assert asyncio.run(go()) == set()
+
+
+def test_a_program_that_is_cancelled_while_it_starts_is_killed(tmp_path, monkeypatch):
+    """asyncio would wait for the pipes, which a child outside of its group keeps open."""
+    monkeypatch.setattr("rollouts.boxes.containers.SANDBOX_EXIT_GRACE_S", 0.05)
+    script = "setsid sh -c 'touch begun; exec sleep 623' & sleep 30; :"
+
+    async def go() -> bool:
+        running = asyncio.create_task(run_program(["sh", "-c", script], seconds=60, most=9, folder=str(tmp_path)))
+        while not leftovers(script):
+            await asyncio.sleep(0)
+        # the loop stands still meanwhile, so that the program has begun and its pipes are not connected
+        wait_until((tmp_path / "begun").exists)
+        running.cancel()
+        done, _ = await asyncio.wait({running}, timeout=10)
+        for pid in leftovers("623"):
+            os.kill(int(pid), signal.SIGKILL)
+        return running in done and running.cancelled()
+
+    assert asyncio.run(go())
+    wait_until(lambda: not leftovers(script))
 
 
 def test_a_program_that_is_not_there_cannot_be_started():
