@@ -23,6 +23,7 @@ from driver.records.trackers.feeder import Feeder
 from driver.records.trackers.jsonl import Jsonl
 from driver.records.trackers.mlflow import MOST_TABLES, Mlflow, choose_experiment, make_name
 from driver.records.trackers.wandb import Wandb, choose_mode, choose_project
+from unit_tests.helpers.processes import wait_until
 from unit_tests.helpers.sentences import tell
 
 DONE, STOPPED = Outcome(exit_reason="done", model="/a/model"), Outcome(exit_reason="stopped: no disk", model=None)
@@ -97,6 +98,34 @@ def test_a_tracker_that_took_everything_says_its_farewell(tmp_path):
     deadline = time.monotonic() + 60
     feeder.begin_finish(DONE, deadline)
     assert feeder.end_finish(deadline) == ["it has everything"] and not tracker.is_abandoned
+
+
+class Ending(Tracker):
+    """Its server is away for the first line, and when the run ends."""
+
+    is_away = True
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        if self.is_away:
+            self.is_away = False
+            raise ConnectionError("no answer")
+
+    def finish(self, outcome: Outcome) -> None:
+        raise ConnectionError("no end")
+
+
+def test_a_failure_at_the_end_is_told_after_one_that_cost_nothing(tmp_path):
+    feeder = a_feeder(tmp_path, Ending())
+    feeder.start()
+    feeder.metrics(0, {})
+    wait_until(lambda: feeder.failure)
+    first = "slow failed, and gets its lines again with those of the next step: ConnectionError: no answer"
+    assert feeder.read_news() == first
+    feeder.metrics(1, {})
+    deadline = time.monotonic() + 60
+    feeder.begin_finish(DONE, deadline)
+    last = "slow failed and gets nothing more, the run goes on without it: ConnectionError: no end"
+    assert feeder.end_finish(deadline) == [last] and feeder.delivered == 2
 
 
 def test_a_log_is_open_until_its_run_ends_and_no_longer(tmp_path):

@@ -122,8 +122,11 @@ class Feeder:
                 self._undelivered.append(item)
                 self._deliver()
         except BaseException as error:  # a border: a package of others, with its server, may raise anything
-            self.dropped = True
+            if len(self._undelivered) < 2:
+                # since an earlier failure it has taken all that came before, so this one is news
+                self._has_failed = False
             self._tell_failure("failed and gets nothing more, the run goes on without it", error)
+            self.dropped = True
             self._abandon()
 
     def _deliver(self) -> None:
