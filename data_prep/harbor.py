@@ -25,7 +25,7 @@ def make(folder: Path, image: str = "", *, network: bool = False) -> tuple[list[
     if not found:
         raise UserError(f"--tasks {folder}: there is no task.toml below it")
     rows: list[Row] = []
-    invalid = InvalidRows(looked_at=len(found))
+    invalid = InvalidRows(unit="folder", looked_at=len(found))
     for task in found:
         try:
             rows.append(make_row(task, str(task.relative_to(folder)), image, network=network))

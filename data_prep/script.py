@@ -57,11 +57,11 @@ def convert(
     except UserError as error:
         parser.error(str(error))
     if not rows:
-        parser.error(f"none of {unfit.looked_at} rows fits: {str(unfit) or 'it is empty'}")
+        parser.error(f"none of {unfit.looked_at} {unfit.unit}s fits: {str(unfit) or 'it is empty'}")
     # cut after the conversion, so that --limit counts valid rows
     write_rows(args.out, rows[: args.limit])
     if unfit.rows:
-        print(f"{args.out}: {unfit.rows} of {unfit.looked_at} rows are invalid and excluded: {unfit}")
+        print(f"{args.out}: {unfit.rows} of {unfit.looked_at} {unfit.unit}s are invalid and excluded: {unfit}")
 
 
 def read_options(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict[str, Any]:

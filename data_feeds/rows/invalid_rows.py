@@ -51,6 +51,8 @@ class Case:
 class InvalidRows:
     """Counts of invalid rows, by reason."""
 
+    unit: str = "row"
+    """Word for a row of this source."""
     looked_at: int = 0
     repeated_ids: int = 0
     """Rows that were renamed because an earlier row has their id. They count as valid."""
@@ -70,7 +72,8 @@ class InvalidRows:
         '2 too_long (such as row gsm8k/7: 31 tokens)'
         """
         return ", ".join(
-            f"{case.rows} {reason} (such as row {case.example}: {case.why})" for reason, case in self.cases.items()
+            f"{case.rows} {reason} (such as {self.unit} {case.example}: {case.why})"
+            for reason, case in self.cases.items()
         )
 
     def describe_repeats(self) -> str:

@@ -73,11 +73,11 @@ def test_tasks_of_a_folder_become_rows_with_the_image_that_is_named(tmp_path: Pa
     ]
     harbor.main([*words, "--image", image])
     assert len(out.read_text().splitlines()) == 1, "the other one wants the network"
-    assert f"{out}: 1 of 2 rows are invalid and excluded: " in capsys.readouterr().out
+    assert f"{out}: 1 of 2 folders are invalid and excluded: " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         harbor.main([*words, "--network"])
     said = capsys.readouterr().err.rpartition("error: ")[2]
     assert said == (
-        f"none of 2 rows fits: 2 bad_extra (such as row {tmp_path}/tasks/count-lines: task.toml has no docker_image: "
-        "set --image)\n"
+        f"none of 2 folders fits: 2 bad_extra (such as folder {tmp_path}/tasks/count-lines: task.toml has no "
+        "docker_image: set --image)\n"
     )
