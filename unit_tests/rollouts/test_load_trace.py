@@ -152,3 +152,47 @@ def test_a_repeated_or_skipping_copy_of_a_tensor_does_not_count():
             copied = view(EXPERTS).clone(memory_format=torch.contiguous_format)
             torch.zeros(copied.shape).copy_(copied)
         assert seen.consumed() == {}
+
+
+def write(sent, part, dtype=torch.float32):
+    """The trace of a load that writes a part into a tensor of its shape."""
+    seen = LoadTrace()
+    seen.expect([("experts", sent)])
+    with seen:
+        torch.zeros(part.shape, dtype=dtype).copy_(part)
+    return seen.consumed()
+
+
+def test_a_part_of_a_reshaped_tensor_counts_as_that_part():
+    """As a rank writes its rows of a convolution's kernel: the others may be missing."""
+    sent = torch.cat([torch.ones(8), EXPERTS.flatten()])[8:].view(4, 16, 32)
+    for part, first, last in (
+        (sent.view(64, 32)[:32], 0, 2),
+        (sent.view(64, 32)[32:], 2, 4),
+        (sent.view(4, 512)[1:], 1, 4),
+        (sent.view(2, 2, 512)[1], 2, 4),
+        (sent.view(64, 32)[16:32], 1, 2),
+    ):
+        want = checksum(EXPERTS[first:last], shape=(4, 16, 32), start=(first, 0, 0))
+        assert write(sent, part) == {"experts": want}, part.shape
+
+
+def test_a_reshaped_part_that_is_no_whole_rows_does_not_count():
+    for part in (EXPERTS.view(64, 32)[8:24], EXPERTS.view(4, 512)[:, :256], EXPERTS.view(4, 8, 2, 32)[:, :, 0]):
+        assert write(EXPERTS, part) == {}, part.shape
+
+
+def test_a_reshaped_copy_that_was_rounded_is_seen():
+    assert write(EXPERTS, EXPERTS.view(64, 32), torch.bfloat16)["experts"] != checksum(EXPERTS)
+
+
+def test_a_part_that_is_written_several_times_over_does_not_count():
+    sent, seen = torch.arange(4.0), LoadTrace()
+    seen.expect([("scales", sent)])
+    with seen:
+        torch.zeros(8).copy_(sent[1])
+    assert seen.consumed() == {}
+    seen.expect([("scale", scale := torch.tensor(3.0))])
+    with seen:
+        torch.zeros(1).copy_(scale)
+    assert seen.consumed() == {"scale": checksum(scale)}, "a number in a row of one"

@@ -41,10 +41,6 @@ class _Source:
     """Strides of the view of the received tensor whose copy this is, if the copy orders the rows within blocks
     otherwise."""
 
-    @property
-    def is_received(self) -> bool:
-        return self.shape == self.whole
-
 
 @dataclass(frozen=True)
 class _Place:
@@ -127,32 +123,32 @@ class LoadTrace(TorchDispatchMode):
         if copied.numel() == 0:
             self._written[source.name, (), (0,)] = 0
             return
-        if source.view is not None:
-            if (found := _restore_order(source, written, copied)) is not None:
-                first, rows = found
-                start = (first, *(0 for _ in source.whole[1:]))
-                value = checksum(rows.to(source.dtype), shape=source.whole, start=start)
-                self._written[source.name, start, tuple(rows.shape)] = value
+        if written.numel() != copied.numel():  # repeated, as by a broadcast
             return
-        place = _find_place(source, copied)
-        if place is not None and written.shape == copied.shape:
-            # keyed by place: a bias is written twice, once while vLLM counts elements and once finally
-            self._written[source.name, place.start, place.shape] = checksum(
-                place.take(written.to(source.dtype)), shape=source.whole, start=place.start
-            )
-        elif source.is_received:  # reshaped on the way: use the checksum of the received tensor
-            offset = source.begin // source.itemsize
-            whole = copied.as_strided(source.shape, source.stride, offset)
-            self._written[source.name, (), ()] = checksum(whole.to(source.dtype))
+        if source.view is None and (place := _find_place(source, copied)) is not None:
+            start, part = place.start, place.take(written.reshape(copied.shape))
+        elif (found := _restore_rows(source, written, copied)) is not None:
+            first, part = found
+            start = (first, *(0 for _ in source.whole[1:]))
+        else:
+            return
+        # keyed by place: a bias is written twice, once while vLLM counts elements and once finally
+        value = checksum(part.to(source.dtype), shape=source.whole, start=start)
+        self._written[source.name, start, tuple(part.shape)] = value
 
 
-def _keeps_blocks(source: _Source, view: Tensor) -> bool:
-    """Tell whether a view shows every element of a received tensor once, and by its first dimension blocks of rows."""
-    plain = source.is_received and source.view is None and source.dims == tuple(range(len(source.whole)))
+def _is_plain(source: _Source) -> bool:
+    """Tell whether a source is a received tensor, or a copy of it, whole and row by row."""
     in_rows = all(
         size == 1 or step == prod(source.shape[dim + 1 :])
         for dim, (size, step) in enumerate(zip(source.shape, source.stride, strict=True))
     )
+    is_whole = source.shape == source.whole and source.dims == tuple(range(len(source.whole)))
+    return is_whole and in_rows and source.view is None
+
+
+def _keeps_blocks(source: _Source, view: Tensor) -> bool:
+    """Tell whether a view shows every element of a received tensor once, and by its first dimension blocks of rows."""
     shown = 1
     for step, size in sorted(zip(view.stride(), view.shape, strict=True)):
         if size > 1 and step != shown:
@@ -161,22 +157,25 @@ def _keeps_blocks(source: _Source, view: Tensor) -> bool:
     block = shown // view.shape[0] if shown else 0
     at_start = view.storage_offset() * view.itemsize == source.begin
     whole_rows = view.stride(0) == block and block % prod(source.whole[1:]) == 0
-    return plain and in_rows and at_start and shown == prod(source.whole) and whole_rows
+    return _is_plain(source) and at_start and shown == prod(source.whole) and whole_rows
 
 
-def _restore_order(source: _Source, written: Tensor, copied: Tensor) -> tuple[int, Tensor] | None:
-    """Return the first row and the rows that were written from a reordered copy, ordered as received.
+def _restore_rows(source: _Source, written: Tensor, copied: Tensor) -> tuple[int, Tensor] | None:
+    """Return the first row and the rows that were written from a reshaped view or a reordered copy, as received.
 
-    None unless they are whole blocks.
+    None unless they are whole rows of a reshaped view, or whole blocks of a reordered copy.
     """
-    assert source.view is not None
-    block = source.view[0]
-    first, rest = divmod(copied.storage_offset() - source.begin // source.itemsize, block)
-    if rest or copied.numel() % block or not copied.is_contiguous() or written.shape != copied.shape:
+    if source.view is None and not _is_plain(source):
         return None
-    shape = (copied.numel() // block, *source.shape[1:])
-    ordered = written.new_empty(copied.numel())
-    ordered.as_strided(shape, source.view).copy_(written.reshape(shape))
+    block = prod(source.whole[1:]) if source.view is None else source.view[0]
+    first, rest = divmod(copied.storage_offset() - source.begin // source.itemsize, block)
+    if rest or copied.numel() % block or not copied.is_contiguous():
+        return None
+    ordered = written.reshape(-1)
+    if source.view is not None:
+        shape = (copied.numel() // block, *source.shape[1:])
+        ordered = written.new_empty(copied.numel())
+        ordered.as_strided(shape, source.view).copy_(written.reshape(shape))
     return first * block // prod(source.whole[1:]), ordered.view(-1, *source.whole[1:])
 
 
