@@ -186,7 +186,7 @@ class _Episode:
 
     def finish(self, failure: str) -> list[Played]:
         """Return every player's sample. The first sample has the counts of the episode."""
-        env = self.env or _NoEnv(self.prompt)
+        env = _NoEnv(self.prompt) if self.env is None else self.env  # one may have a length, and be false
         side = None if self.opponent is None else self.opponent.leaves_to_policy(env)
         if side is not None and side not in self.slots:
             failure = failure or f"the game ended before the policy's side ({side}) had a turn: rollout.opponent is set"

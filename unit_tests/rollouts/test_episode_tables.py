@@ -160,6 +160,18 @@ def make(make_env: Any, opponent: Opponent | None = None, engine: Any = None, **
     return run_in_virtual_time(episode)
 
 
+class Empty(Failing):
+    """Has a length, which is 0."""
+
+    def __len__(self):
+        return 0
+
+
+def test_an_environment_of_length_0_keeps_its_scores():
+    [played] = make(lambda prompt: Empty(prompt))
+    assert (played.sample.reward_parts, played.sample.counts) == ({"won": 1.0}, {"turns": 1.0, "seen": 2.0})
+
+
 def test_an_environment_that_cannot_be_made_has_the_prompt_alone():
     def broken(prompt: Prompt) -> Any:
         raise OSError(f"no room for {prompt.id}")
