@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from core.types.samples import Prompt
 from data_prep import reasoning_gym as prep
 from data_prep.rows import Row
 from rewards import reasoning_gym
-from rewards.reasoning_gym import LITERALS, is_harmless, make_scorer, score
+from rewards.reasoning_gym import LITERALS, is_harmless, make_scorer, pack, score, unpack
 
 NO_ANSWER = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
 """Sets with many right answers, whose entries state none."""
@@ -153,3 +154,10 @@ def test_a_scorer_is_made_of_the_name_and_the_arguments_of_a_row(tmp_path):
         "reasoning-gym has no data set 'zebre' (did you mean 'zebra'?)",
         f"reasoning-gym has no data set '{'x' * 79}",
     ], told.stderr
+
+
+def test_an_entry_is_the_same_after_json():
+    """Some scores compare tuples, at any depth; what JSON has no form for is text."""
+    entry = {"moves": [(1, [2, (3,)]), []], "at": ({"row": (None, True)}, 0.5), "answer": "4"}
+    assert unpack(json.loads(json.dumps(pack(entry)))) == entry
+    assert pack({1: Fraction(1, 2), "all": {3}}) == {"1": "1/2", "all": "{3}"}
