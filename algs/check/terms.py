@@ -1,4 +1,4 @@
-"""Obligation (m): the terms of an objective do not touch each other."""
+"""Obligation (p): the terms of an objective do not touch each other."""
 
 from __future__ import annotations
 

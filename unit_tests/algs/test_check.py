@@ -89,7 +89,8 @@ PLANTED: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
     "a detached ratio": (
         RATIO, RATIO.replace("policy.logp", "policy.logp.detach()"),
-        {"d": ON_POLICY.format("0"), "e": "depends on the policy through detached values only", "f": "to 0.25"},
+        {"d": r"is 0 instead of -?\d\S+, overall 0 times as much",
+         "e": "depends on the policy through detached values only", "f": "to 0.25"},
     ),
     "a flipped sign": (
         RETURN, BEFORE_RETURN.format("loss = -loss"), {"d": ON_POLICY.format("-1"), "f": r"from 0.25 to 0.0\d"}
