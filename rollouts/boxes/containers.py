@@ -276,7 +276,7 @@ async def start_program(
 
 
 async def kill_program(process: asyncio.subprocess.Process) -> None:
-    """Kill a program with its children, and wait for its end, but not for ever."""
+    """Kill a program with all children, and wait for the end, but not for ever."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     # a child outside of its group may keep the pipes open, and asyncio waits for them

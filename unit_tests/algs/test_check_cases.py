@@ -31,7 +31,7 @@ def test_the_gradient_with_failed_samples_is_told_before_that_without():
 
 
 class CentresLater(GRPO):
-    """It takes the mean of its micro-batch away in every update of a step but the first."""
+    """It takes the mean of the micro-batch away in every update of a step but the first."""
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         loss, metrics = super().loss(policy, tokens)
@@ -46,7 +46,7 @@ def test_a_mistake_of_later_updates_is_told_of_several_updates():
 
 
 class Returns(GRPO):
-    """Its teacher becomes the policy again now and then, and one of its settings does nothing."""
+    """The teacher becomes the policy again now and then, and one setting does nothing."""
 
     scaled: float = 1.0
 

@@ -42,7 +42,7 @@ cat
 
 
 def test_an_episode_long_after_a_server_died_starts_another(tmp_path, monkeypatch):
-    """Its input is closed by then, too, which is said a moment after its death."""
+    """The input is closed by then, too, which is said a moment after its death."""
     monkeypatch.setattr(served, "ERROR_GRACE_S", 0.3)
     command = ["sh", "-c", DIES_ONCE.format(died=tmp_path / "died")]
     task = Task(base_url="http://127.0.0.1:9/s/7/v1", api_key="k", model="policy", messages=[])
