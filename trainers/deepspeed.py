@@ -91,6 +91,8 @@ class DeepSpeedLearner:
         self.model, self.zero_stage, self.sum_over_ranks = model, cfg.zero_stage, sum_over_ranks
         self.cfg = cfg
         self.max_grad_norm, self.may_apply, self.norm = cfg.max_grad_norm, True, math.inf
+        self.hidden: list[tuple[Tensor, Tensor | None]] = []
+        """Parameters with the gradients that `_hide_gradients` took away."""
         self.exported = WeightExport(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer = make_optimizer(cfg, group_parameters(model, cfg, trained))
@@ -100,6 +102,10 @@ class DeepSpeedLearner:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(cfg, dtype)
         )
+        if cfg.zero_stage > 0:
+            wrapper: Any = self.optimizer  # of ours, or of the one by which ZeRO replaced it
+            wrapper.optimizer.register_step_pre_hook(self._hide_gradients)
+            wrapper.optimizer.register_step_post_hook(self._show_gradients)
         self.module = self.engine
         self.ranks = torch.distributed.get_world_size()
         # hooks see every gradient before DeepSpeed reduces it; a norm is not available at every stage
@@ -127,12 +133,8 @@ class DeepSpeedLearner:
         self.engine.step()  # discards a gradient whose norm is not finite
         if self.zero_stage == 0:
             return self.norm
-        if self.engine.was_step_applied() and not apply:
-            raise RunStopped(
-                "DeepSpeed applied an update whose gradient was not finite on some rank: "
-                "the weights can no longer be trusted"
-            )
-        return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
+        is_made = apply and self.engine.was_step_applied()
+        return float(self.engine.get_global_grad_norm()) if is_made else math.inf
 
     def _finish_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Clip the reduced gradients and record the norm, or drop gradients that must not be applied.
@@ -149,6 +151,23 @@ class DeepSpeedLearner:
             optimizer.zero_grad()
         elif self.max_grad_norm > 0:
             clip_grad_norm_(parameters, self.max_grad_norm)
+
+    def _hide_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Hide gradients that must not be applied.
+
+        A pre-step hook of the optimizer for ZeRO, which discards a gradient that is not finite, and would apply a
+        finite one when that of the other model is not.
+        """
+        if not self.may_apply:
+            self.hidden = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+            for p, _grad in self.hidden:
+                p.grad = None
+
+    def _show_gradients(self, *_: Any) -> None:
+        """Undo `_hide_gradients`: when weights are offloaded, ZeRO keeps the gradient's memory for the next update."""
+        for p, grad in self.hidden:
+            p.grad = grad
+        self.hidden = []
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
         """Yield buckets; with ZeRO-3 every rank must consume all of them, and a bucket is valid until the next one."""

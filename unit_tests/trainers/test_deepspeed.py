@@ -361,6 +361,33 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny
     asyncio.run(go())
 
 
+BAD_VALUES = """
+from algs.ppo import PPO
+class BadValues(PPO):
+    def value_loss(self, values, tokens):
+        loss, metrics = super().value_loss(values, tokens)
+        return loss * float("inf"), metrics
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (FSDP2, "float32")]
+)
+def test_an_update_that_is_skipped_for_its_critic_leaves_the_policy(ranks, tiny_path, tmp_path, stage, dtype):
+    file = tmp_path / "bad_values.py"
+    file.write_text(BAD_VALUES)
+    plan = plan_of(tiny_path, alg={"file": str(file)}, dtype=dtype, **sharded(stage), ranks=2, lr=0.01)
+
+    async def go():
+        trainers = await trainers_of(ranks, plan)
+        before = (await trainers.call_all(Trainer.flatten_weights))[0]
+        batches = [[m] for m in micro_batches(with_values(some_groups()), "token", 60, ranks=2)]
+        assert [m["updates_skipped"] for m in await trainers.scatter(Trainer.step, batches)] == [1.0, 1.0]
+        assert torch.equal((await trainers.call_all(Trainer.flatten_weights))[0], before)
+
+    asyncio.run(go())
+
+
 def test_a_metric_that_one_rank_lacks_ends_the_run_with_a_sentence(ranks, tiny_path, tmp_path):
     """Ranks that sum tensors of two lengths hang, or end without a word."""
     (tmp_path / "uneven.py").write_text(UNEVEN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +32,7 @@ def make_learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def make(model: nn.Module, **settings: Any) -> DeepSpeedLearner:
         rank: Any = DeepSpeedTrainer.__new__(DeepSpeedTrainer)
-        vars(rank).update(cfg=TrainerConfig(optimizer="sgd", **settings), dtype="float32", device="cpu", ranks=1)
+        vars(rank).update(cfg=TrainerConfig(**{"optimizer": "sgd"} | settings), dtype="float32", device="cpu", ranks=1)
         rank.start_library(timedelta(seconds=20))
         return rank.make_learner(model)
 
@@ -45,6 +46,27 @@ def test_a_learner_of_deepspeed_makes_the_update_of_plain_torch(make_learner: Ma
     ours = make_learner(random_model("llama"), zero_stage=0, max_grad_norm=0.25)
     expect_equal_updates(plain, ours, after_update=lambda: None)
     assert all(one is other for one, other in zip(ours.list_masters(), ours.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_update_that_another_model_skips_leaves_no_trace(make_learner: Make, stage: int):
+    """As a policy's, if its critic's gradient is not finite: no weight changes, no moment, and no later update."""
+    adamw: Any = {"optimizer": "adamw", "max_grad_norm": 0.25}
+    plain = TorchLearner(random_model("llama"), TrainerConfig(**adamw))
+    ours = make_learner(random_model("llama"), zero_stage=stage, **adamw)
+    ids = torch.arange(12).reshape(2, 6)
+    for apply in (False, True, False, False, True):
+        before = [p.clone() for p in ours.list_masters()]
+        for learner in (plain, ours):
+            learner.backward(learner.module(ids).logits.square().mean())
+            assert learner.has_finite_gradients()
+        norms = [learner.update(lr=0.01, apply=apply) for learner in (plain, ours)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4) and math.isfinite(norms[1]) == apply
+        assert all(map(torch.equal, before, ours.list_masters())) != apply
+    exported = {name: t.clone() for bucket in ours.export_weights(10**9) for name, t in bucket}
+    for bucket in plain.export_weights(10**9):
+        for name, tensor in bucket:
+            torch.testing.assert_close(exported[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_of_deepspeed_has_no_frozen_weights(make_learner: Make, tmp_path: Path):

@@ -207,7 +207,7 @@ def test_gradients_in_deepspeed_are_judged_on_their_device(monkeypatch, cuda_dev
     monkeypatch.setitem(sys.modules, "deepspeed", library)
     model = nn.Linear(2, 1).cuda()
     with fake_group(0, 1):
-        learner = DeepSpeedLearner(model, TrainerConfig(zero_stage=1), "float32", lambda values: values)
+        learner = DeepSpeedLearner(model, TrainerConfig(zero_stage=0), "float32", lambda values: values)
     for value, finite in ((1.0, True), (torch.inf, False), (1.0, True)):
         cuda_device.clear()
         model(torch.full((1, 2), value, device="cuda")).sum().backward()
