@@ -96,7 +96,9 @@ def test_a_gpu_that_cannot_be_used_ends_the_run_before_its_start(
 
 
 def test_what_a_run_wants_of_gpus(rl: Callable[..., RLConfig], recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "has_int8_products", lambda: True)  # of the CPU that runs this test
+    # of the CPU that runs this test
+    monkeypatch.setattr(quantized, "has_int8_products", lambda: True)
+    monkeypatch.setattr(quantized, "has_tiles", lambda: False)
     has_torch = {"cuda": plan_gpu_use(rl()).cuda}
     of_rl = Use(**has_torch, triton=True, ranks=2, engine_share=0.85)
     assert plan_gpu_use(rl()) == of_rl
