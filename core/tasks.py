@@ -43,7 +43,7 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     return result
 
 
-async def shield_start(start: Coroutine[Any, Any, T], *, end: Callable[[T], Awaitable[None]]) -> T:
+async def shield_start(start: Coroutine[Any, Any, T], *, end: Callable[[T], Awaitable[object]]) -> T:
     """Return a coroutine's result. On cancellation wait for it, end what it started, then raise CancelledError.
 
     asyncio's own start of a process, if cancelled, waits until all children of the process have closed their pipes.

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from core.cluster.guardian import MARK
 from core.errors import quote
+from core.tasks import shield_start
 from core.timing.deadlines import SANDBOX_CHECK_TIMEOUT_S
 from rewards.sandbox.base import MIB, Limits, Ran, SandboxUnavailable, check_names, last_line
 from rewards.sandbox.running import Running
@@ -103,13 +104,8 @@ class Bubblewrap:
             view, command = _make_default_view(limits), _name_python(command)
         # each command starts the next: the init, the loss of root, the limits, and last the program
         inside = [*INIT, *_drop_privileges(view.user), *_set_limits(limits, cpu=not time_is_one_piece), *command]
-        starting = asyncio.create_task(self._start(inside, files, limits, view))
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:  # killing bwrap during its start could leave an unknown process
-            with suppress(SandboxUnavailable):
-                await (await starting).close()
-            raise
+        # killing bwrap during its start could leave an unknown process
+        return await shield_start(self._start(inside, files, limits, view), end=Running.close)
 
     async def _start(self, inside: Sequence[str], files: Mapping[str, bytes], limits: Limits, view: View) -> Running:
         """Start bwrap; return when the code inside can be killed. Raises SandboxUnavailable."""

@@ -219,9 +219,7 @@ async def run_program(
 
     def kill(reason: KilledFor) -> None:
         killed_for.append(reason)
-        with suppress(ProcessLookupError):
-            # its children too, which may have the pipes open
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process)
 
     async def read(stream: asyncio.StreamReader) -> bytes:
         found = bytearray()
@@ -277,11 +275,16 @@ async def start_program(
 
 async def kill_program(process: asyncio.subprocess.Process) -> None:
     """Kill a program with all children, and wait for the end, but not for ever."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process)
     # a child outside of its group may keep the pipes open, and asyncio waits for them
     with suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), SANDBOX_EXIT_GRACE_S)
+
+
+def kill_group(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        # its children too, which may have the pipes open
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def finish_killed(work: asyncio.Future[tuple[bytes, bytes, None, int]]) -> tuple[bytes, bytes]:
