@@ -11,8 +11,6 @@ Others: verl and SkyRL take means and draw with torch.randperm in each micro-bat
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -45,7 +43,7 @@ class ClipCov(GroupRelative):
         return "some tokens are dropped at random"
 
     def prepare_update(self, groups: list[Group]) -> list[Group]:
-        return [[replace(s, columns=s.columns | {KEY: draw_keys(s, self.seed)}) for s in g] for g in groups]
+        return [[s.replace(columns=s.columns | {KEY: draw_keys(s, self.seed)}) for s in g] for g in groups]
 
     def totals(self, policy: Policy, tokens: Tokens) -> Stages:
         lp, advantage = policy.logp, tokens.advantage

@@ -123,4 +123,4 @@ def spread_over_sample(sample: Sample, values: float | Floats) -> Floats:
 def with_advantages(groups: list[Group], per_token: Sequence[float | Floats]) -> list[Group]:
     """Set advantages; `per_token` has for each sample a number, or a value per trained token."""
     rows = iter(per_token)
-    return [[s.with_advantage(spread_over_sample(s, next(rows))) for s in g] for g in groups]
+    return [[s.replace(advantage=spread_over_sample(s, next(rows))) for s in g] for g in groups]

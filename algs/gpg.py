@@ -10,7 +10,6 @@ Others: verl counts samples whose score is 0 for M (counts: nonzero), so alpha g
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
@@ -31,9 +30,7 @@ class GPG(GroupRelative):
         if self.counts == "nonzero":
             teaching = max(1, sum(bool(s.reward) for g in groups for s in g))
         alpha = sum(scored) / teaching if teaching else 1.0
-        return [
-            [replace(s, advantage=s.advantage * alpha) if s.advantage is not None else s for s in g] for g in groups
-        ]
+        return [[s.replace(advantage=s.advantage * alpha) if s.advantage is not None else s for s in g] for g in groups]
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         return -tokens.advantage * policy.logp, {}

@@ -63,7 +63,7 @@ class KTO(Algorithm):
         # The mismatched samples only served z0. Without a reward they would count as rows of the loss norm.
         kept = [[s for s in g if s.reward is not None or s.failure] for g in groups]
         kept = [
-            [replace(s, columns=s.columns | {"reference_point": np.full_like(s.rollout_logp, z0)}) for s in g]
+            [s.replace(columns=s.columns | {"reference_point": np.full_like(s.rollout_logp, z0)}) for s in g]
             for g in kept
         ]
         weights = {1.0: self.desirable_weight, -1.0: -self.undesirable_weight}

@@ -24,8 +24,6 @@ Others: TRL adds 0.1 x V-loss to one shared loss; verl clips doubly (dual_clip: 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from pydantic import Field
@@ -82,7 +80,7 @@ class PPO(TurnCredit):
         returns = [a + v for a, v in zip(targets, values, strict=True)]
         rows = zip(samples, whiten(advantages) if self.whiten else advantages, returns, strict=True)
         done = (
-            replace(s, advantage=spread_over_sample(s, a), columns=s.columns | {"returns": spread_over_sample(s, r)})
+            s.replace(advantage=spread_over_sample(s, a), columns=s.columns | {"returns": spread_over_sample(s, r)})
             for s, a, r in rows
         )
         return [[next(done) for _ in g] for g in groups]
@@ -91,7 +89,7 @@ class PPO(TurnCredit):
         if not (self.bootstrap_truncated and sample.stop == "length"):
             return sample
         # the value before the last token stands in for the return from it on, so that token has no return of its own
-        return replace(sample, excluded=np.arange(1, len(sample.action_mask) + 1) == len(sample.action_mask))
+        return sample.replace(excluded=np.arange(1, len(sample.action_mask) + 1) == len(sample.action_mask))
 
     def _values_before(self, sample: Sample) -> Floats:
         """Return the value before each trained token, [n]; with credit: turn, before the turn's first token."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -43,7 +42,7 @@ class Pairwise(Algorithm):
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Set the advantage to +token_share (chosen) or -token_share (rejected); exclude incomplete pairs."""
-        groups = [g if is_pair(g) else [replace(s, excluded=np.ones_like(s.action_mask)) for s in g] for g in groups]
+        groups = [g if is_pair(g) else [s.replace(excluded=np.ones_like(s.action_mask)) for s in g] for g in groups]
         return with_advantage_of(groups, lambda s: preference_sign(s) * self.token_share(s))
 
 

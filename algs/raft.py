@@ -10,7 +10,6 @@ Samples that are not kept are not trained on, and count in no mean.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -52,7 +51,7 @@ class RAFT(PolicyGradient):
         if not any(map(any, kept)):  # an update needs a token; at advantage 0 it teaches nothing
             return with_advantages(groups, [0.0 for g in groups for _ in g])
         chosen = [
-            [s if keep else replace(s, excluded=np.ones_like(s.action_mask)) for s, keep in zip(g, own, strict=True)]
+            [s if keep else s.replace(excluded=np.ones_like(s.action_mask)) for s, keep in zip(g, own, strict=True)]
             for g, own in zip(groups, kept, strict=True)
         ]
         return with_advantages(chosen, [1.0 for g in groups for _ in g])

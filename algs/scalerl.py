@@ -12,7 +12,6 @@ Others: SkyRL keeps such prompts in the mean over prompts. The paper's cap is 4 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -43,7 +42,7 @@ class ScaleRL(CISPO):
             return with_advantages(groups, [0.0 for g in groups for _ in g])
         scale = math.sqrt(math.fsum(a * a for a in scored) / len(scored)) + 1e-8
         kept = [
-            g if teaches else [replace(s, excluded=np.ones_like(s.action_mask)) for s in g]
+            g if teaches else [s.replace(excluded=np.ones_like(s.action_mask)) for s in g]
             for g, teaches in zip(groups, taught, strict=True)
         ]
         return with_advantages(kept, [a / scale for own in centred for a in own])

@@ -7,7 +7,6 @@ ids and their log-probabilities, of any length). They become the columns NAME_id
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def with_stored(sample: Sample, name: str) -> Sample:
     if counts != [len(own) for own in logp] or len(counts) != len(tokens) or not all(counts):
         raise UserError(f"{where}: {name}_ids and {name}_logp must be lists of one length, and not empty, per token")
     columns = {f"{name}_ids": _lay_out(ids, sample), f"{name}_logp": _lay_out(logp, sample)}
-    return replace(sample, columns=sample.columns | columns)
+    return sample.replace(columns=sample.columns | columns)
 
 
 def _lay_out(rows: list[Any], sample: Sample) -> np.ndarray[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -291,7 +290,7 @@ class Overlong(StrictModel):
         if self.mode != "filter":
             return groups
         return [
-            [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
+            [s.replace(excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
             for group in groups
         ]
 

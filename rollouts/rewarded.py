@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from configs.agent_schema import TIMEOUTS
@@ -47,7 +47,7 @@ class RewardedSamples:
             result = RewardResult(failure=why, notes=result.notes, counts=result.counts)
         first = self._add_result(episode.played[0], result)
         shared: dict[str, Any] = {"reward": first.reward, "reward_parts": first.reward_parts, "failure": first.failure}
-        return [first, *(replace(one.sample, **shared) for one in episode.played[1:])]
+        return [first, *(one.sample.replace(**shared) for one in episode.played[1:])]
 
     def _add_result(self, played: Played, result: RewardResult) -> Sample:
         sample, prompt = played.sample, played.sample.prompt
@@ -56,7 +56,7 @@ class RewardedSamples:
         counts = sample.counts | result.counts
         told: dict[str, Any] = {"notes": [*result.notes], "counts": counts}
         if result.failure:
-            return replace(sample, **told, failure=result.failure, reward_parts={})
+            return sample.replace(**told, failure=result.failure, reward_parts={})
         # a silent overwrite would drop one of the two numbers
         twice = result.reward_parts.keys() & sample.reward_parts.keys()
         # the number of replies, which that reward returns for want of another, gives way to the environment's own
@@ -72,9 +72,8 @@ class RewardedSamples:
             turns = join_turns(sample, played.turn_scores, result.turn_parts)
             sample = add_token_rewards(sample, result, weights, self.tokenizer.decode)
         except ValueError as error:
-            return replace(sample, **told, failure=str(error), reward_parts={})
-        return replace(
-            sample,
+            return sample.replace(**told, failure=str(error), reward_parts={})
+        return sample.replace(
             **told,
             reward_parts=parts,
             reward=weigh_parts(weights, parts),

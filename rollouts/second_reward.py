@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from configs.rollout_schema import RewardConfig
 from core.errors import UserError
@@ -49,4 +49,4 @@ class SecondReward:
         # calls of a judge, which both rewards may ask
         for name, value in result.counts.items():
             counts[name] = counts.get(name, 0.0) + value
-        return replace(sample, counts=counts, notes=notes)
+        return sample.replace(counts=counts, notes=notes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -28,7 +27,7 @@ def add_token_rewards(sample: Sample, result: RewardResult, weights: Mapping[str
             column[position] += weight * value
     column.setflags(write=False)
     columns: dict[str, Floats] = {**sample.columns, TOKEN_REWARDS: column}
-    return replace(sample, columns=columns)
+    return sample.replace(columns=columns)
 
 
 def join_turns(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
 import numpy as np
@@ -21,6 +21,7 @@ from rollouts.engines.base import Completion, CompletionStop
 
 LARGEST_ID = 2**31 - 1
 """Largest token id that fits a Sample (int32)."""
+STOPS = get_args(CompletionStop)
 
 
 class PlacesImages(MaySee, Protocol):
@@ -162,8 +163,10 @@ class Transcript(Conversation):
 
     def copy(self) -> Transcript:
         """Return a transcript that can grow by itself."""
-        columns = {"action_mask": [*self.action_mask], "logp": [*self.logp], "versions": [*self.versions]}
-        return replace(self, **columns, kept=[*self.kept], turns=[*self.turns], messages=[*self.messages])
+        own = copy.copy(self)
+        own.action_mask, own.logp, own.versions = [*self.action_mask], [*self.logp], [*self.versions]
+        own.kept, own.turns, own.messages = [*self.kept], [*self.turns], [*self.messages]
+        return own
 
     def append_given(self, tokenizer: Tokenizer, ids: list[int], messages: Sequence[Message]) -> None:
         """Append messages shown to the player, given their tokens."""
@@ -231,13 +234,13 @@ def check_completion(
     # an empty reply would have no token to train on
     elif not 1 <= n <= max_new_tokens:
         wrong = f"{n} tokens where 1 to {max_new_tokens} were asked for"
-    elif any(not math.isfinite(logp) or logp > LOGP_ROUNDING for logp in done.logp):
+    elif not all(map(math.isfinite, done.logp)) or max(done.logp) > LOGP_ROUNDING:
         bad = next(logp for logp in done.logp if not math.isfinite(logp) or logp > LOGP_ROUNDING)
         wrong = f"the log-probability {bad}, where a finite number up to 0 is possible"
-    elif any(not isinstance(t, int) or not 0 <= t <= LARGEST_ID for t in done.token_ids):
+    elif {*map(type, done.token_ids)} != {int} or not 0 <= min(done.token_ids) <= max(done.token_ids) <= LARGEST_ID:
         wrong = f"the token ids {done.token_ids[:8]}, where integers from 0 to {LARGEST_ID} are possible"
-    elif done.stop not in get_args(CompletionStop):
-        wrong = f"the stop reason {done.stop!r}, where {' or '.join(get_args(CompletionStop))} is possible"
+    elif done.stop not in STOPS:
+        wrong = f"the stop reason {done.stop!r}, where {' or '.join(STOPS)} is possible"
     elif is_truncated or done.kept is not None:
         wrong = _find_wrong_set(done, is_truncated=is_truncated)
     if wrong is None and routed is not None:

@@ -56,7 +56,7 @@ class Played:
 
     def fail(self, failure: str) -> Played:
         """Return a failed copy without scores."""
-        sample = replace(self.sample, failure=self.sample.failure or failure, reward_parts={})
+        sample = self.sample.replace(failure=self.sample.failure or failure, reward_parts={})
         return Played(sample=sample, messages=self.messages)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,4 +85,4 @@ def _without_credit(sample: Sample, required: Collection[Column]) -> Sample:
     own = {name: values for name, values in sample.columns.items() if name in {*required, TOKEN_REWARDS}}
     # a sample without a teacher has no column, and is trained on by no loss that reads it
     excluded = None if own.keys() >= {*required} else np.ones_like(sample.action_mask)
-    return replace(sample, advantage=None, excluded=excluded, columns=own)
+    return sample.replace(advantage=None, excluded=excluded, columns=own)

@@ -28,6 +28,9 @@ Floats = NDArray[np.floating[Any]]
 
 INTS, BOOLS, SINGLE, DOUBLE = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32), np.dtype(np.float64)
 Record = TypeVar("Record")
+PackedArrays = list[NDArray[Any]] | tuple[bytes, list[np.dtype[Any]]]
+SHORT = 1024
+"""Length up to which `pack_arrays` copies."""
 
 
 def check_column(name: str, column: Any, dtype: np.dtype[Any], length: int, *, several: bool = False) -> None:
@@ -59,18 +62,28 @@ def to_column(values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     return column
 
 
-def repeat_runs(values: NDArray[Any], counts: Sequence[int]) -> NDArray[Any]:
-    """Repeat each value by its count, like np.repeat but faster for long runs.
+def pack_arrays(arrays: Sequence[NDArray[Any]]) -> PackedArrays:
+    """Return arrays [L] for pickling: short ones as one string of bytes with their dtypes, others as they are.
 
-    >>> repeat_runs(np.array([7, 8]), [1, 3]).tolist()
-    [7, 8, 8, 8]
+    A thousand numbers are copied faster than their array is pickled. The widest dtype comes first, so that all of them
+    are aligned in the string.
     """
-    repeated = np.empty(sum(counts), dtype=values.dtype)
-    end = 0
-    for value, n in zip(values, counts, strict=True):
-        repeated[end : end + n] = value
-        end += n
-    return repeated
+    if not 0 < len(arrays[0]) <= SHORT:
+        return [*arrays]
+    return b"".join([array.tobytes() for array in arrays]), [array.dtype for array in arrays]
+
+
+def unpack_arrays(packed: PackedArrays) -> Sequence[NDArray[Any]]:
+    """Invert `pack_arrays`. Arrays from a string are read-only."""
+    if isinstance(packed, list):
+        return packed
+    data, dtypes = packed
+    n, begin = len(data) // sum([dtype.itemsize for dtype in dtypes]), 0
+    arrays: list[NDArray[Any]] = []
+    for dtype in dtypes:
+        arrays.append(np.frombuffer(data, dtype, n, begin))
+        begin += n * dtype.itemsize
+    return arrays
 
 
 def is_equal(one: Any, other: Any) -> bool:

@@ -12,7 +12,8 @@ Four policies, with the same names everywhere:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -27,10 +28,13 @@ from core.types.arrays import (
     Floats,
     Ids,
     Mask,
+    PackedArrays,
     check_column,
     is_equal,
     list_fields,
+    pack_arrays,
     to_column,
+    unpack_arrays,
 )
 from core.types.batch import Batch as Batch  # where users look for it
 from core.types.batch import MissingColumn as MissingColumn
@@ -59,6 +63,16 @@ Column = str
 
 LOGP_ROUNDING = 1e-4
 """Amount by which rounding may lift a log-probability above 0."""
+
+TOKEN_COLUMNS = ("rollout_logp", "token_ids", "versions", "action_mask")
+"""Arrays that every sample has, the widest dtype first, as `pack_arrays` wants them."""
+LATER_FIELDS = frozenset(
+    {
+        *("prompt", "completion", "transcript", "reward", "reward_parts", "failure", "counts", "notes", "log"),
+        *("turn_rewards", "advantage", "columns", "excluded"),
+    }
+)
+"""Fields of a Sample that say nothing of its tokens, or that a step adds to them."""
 
 TOKEN_REWARDS = "token_rewards"
 """Column of the shares of `Sample.reward` that tokens earned; the last trained token earned the remainder. Samples may
@@ -176,20 +190,13 @@ class Sample:
     """[L, layers, k] experts of each token as an input of the engine; None if it did not record them."""
 
     def __post_init__(self) -> None:
-        # It may quote the policy or user code, and goes to files, trackers and terminals.
-        object.__setattr__(self, "failure", escape_controls(self.failure, keep=""))
         n, floats = len(self.token_ids), self.float_dtype
         # At every creation, `replace` included: a wrong array fails where it is made, and not in a loss.
         check_column("token_ids", self.token_ids, INTS, n)
         check_column("action_mask", self.action_mask, BOOLS, n)
         check_column("rollout_logp", self.rollout_logp, floats, n)
         check_column("versions", self.versions, INTS, n)
-        for name, column in self.columns.items():
-            check_column(name, column, floats, n, several=name not in list_fields(Tokens))
-        if self.advantage is not None:
-            check_column("advantage", self.advantage, floats, n)
-        if self.excluded is not None:
-            check_column("excluded", self.excluded, BOOLS, n)
+        self._check_later_fields()
         if self.images:
             check_places(self.images, n)
         if self.kept is not None:
@@ -201,6 +208,18 @@ class Sample:
                 "no policy sampled a demonstration: its rollout_logp must be 0 and its versions -1 at all tokens; a "
                 'sample of another policy has origin="other"'
             )
+
+    def _check_later_fields(self) -> None:
+        """Check the fields that a step adds to a sample, and clean the text of a failure."""
+        # It may quote the policy or user code, and goes to files, trackers and terminals.
+        object.__setattr__(self, "failure", escape_controls(self.failure, keep=""))
+        n, floats = len(self.token_ids), self.float_dtype
+        for name, column in self.columns.items():
+            check_column(name, column, floats, n, several=name not in list_fields(Tokens))
+        if self.advantage is not None:
+            check_column("advantage", self.advantage, floats, n)
+        if self.excluded is not None:
+            check_column("excluded", self.excluded, BOOLS, n)
         if self.turns or self.turn_rewards or self.turn_numbers:
             check_turns(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
 
@@ -208,6 +227,9 @@ class Sample:
         if not isinstance(other, Sample):
             return NotImplemented
         return all(is_equal(getattr(self, name), getattr(other, name)) for name in list_fields(Sample))
+
+    def __reduce__(self) -> Any:
+        return _restore, (pack_arrays([getattr(self, name) for name in TOKEN_COLUMNS]), _get_others(self))
 
     @property
     def float_dtype(self) -> np.dtype[Any]:
@@ -217,15 +239,17 @@ class Sample:
 
     @property
     def loss_mask(self) -> Mask:
-        """[L] bool, True for trained tokens; never the first token, nor any token of a failed sample."""
+        """[L] bool, True for trained tokens; never the first token, nor any token of a failed sample. Read-only."""
+        mask = self.action_mask
+        if not self.failure and self.excluded is None and not (len(mask) and mask[0]):
+            return mask  # without a copy, since a step asks for it several times
         # Without a reward there is no advantage to train on.
-        if self.failure:
-            return np.zeros(len(self.action_mask), dtype=BOOLS)
-        chosen = self.action_mask.copy()
+        chosen = np.zeros_like(mask) if self.failure else mask.copy()
         # A logit predicts the next token, so the first token of a sequence has no prediction.
         chosen[:1] = False
         if self.excluded is not None:
             chosen &= ~self.excluded
+        chosen.setflags(write=False)
         return chosen
 
     @property
@@ -241,23 +265,43 @@ class Sample:
     @property
     def n_trained(self) -> int:
         """Number of trained tokens."""
-        if self.failure or self.excluded is not None:
-            return int(np.count_nonzero(self.loss_mask))
-        # Counted from the second token on, because nothing predicts the first.
-        return int(np.count_nonzero(self.action_mask[1:]))  # the same, without a copy
+        return int(np.count_nonzero(self.loss_mask))
 
     def with_advantage(self, advantage: float | Floats) -> Sample:
         """Return the sample with an advantage: a number for all tokens, or an array [L]."""
         each = np.empty(len(self.token_ids), dtype=self.float_dtype)
         # Copied into an array of its own, because the caller's array may still change.
         each[:] = advantage
-        each.setflags(write=False)
-        # not `replace`, which takes three times as long, because it checks every array again
-        credited = object.__new__(type(self))
+        return self.replace(advantage=each)
+
+    def replace(self, **changes: Any) -> Sample:
+        """Return the sample with some fields changed, like dataclasses.replace.
+
+        A step changes each sample several times, so tokens that stay as they are are not checked again.
+        """
+        if not changes.keys() <= LATER_FIELDS:
+            return replace(self, **changes)
+        changed, put = object.__new__(type(self)), object.__setattr__
         for name in list_fields(Sample):
-            object.__setattr__(credited, name, getattr(self, name))
-        object.__setattr__(credited, "advantage", each)
-        return credited
+            put(changed, name, getattr(self, name))
+        for name, value in changes.items():
+            put(changed, name, value)
+        changed._check_later_fields()
+        return changed
+
+
+_OTHERS = tuple(name for name in list_fields(Sample) if name not in TOKEN_COLUMNS)
+_get_others = attrgetter(*_OTHERS)
+
+
+def _restore(columns: PackedArrays, others: tuple[Any, ...]) -> Sample:
+    """Return the sample of `Sample.__reduce__`, whose arrays were checked when it was made."""
+    sample, put = object.__new__(Sample), object.__setattr__
+    for name, value in zip(_OTHERS, others, strict=True):
+        put(sample, name, value)
+    for name, array in zip(TOKEN_COLUMNS, unpack_arrays(columns), strict=True):
+        put(sample, name, array)
+    return sample
 
 
 def make_sample(

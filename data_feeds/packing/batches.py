@@ -117,7 +117,7 @@ def pack(
         at=torch.from_numpy(
             np.concatenate([place[chosen] for place, chosen in zip(row.places, inputs.chosen, strict=True)])
         ),
-        labels=torch.from_numpy(inputs.select([s.token_ids for s in samples]).astype(np.int64)),
+        labels=torch.from_numpy(inputs.select([s.token_ids for s in samples], np.dtype(np.int64))),
         tokens=select_tokens(samples, weights, inputs, numbering, has="none" if terms else "all", dtype=dtype),
         images=images,
         rope_ids=rope_ids,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +20,7 @@ def add_columns(plan: Plan, scored: list[list[dict[ScoredColumn, Floats]]]) -> d
     scored: [rank][micro-batch][column], each [M].
     """
     laid = lay_out_columns(plan, scored, fill=0.0)
-    return {id(s): replace(s, columns=s.columns | laid[id(s)]) for s in plan.samples if id(s) in laid}
+    return {id(s): s.replace(columns=s.columns | laid[id(s)]) for s in plan.samples if id(s) in laid}
 
 
 def lay_out_columns(

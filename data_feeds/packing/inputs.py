@@ -32,6 +32,8 @@ def count_inputs(sample: Sample) -> int:
 
 def list_inputs(sample: Sample) -> list[PlacedImage]:
     """Return the images of the input tokens."""
+    if not sample.images:  # of a text, with less work
+        return []
     n = count_inputs(sample)
     return [place for place in sample.images if place.begin < n]
 
@@ -111,11 +113,12 @@ class Inputs:
     counts: list[int]
     """Number of these inputs, by sample."""
 
-    def select(self, per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Concatenate the values of the tokens that these inputs predict."""
+    def select(self, per_sample: Sequence[NDArray[Any]], dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
+        """Concatenate the values of the tokens that these inputs predict. dtype: None for that of the values."""
         # [1:] is the shift: input t predicts token t + 1
         columns = pad_columns(per_sample)
-        return np.concatenate([values[1:][chosen] for values, chosen in zip(columns, self.chosen, strict=True)])
+        own = [values[1:][chosen] for values, chosen in zip(columns, self.chosen, strict=True)]
+        return np.concatenate(own, dtype=dtype)
 
 
 def find_inputs(samples: Sequence[Sample], masks: Sequence[Mask]) -> Inputs:

@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.types.arrays import repeat_runs
-
 Ints = NDArray[np.int64]
 Array = NDArray[np.integer[Any]]
 Ids = Sequence[int] | Array
@@ -83,15 +81,16 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
     else:
         segments, paths = _sort_segments(*_grow_forest(ids, families))
     lengths = [s.stop - s.start for s in segments]
+    sizes = np.array(lengths, dtype=np.int64)
     # slices of one long range, since thousands of calls of arange would take longer
     along = np.arange(max(sum(lengths), *map(len, ids)) if ids else 0)
     spans = [along[end - n : end] for end, n in zip(accumulate(lengths), lengths, strict=True)]
     return Row(
         input_ids=_join([ids[s.owner][s.start : s.stop] for s in segments]),
         position_ids=_join([along[s.start : s.stop] for s in segments]),
-        segment_ids=repeat_runs(np.arange(len(segments)), lengths),
+        segment_ids=np.repeat(np.arange(len(segments)), sizes),
         parents=np.array([s.parent for s in segments], dtype=np.int64),
-        sizes=np.array(lengths, dtype=np.int64),
+        sizes=sizes,
         order=_join([spans[n] for path in paths for n in path]),
         lengths=[len(own) for own in ids],
     )

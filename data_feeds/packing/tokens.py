@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.types.arrays import Floats, list_fields, repeat_runs
+from core.types.arrays import Floats, list_fields
 from core.types.samples import TOKEN_REWARDS, Sample, Tokens
 from core.types.terms import Has
 from data_feeds.packing.inputs import Inputs
@@ -42,8 +42,8 @@ def select_tokens(
     if has == "all":
         columns["rollout_logp"] = floats([s.rollout_logp for s in samples])
     numbers = numbering(counts=inputs.counts)
-    columns |= {name: torch.from_numpy(repeat_runs(np.array(own), inputs.counts)) for name, own in numbers.items()}
-    weight = torch.from_numpy(repeat_runs(torch.tensor(weights, dtype=dtype).numpy(), inputs.counts))
+    columns |= {name: torch.from_numpy(np.repeat(np.array(own), inputs.counts)) for name, own in numbers.items()}
+    weight = torch.from_numpy(np.repeat(torch.tensor(weights, dtype=dtype).numpy(), inputs.counts))
     return Tokens(weight=weight, **columns)
 
 

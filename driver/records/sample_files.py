@@ -142,7 +142,6 @@ def list_turns(sample: Sample) -> list[dict[str, Any]]:
 
 def _first_advantage(sample: Sample) -> float | None:
     """Return the advantage of the first trained token, with as few digits as the dtype needs."""
-    trained = sample.loss_mask
-    if sample.advantage is None or not trained.any():
+    if sample.advantage is None or not sample.n_trained:
         return None
-    return float(str(sample.advantage[np.argmax(trained)]))
+    return float(str(sample.advantage[np.argmax(sample.loss_mask)]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
 
 from core.cluster.workers import Workers, copy_to_groups, first_of_groups
 from core.types.arrays import Floats
@@ -37,7 +36,7 @@ def index_reference(groups: list[Group]) -> dict[str, Floats]:
 
 def add_ref_logp(groups: list[Group], reference: Mapping[str, Floats]) -> list[Group]:
     """Return the groups with their ref_logp."""
-    return [[replace(s, columns=s.columns | {"ref_logp": reference[hash_sample(s)]}) for s in g] for g in groups]
+    return [[s.replace(columns=s.columns | {"ref_logp": reference[hash_sample(s)]}) for s in g] for g in groups]
 
 
 def hash_sample(sample: Sample) -> str:

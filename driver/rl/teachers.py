@@ -7,7 +7,7 @@ data sets only, is scored on rows of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Reader:
         if not sample.n_trained or (teacher.sources and sample.prompt.source not in teacher.sources):
             return None
         if teacher.prompt is None:
-            return replace(sample, columns={}, advantage=None)
+            return sample.replace(columns={}, advantage=None)
         messages = teacher.prompt(sample, group)
         if messages is None:
             return None
@@ -135,8 +135,8 @@ def _add_grades(sample: Sample, found: dict[Column, Floats], wanted: Collection[
         return sample
     counts = {**sample.counts, WITHOUT_TEACHER: float(found.keys() != {*wanted})}
     if found.keys() == {*wanted}:
-        return replace(sample, columns=sample.columns | found, counts=counts)
-    return replace(sample, excluded=np.ones_like(sample.action_mask), counts=counts)
+        return sample.replace(columns=sample.columns | found, counts=counts)
+    return sample.replace(excluded=np.ones_like(sample.action_mask), counts=counts)
 
 
 async def move_teachers(trainers: Workers[Trainer], alg: Algorithm, steps_done: int) -> None:

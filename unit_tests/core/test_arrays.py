@@ -9,6 +9,7 @@ import random
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from algs.turns import reward_to_go
 from core.cluster.capacity import Resources
 from core.cluster.ray_workers import Cluster
 from core.errors import RunStopped, UserError
-from core.types.arrays import DOUBLE, from_json, to_json
+from core.types.arrays import DOUBLE, SHORT, SINGLE, from_json, list_fields, to_json
 from core.types.images import PlacedImage
-from core.types.samples import Batch, Prompt, Sample, make_sample
+from core.types.notes import Note
+from core.types.samples import LATER_FIELDS, Batch, Prompt, Sample, make_sample
 from data_feeds.packing.batches import micro_batches
 from driver.records import sample_files
 from driver.records.sample_files import MAX_WAITING, SampleFiles, make_sample_record
@@ -50,9 +52,10 @@ COLUMNS = ("token_ids", "action_mask", "rollout_logp", "versions", "advantage")
 )
 def test_a_column_of_another_kind_is_refused_in_one_sentence(changes, said):
     sample = a_sample(random.Random(0), length=6)
-    with pytest.raises(UserError, match=said) as refusal:
-        replace(sample, **changes)
-    assert "\n" not in str(refusal.value)
+    for change in (partial(replace, sample), sample.replace):
+        with pytest.raises(UserError, match=said) as refusal:
+            change(**changes)
+        assert "\n" not in str(refusal.value)
 
 
 def test_the_arrays_of_a_sample_are_read_only():
@@ -80,6 +83,62 @@ def test_an_advantage_is_a_number_for_all_tokens_or_one_for_each():
     assert sample.with_advantage(np.arange(6)).advantage.tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(ValueError, match="broadcast"):
         sample.with_advantage(np.arange(5))
+
+
+def test_a_changed_sample_is_that_of_dataclasses_replace():
+    sample = a_sample(random.Random(0), length=6)
+    floats, masks = np.ones(6, dtype=np.float32), np.ones(6, dtype=np.bool_)
+    later = {
+        "prompt": Prompt(id="other", messages=[]),
+        "completion": "7",
+        "transcript": [{"role": "assistant", "content": "7"}],
+        "reward": 2.0,
+        "reward_parts": {"a": 2.0},
+        "failure": "\x1b",
+        "counts": {"turns": 1.0},
+        "notes": [Note(by="judge", text="good")],
+        "log": "end",
+        "turn_rewards": (1.0,),
+        "advantage": floats,
+        "columns": {"values": floats},
+        "excluded": masks,
+    }
+    assert later.keys() == LATER_FIELDS
+    for name, value in (later | {"stop": "length", "token_ids": np.zeros(6, dtype=np.int32)}).items():
+        changed = sample.replace(**{name: value})
+        assert changed == replace(sample, **{name: value}) != sample, name
+        assert [n for n in list_fields(Sample) if getattr(changed, n) is not getattr(sample, n)] == [name]
+    everything = sample.replace(**later)
+    assert everything.failure == r"\x1b" and not everything.excluded.flags.writeable
+    with pytest.raises(TypeError, match="rewards"):
+        sample.replace(rewards=1.0)
+    with pytest.raises(UserError, match="turn_rewards"):
+        sample.replace(turn_rewards=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0))
+
+
+@pytest.mark.parametrize(("length", "buffers"), [(1, 0), (SHORT, 0), (SHORT + 1, 4)])
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE])
+def test_a_sample_crosses_the_border_whole_and_read_only(length, buffers, dtype):
+    """Short arrays within the pickle, long ones beside it, which Ray hands over without a copy."""
+    columns = {"action_mask": [i % 3 == 1 for i in range(length)], "versions": [*range(-1, length - 1)]}
+    given = {"token_ids": [*range(length)], "rollout_logp": [-0.1 * i for i in range(length)], "dtype": dtype}
+    sample = make_sample(prompt=Prompt(id="p", messages=[]), **columns, **given, reward=0.5, completion="7")
+    beside: list[pickle.PickleBuffer] = []
+    inline = pickle.dumps(sample, protocol=5, buffer_callback=beside.append)
+    assert len(beside) == buffers
+    again = pickle.loads(inline, buffers=[bytes(b) for b in beside])
+    assert again == sample and again.prompt == sample.prompt
+    for name in ("token_ids", "action_mask", "rollout_logp", "versions"):
+        array = getattr(again, name)
+        assert array.dtype == getattr(sample, name).dtype
+        assert not array.flags.writeable and array.flags.aligned
+
+
+def test_a_sample_without_tokens_is_pickled():
+    empty = np.zeros(0, dtype=np.int32)
+    none = {"action_mask": empty.astype(np.bool_), "rollout_logp": empty.astype(np.float32)}
+    sample = Sample(prompt=Prompt(id="p", messages=[]), token_ids=empty, versions=empty, **none)
+    assert pickle.loads(pickle.dumps(sample)) == sample and sample.loss_mask.tolist() == []
 
 
 def test_samples_are_equal_where_every_entry_is():
@@ -183,13 +242,14 @@ def test_whitening_does_not_depend_on_the_order_of_the_samples():
 def test_the_cost_of_the_driver_is_measured_stage_by_stage(capsys):
     """What is printed, and not how fast this machine is."""
     code = driver_cost.main(["--tokens", "5000"])
-    heading, names, row, verdict = capsys.readouterr().out.splitlines()
+    heading, names, row, verdict, told = capsys.readouterr().out.splitlines()
     assert "per million tokens" in heading
     assert names.split()[:7] == ["tokens", *driver_cost.STAGES, "together"]
     tokens, *each = (float(cell.replace(",", "")) for cell in row.split())
     assert tokens >= 5000 and len(each) == len(driver_cost.STAGES) + 2
     assert sum(each[:5]) == pytest.approx(each[5], abs=5e-4)
     assert verdict.endswith("missed" if code else "reached")
+    assert told == f"row of docs/results.md: {each[5]:.3f} s of CPU time per million tokens"
 
 
 def test_a_sample_file_says_the_advantage_in_as_few_digits_as_it_has():
