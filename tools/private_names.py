@@ -46,7 +46,6 @@ EXEMPT = {
     ): "settings of an algorithm, whose classes are ours or derive from ours",
     ("algs/check/instruments.py", "vars(twin)"): "the same",
     ("algs/check/instruments.py", "object.__setattr__(twin)"): "the same",
-    ("core/types/samples.py", "object.__setattr__(credited)"): "a copy of a frozen record of ours, which it fills",
     ("rollouts/tools/env.py", "vars(base)"): "environments: ours, and the user's that derive from them",
     ("rollouts/tools/functions.py", "_is_tool"): "our own mark on a function of the user's",
     ("rollouts/tools/functions.py", "setattr(function)"): "the same",

@@ -133,7 +133,8 @@ class _Rows:
     def batch(self, part: Part) -> Batch:
         if part not in self.batches:
             chosen = [i for unit in part for i in self.units[unit]]
-            [[self.batches[part]]] = replace(self.plan, bins=[[chosen]]).batches(torch.float64)
+            [[packed]] = replace(self.plan, bins=[[chosen]]).batches(torch.float64)
+            self.batches[part] = packed.to("cpu")
         return self.batches[part]
 
     def reduce(self, partition: Sequence[Part], *, ranks: int) -> list[Totals]:

@@ -80,7 +80,7 @@ def plan_batches(
 ) -> list[Batch]:
     """Return the micro-batches of all ranks, with totals."""
     plan = make_plan(alg, groups, split=split, horizon=horizon)
-    return with_totals(alg, [batch for rank in plan.batches(torch.float64) for batch in rank], tables)
+    return with_totals(alg, [batch.to("cpu") for rank in plan.batches(torch.float64) for batch in rank], tables)
 
 
 def make_plan(alg: Algorithm, groups: list[Group], *, split: Split = WHOLE, horizon: int = HORIZON) -> Plan:

@@ -133,6 +133,8 @@ class Batch:
     A segment is usually a whole sequence. If sequences share prefixes (data_feeds/packing/prefix_tree.py), a segment is
     a part of one or several. It then attends to all ancestors (parent, grandparent, ...) as if they preceded it in the
     row.
+
+    The [T] and [M] numbers are int64 on a trainer, since torch wants that in an index. Until `to` they are int32.
     """
 
     input_ids: Tensor
@@ -177,7 +179,7 @@ class Batch:
         return with_tensors, (Batch, without_tensors(self))
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with its tensors on `device`, but for those that only the host reads."""
+        """Return the batch with its tensors on `device`, int32 as int64, but for those that only the host reads."""
         tokens = self.tokens.replace(**_move_tensors(self.tokens, device))
         compared = {name: seen.replace(**_move_tensors(seen, device)) for name, seen in self.compared.items()}
         media = {name: tensor.to(device) for name, tensor in self.media.items()}
@@ -191,10 +193,16 @@ def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[st
     # Absent columns raise MissingColumn, an AttributeError, for which getattr returns the default.
     # to read a tensor from a GPU, the host waits until the GPU has done all that it was given
     there = ((name, getattr(record, name, None)) for name in list_fields(type(record)) if name not in READ_BY_HOST)
-    moved: dict[str, Any] = {name: v.to(device) for name, v in there if isinstance(v, Tensor)}
+    moved: dict[str, Any] = {name: _move(v, device) for name, v in there if isinstance(v, Tensor)}
     if isinstance(record, Tokens):
         moved["columns"] = {name: v.to(device) for name, v in record.columns.items()}
     return moved
+
+
+def _move(tensor: Tensor, device: torch.device | str) -> Tensor:
+    # widened there: half of the bytes are moved
+    moved = tensor.to(device)
+    return moved.long() if moved.dtype == torch.int32 else moved
 
 
 @dataclass(slots=True, kw_only=True)

@@ -117,7 +117,7 @@ def pack(
         at=torch.from_numpy(
             np.concatenate([place[chosen] for place, chosen in zip(row.places, inputs.chosen, strict=True)])
         ),
-        labels=torch.from_numpy(inputs.select([s.token_ids for s in samples], np.dtype(np.int64))),
+        labels=torch.from_numpy(inputs.select([s.token_ids for s in samples])),
         tokens=select_tokens(samples, weights, inputs, numbering, has="none" if terms else "all", dtype=dtype),
         images=images,
         rope_ids=rope_ids,
@@ -312,5 +312,5 @@ def plan_update(
 
 
 def micro_batches(groups: list[Group], norm: LossNorm, max_tokens: int, **how: Any) -> list[list[Batch]]:
-    """Return the batches of `plan_update`, [rank][micro-batch]."""
-    return plan_update(groups, norm, max_tokens, **how).batches()
+    """Return the batches of `plan_update`, [rank][micro-batch], as a trainer on a CPU has them."""
+    return [[batch.to("cpu") for batch in rank] for rank in plan_update(groups, norm, max_tokens, **how).batches()]

@@ -32,6 +32,8 @@ def count_inputs(sample: Sample) -> int:
 
 def list_inputs(sample: Sample) -> list[PlacedImage]:
     """Return the images of the input tokens."""
+    if not sample.images:  # of text, without counting
+        return []
     if not sample.images:  # of a text, with less work
         return []
     n = count_inputs(sample)
@@ -48,9 +50,10 @@ def make_keys(samples: Sequence[Sample]) -> list[Ids]:
     used = 0
     keys: list[Ids] = []
     for sample in samples:
-        # copied only if it changes: the arrays of text samples are shared with their samples
-        key = sample.token_ids[: count_inputs(sample)]
-        keys.append(key.copy() if sample.images else key)
+        if not sample.images:  # the array itself, without a copy
+            keys.append(sample.token_ids[:-1])
+            continue
+        keys.append(sample.token_ids[: count_inputs(sample)].copy())
         for place in list_inputs(sample):
             n = place.end - place.begin
             name = place.image.hash, n, place.grid
@@ -113,12 +116,11 @@ class Inputs:
     counts: list[int]
     """Number of these inputs, by sample."""
 
-    def select(self, per_sample: Sequence[NDArray[Any]], dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
-        """Concatenate the values of the tokens that these inputs predict. dtype: None for that of the values."""
+    def select(self, per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """Concatenate the values of the tokens that these inputs predict."""
         # [1:] is the shift: input t predicts token t + 1
         columns = pad_columns(per_sample)
-        own = [values[1:][chosen] for values, chosen in zip(columns, self.chosen, strict=True)]
-        return np.concatenate(own, dtype=dtype)
+        return np.concatenate([values[1:][chosen] for values, chosen in zip(columns, self.chosen, strict=True)])
 
 
 def find_inputs(samples: Sequence[Sample], masks: Sequence[Mask]) -> Inputs:

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+Ints = NDArray[np.int32]
+"""Numbers below 2^31, at half the bytes of int64: a step has millions."""
 Array = NDArray[np.integer[Any]]
 Ids = Sequence[int] | Array
 """Token ids of one sequence."""
@@ -38,9 +39,9 @@ class Row:
     """[T] position in the sequence; continues from parent to child."""
     segment_ids: Ints
     """[T] segment number: 0..S-1."""
-    parents: Ints
+    parents: NDArray[np.int64]
     """[S] parent segment, or -1 at the start of a sequence."""
-    sizes: Ints
+    sizes: NDArray[np.int64]
     """[S] number of tokens of each segment."""
     order: Ints
     """Row position of every token of all sequences, end to end."""
@@ -83,12 +84,12 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
     lengths = [s.stop - s.start for s in segments]
     sizes = np.array(lengths, dtype=np.int64)
     # slices of one long range, since thousands of calls of arange would take longer
-    along = np.arange(max(sum(lengths), *map(len, ids)) if ids else 0)
+    along = np.arange(max(sum(lengths), *map(len, ids)) if ids else 0, dtype=np.int32)
     spans = [along[end - n : end] for end, n in zip(accumulate(lengths), lengths, strict=True)]
     return Row(
         input_ids=_join([ids[s.owner][s.start : s.stop] for s in segments]),
         position_ids=_join([along[s.start : s.stop] for s in segments]),
-        segment_ids=np.repeat(np.arange(len(segments)), sizes),
+        segment_ids=np.repeat(np.arange(len(segments), dtype=np.int32), sizes),
         parents=np.array([s.parent for s in segments], dtype=np.int64),
         sizes=sizes,
         order=_join([spans[n] for path in paths for n in path]),
@@ -188,4 +189,4 @@ def _sort_segments(segments: list[_Segment], paths: list[list[int]]) -> tuple[li
 
 
 def _join(parts: Sequence[Array]) -> Ints:
-    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, dtype=np.int64)
+    return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)

@@ -42,7 +42,9 @@ def select_tokens(
     if has == "all":
         columns["rollout_logp"] = floats([s.rollout_logp for s in samples])
     numbers = numbering(counts=inputs.counts)
-    columns |= {name: torch.from_numpy(np.repeat(np.array(own), inputs.counts)) for name, own in numbers.items()}
+    columns |= {
+        name: torch.from_numpy(np.repeat(np.array(own, dtype=np.int32), inputs.counts)) for name, own in numbers.items()
+    }
     weight = torch.from_numpy(np.repeat(torch.tensor(weights, dtype=dtype).numpy(), inputs.counts))
     return Tokens(weight=weight, **columns)
 

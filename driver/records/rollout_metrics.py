@@ -52,9 +52,10 @@ def count_versions(sample: Sample) -> dict[int, int]:
     sampled = sample.versions[sample.action_mask]
     if not len(sampled):
         return {}
-    oldest, newest = int(sampled.min()), int(sampled.max())
-    if oldest == newest:  # the usual case, in a third of the time
-        return {oldest: len(sampled)}
+    first = int(sampled[0])
+    if np.count_nonzero(sampled == first) == len(sampled):  # the usual case, in a third of the time
+        return {first: len(sampled)}
+    oldest = int(sampled.min())
     counts = np.bincount(sampled - oldest).tolist()  # faster than a sort
     return {oldest + age: n for age, n in enumerate(counts) if n}
 

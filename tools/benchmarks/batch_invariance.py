@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace, *, fixed: bool) -> Cost:
     make = InvariantTrainer if fixed else LocalTrainer
     model = ModelConfig(path=args.model, dtype=args.dtype)
     trainer = make(model, TrainerConfig(), SFT(), temperature=1.0, total_updates=2)
-    batch = pack(samples, [1 / len(samples)] * len(samples))
+    batch = pack(samples, [1 / len(samples)] * len(samples)).to("cpu")
     with torch.no_grad():
         logp = trainer.forward(trainer.load(batch), measures={}).logp
     trainer.step([[batch]])

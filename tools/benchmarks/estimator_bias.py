@@ -142,7 +142,7 @@ def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor
         rows = [(i, s) for i, step in enumerate(credited) for group in step for s in group]
         groups = [group for step in credited for group in step]
         episodes = renumber([(g, n) for g, group in enumerate(groups) for n in number_episodes(group)])
-        batch = pack([s for _, s in rows], weights, episodes=episodes, dtype=torch.float64)
+        batch = pack([s for _, s in rows], weights, episodes=episodes, dtype=torch.float64).to("cpu")
         step_of = torch.tensor([i for i, s in rows for _ in range(s.n_trained)])  # [M]
         prefix = prefixes_of(toy, batch)[batch.at]  # [M]
         by_token = -logit_gradient(toy.pi[prefix], alg, batch, toy.allowed_tokens)

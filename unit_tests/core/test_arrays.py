@@ -25,7 +25,7 @@ from core.types.arrays import DOUBLE, SHORT, SINGLE, from_json, list_fields, to_
 from core.types.images import PlacedImage
 from core.types.notes import Note
 from core.types.samples import LATER_FIELDS, Batch, Prompt, Sample, make_sample
-from data_feeds.packing.batches import micro_batches
+from data_feeds.packing.batches import micro_batches, plan_update
 from driver.records import sample_files
 from driver.records.sample_files import MAX_WAITING, SampleFiles, make_sample_record
 from tools.benchmarks import driver_cost
@@ -170,6 +170,19 @@ def test_a_batch_crosses_the_border_as_it_is_and_its_memory_is_its_own():
     assert torch.equal(got.input_ids, batch.input_ids) and torch.equal(got.labels, batch.labels)
     got.tokens.advantage.mul_(2)  # a loss may do that
     assert sent == [bytes(b) for b in buffers], "and others still read what was sent"
+
+
+def test_numbers_are_narrow_until_a_batch_is_moved():
+    plan = plan_update(with_values(some_groups(5, 4)), "token", 10**6, whole_groups=True)
+    [[packed]] = plan.batches()
+    moved = packed.to("cpu")
+    pairs = [(getattr(packed, name), getattr(moved, name)) for name in ("input_ids", "position_ids", "at", "labels")]
+    pairs += [(packed.segment_ids, moved.segment_ids), (packed.tokens.seq_ids, moved.tokens.seq_ids)]
+    for narrow, wide in [*pairs, (packed.tokens.group_ids, moved.tokens.group_ids)]:
+        assert (narrow.dtype, wide.dtype) == (torch.int32, torch.int64) and narrow.tolist() == wide.tolist()
+    for name in ("parents", "lengths"):
+        assert getattr(packed, name) is getattr(moved, name)
+    assert moved.tokens.weight.dtype == torch.float32
 
 
 def test_a_buffer_in_a_checkpoint_is_as_large_as_its_arrays_and_comes_back():
