@@ -2,7 +2,7 @@
 
 Two NCCL ranks on one GPU are refused, so trainers and engines that share their GPUs go this way. A chunk
 (trainers/weight_sync/chunks.py) holds handles instead of tensors, in the form of vLLM's own IPC engine. Every trainer
-rank writes its own, and each rank of an engine opens the one of its GPU. Never run yet.
+rank writes its own, and each rank of an engine opens the one of its GPU. It ran on one GPU.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ class NcclTransfer(JoinedTransfer):
 
 
 class IpcTransfer(StreamedTransfer):
-    """Transfer through CUDA IPC handles of this GPU's memory, in chunks, with checksums of loaded weights. Never run
-    yet.
+    """Transfer through CUDA IPC handles of this GPU's memory, in chunks, with checksums of loaded weights. It ran
+    on one GPU.
 
     vLLM's own engine "ipc" reads the same handles, but does not verify the load.
     """
