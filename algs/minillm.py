@@ -18,7 +18,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from algs.base import Metrics, PolicyGradient
-from algs.credit import spread_over_sample
+from algs.credit import with_advantages
 from algs.divergences import kl_divergence
 from algs.ops import importance_ratio
 from algs.teachers import Teacher
@@ -62,7 +62,7 @@ class MiniLLM(PolicyGradient):
         return self
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        return [[s.with_advantage(spread_over_sample(s, self.later_rewards(s))) for s in g] for g in groups]
+        return with_advantages(groups, [self.later_rewards(s) for g in groups for s in g])
 
     def later_rewards(self, sample: Sample) -> Floats:
         """Return R_{t+1} of each trained token, [n]; 0 after the last."""

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from algs.base import Metrics, PolicyGradient
-from algs.credit import spread_over_sample
+from algs.credit import with_advantages
 from core.types.arrays import Floats
 from core.types.measures import Measure
 from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens
@@ -38,11 +38,7 @@ class OTB(PolicyGradient):
         return super().required_columns | columns
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        def credit(group: Group) -> Group:
-            gained = self.compare(group)
-            return [s.with_advantage(spread_over_sample(s, a)) for s, a in zip(group, gained, strict=True)]
-
-        return [credit(group) for group in groups]
+        return with_advantages(groups, [gained for group in groups for gained in self.compare(group)])
 
     def compare(self, group: Group) -> list[Floats]:
         """Return the advantage of each trained token, [n] per sample; 0 without a reward or a sibling with one."""

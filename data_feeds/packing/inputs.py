@@ -50,10 +50,9 @@ def make_keys(samples: Sequence[Sample]) -> list[Ids]:
     used = 0
     keys: list[Ids] = []
     for sample in samples:
-        if not sample.images:  # the array itself, without a copy
-            keys.append(sample.token_ids[:-1])
-            continue
-        keys.append(sample.token_ids[: count_inputs(sample)].copy())
+        # copied only if it changes: the arrays of text samples are shared with their samples
+        key = sample.token_ids[: count_inputs(sample)]
+        keys.append(key.copy() if sample.images else key)
         for place in list_inputs(sample):
             n = place.end - place.begin
             name = place.image.hash, n, place.grid

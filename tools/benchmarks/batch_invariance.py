@@ -46,7 +46,10 @@ class Cost:
 
 
 def measure(args: argparse.Namespace, *, fixed: bool) -> Cost:
-    """Sample and train twice; measure the second time."""
+    """Sample and train twice; measure the second time, since the first also allocates and loads kernels.
+
+    fixed: whether sums are added in the fixed order, by engine and trainer.
+    """
     longest = args.prompt + args.tokens
     settings = {"model_path": args.model, "dtype": args.dtype, "max_model_len": longest, "stop_token_ids": ()}
     engine = HfEngine(EngineConfig(temperature=1.0, batch_invariant=fixed, **settings))
@@ -66,7 +69,7 @@ def measure(args: argparse.Namespace, *, fixed: bool) -> Cost:
     make = InvariantTrainer if fixed else LocalTrainer
     model = ModelConfig(path=args.model, dtype=args.dtype)
     trainer = make(model, TrainerConfig(), SFT(), temperature=1.0, total_updates=2)
-    batch = pack(samples, [1 / len(samples)] * len(samples)).to("cpu")
+    batch = pack(samples, [1 / len(samples)] * len(samples))
     with torch.no_grad():
         logp = trainer.forward(trainer.load(batch), measures={}).logp
     trainer.step([[batch]])
