@@ -34,8 +34,6 @@ def list_inputs(sample: Sample) -> list[PlacedImage]:
     """Return the images of the input tokens."""
     if not sample.images:  # of text, without counting
         return []
-    if not sample.images:  # of a text, with less work
-        return []
     n = count_inputs(sample)
     return [place for place in sample.images if place.begin < n]
 
