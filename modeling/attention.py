@@ -216,7 +216,8 @@ def attend_runs(
 
 def _as_batch(x: Tensor, run: EqualSegments) -> Tensor:
     """Reshape the segments of a run to rows: [1, H, count * n, D] -> [count, H, n, D]."""
-    return x[0].unflatten(1, (run.count, -1)).transpose(0, 1)
+    # squeeze, not [0]: the gradient of an index would be a copy
+    return x if run.count == 1 else x.squeeze(0).unflatten(1, (run.count, -1)).transpose(0, 1)
 
 
 def _keys_of_runs(x: Tensor, segments: Segments) -> list[Tensor]:

@@ -309,6 +309,18 @@ def test_a_segment_has_the_keys_of_its_ancestors_and_its_own(lengths, parents, g
         torch.testing.assert_close(got[:, place], alone[:, -len(place) :])
 
 
+def test_the_gradient_of_a_segment_is_a_view_of_its_rows():
+    """The gradient of an index is a copy, which took 7 % of a DPO update on a CPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        q, k = draw(1, 4, 11, 8).requires_grad_(), draw(1, 2, 11, 8).requires_grad_()
+        # a run of one segment, a run of two
+        out, _ = attend_by_sequence(nn.Identity(), q, k, k, None, segments=Segments([5, 3, 3], [-1, 0, 0]))
+        out.sum().backward()
+    called = {event.name for event in seen.events()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in called
+    assert "aten::select_backward" not in called
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_heads_share_keys_in_any_number_of_rows(rows):
     q, k, v = draw(rows, 4, 3, 8), draw(rows, 2, 3, 8), draw(rows, 2, 3, 8) + 1
