@@ -69,7 +69,7 @@ _TYPES = (types.FunctionType, types.ModuleType, types.CoroutineType)
 STANDARD = frozenset(name for kind in (object, type, Exception, dict, *_TYPES) for name in dir(kind)) | frozenset(
     {
         *("__all__", "__annotations__", "__file__", "__main__", "__origin__", "__path__", "__version__", "__wrapped__"),
-        "__getattr__",  # object has none
+        *("__getattr__", "__set__"),  # object has neither
         *("_asdict", "_fields", "_make", "_replace"),  # of a named tuple
     }
 )

@@ -126,12 +126,12 @@ def list_fields(record: type[Any]) -> tuple[str, ...]:
 
 
 def without_tensors(record: Any) -> dict[str, Any]:
-    """Return the record's present fields; CPU tensors become arrays on the same memory.
+    """Return the record's fields that are there and not None; CPU tensors become arrays on the same memory.
 
     pickle's protocol 5 transfers array memory without a copy; a tensor would be copied several times.
     """
-    there = {name: getattr(record, name) for name in list_fields(type(record)) if hasattr(record, name)}
-    return {name: v.numpy() if isinstance(v, Tensor) else v for name, v in there.items()}
+    there = ((name, getattr(record, name, None)) for name in list_fields(type(record)))
+    return {name: v.numpy() if isinstance(v, Tensor) else v for name, v in there if v is not None}
 
 
 def with_tensors(kind: type[Record], given: Mapping[str, Any]) -> Record:

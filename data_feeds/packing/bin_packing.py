@@ -149,8 +149,9 @@ def _deal_to_ranks(bins: list[list[int]], ranks: int, bin_cost: Callable[[list[i
     each = len(bins) // ranks
     hands: list[list[list[int]]] = [[] for _ in range(ranks)]
     held = [0.0] * ranks
-    for chosen in sorted(bins, key=bin_cost, reverse=True):
+    costs = [bin_cost(chosen) for chosen in bins]
+    for n in sorted(range(len(bins)), key=costs.__getitem__, reverse=True):
         rank = min((r for r in range(ranks) if len(hands[r]) < each), key=held.__getitem__)
-        hands[rank].append(chosen)
-        held[rank] += bin_cost(chosen)
+        hands[rank].append(bins[n])
+        held[rank] += costs[n]
     return [hand[n] for n in range(each) for hand in hands]

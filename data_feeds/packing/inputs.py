@@ -101,7 +101,8 @@ def find_trained(sample: Sample, chosen: Mask) -> tuple[slice | NDArray[np.intp]
     mask = chosen[1 : count_inputs(sample) + 1]
     n = int(np.count_nonzero(mask))
     first = int(mask.argmax()) if n else 0
-    is_run = np.count_nonzero(mask[first : first + n]) == n
+    # counted again only if something follows: n tokens from `first` to the end are a run
+    is_run = first + n == len(mask) or np.count_nonzero(mask[first : first + n]) == n
     return (slice(first, first + n) if is_run else np.flatnonzero(mask)), n
 
 

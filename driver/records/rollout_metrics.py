@@ -49,15 +49,15 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
 
 def count_versions(sample: Sample) -> dict[int, int]:
     """Count the sampled tokens per policy version, oldest first."""
-    sampled = sample.versions[sample.action_mask]
-    if not len(sampled):
-        return {}
-    first = int(sampled[0])
-    if np.count_nonzero(sampled == first) == len(sampled):  # the usual case, in a third of the time
-        return {first: len(sampled)}
-    oldest = int(sampled.min())
-    counts = np.bincount(sampled - oldest).tolist()  # faster than a sort
-    return {oldest + age: n for age, n in enumerate(counts) if n}
+    rest = sample.versions[sample.action_mask]
+    counts: dict[int, int] = {}
+    # A comparison per version, of which there are one or two: counting or sorting all numbers takes longer.
+    while len(rest):
+        differs = rest != rest[0]
+        left = int(np.count_nonzero(differs))
+        counts[int(rest[0])] = len(rest) - left
+        rest = rest[differs] if left else rest[:0]
+    return dict(sorted(counts.items()))
 
 
 def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn: bool = False) -> dict[str, float]:
@@ -121,7 +121,8 @@ def correlate_with_length(groups: Sequence[Group], sampled: Sequence[Sequence[in
         for group, own in zip(groups, sampled, strict=True)
     ]
     # within groups, because a hard prompt has long replies and low rewards
-    return correlate(np.concatenate([np.array(own) - np.mean(own, axis=0) for own in pairs if own]))
+    tables = [np.array(own) for own in pairs if own]
+    return correlate(np.concatenate([table - table.mean(axis=0) for table in tables]))
 
 
 def _measure_kept_sets(samples: Sequence[Sample]) -> dict[str, float]:

@@ -436,7 +436,8 @@ def sampled_by(*versions: int) -> Sample:
 
 
 def test_the_versions_of_a_sample_are_counted_oldest_first():
-    for versions, counts in (((), {}), ((5, 5), {5: 2}), ((7, 4, 4), {4: 2, 7: 1})):
+    mixed = ((6, 4, 9, 4, 6, 4), {4: 3, 6: 2, 9: 1})
+    for versions, counts in (((), {}), ((5, 5), {5: 2}), ((7, 4, 4), {4: 2, 7: 1}), mixed):
         assert list(count_versions(sampled_by(*versions)).items()) == list(counts.items()), versions
     assert measure_staleness([[sampled_by()]], step=4, max_staleness=1) == {}
 
