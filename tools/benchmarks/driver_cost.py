@@ -76,7 +76,7 @@ def make_groups(tokens: int) -> list[Group]:
     return groups
 
 
-def run_step(groups: list[Group]) -> dict[str, float]:
+def run_step(groups: list[Group], alg: GRPO) -> dict[str, float]:
     """Run the driver's work of one step; return the CPU seconds of each stage."""
     seconds: dict[str, float] = {}
     now = time.process_time()
@@ -92,7 +92,6 @@ def run_step(groups: list[Group]) -> dict[str, float]:
     measure_drawn(drawn)
     measure_groups(groups)
     lap("metrics")
-    alg = GRPO()
     credited = assign_advantages(alg, groups)
     check_advantages(alg, groups, credited)
     lap("credit")
@@ -115,12 +114,13 @@ def take_medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 def measure(tokens: int) -> dict[str, float]:
     """Return the CPU seconds of each stage, the tokens of a step and the bytes at the peak of this process."""
     keep_freed_memory()  # as the driver does
-    run_step(make_groups(20_000))  # imports, and the threads of the libraries
+    alg = GRPO()  # a run makes it once
+    run_step(make_groups(20_000), alg)  # imports, and the threads of the libraries
     groups = make_groups(tokens)
     # the groups are there in any case, so only what is above them is the step's
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with collecting_seldom(True):  # as a run on Ray does
-        seconds = take_medians([run_step(groups) for _ in range(max(STEPS, MEASURED_TOKENS // tokens))])
+        seconds = take_medians([run_step(groups, alg) for _ in range(max(STEPS, MEASURED_TOKENS // tokens))])
     peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held)
     return seconds | {"tokens": sum(len(s.token_ids) for g in groups for s in g), "peak": float(peak)}
 
