@@ -62,6 +62,21 @@ def to_column(values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     return column
 
 
+def find_true(mask: Mask) -> tuple[slice | NDArray[np.intp], int]:
+    """Return the places [n] where a mask is True, and n. A single run, as of one reply, is a slice, and copies nothing.
+
+    >>> find_true(np.array([False, True, True]))
+    (slice(1, 3, None), 2)
+    >>> find_true(np.array([True, False, True]))
+    (array([0, 2]), 2)
+    """
+    n = int(np.count_nonzero(mask))
+    first = int(mask.argmax()) if n else 0
+    # counted again only if something follows: n places from the first one to the end are a run
+    is_run = first + n == len(mask) or np.count_nonzero(mask[first : first + n]) == n
+    return (slice(first, first + n) if is_run else np.flatnonzero(mask)), n
+
+
 def pack_arrays(arrays: Sequence[NDArray[Any]]) -> PackedArrays:
     """Return arrays [L] for pickling: short ones as one string of bytes with their dtypes, others as they are.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from typing import Any, overload
 
 import numpy as np
@@ -148,10 +149,12 @@ def _deal_to_ranks(bins: list[list[int]], ranks: int, bin_cost: Callable[[list[i
     # cost so far. Ranks with their share of bins are full, since all ranks run the same number of forward passes.
     each = len(bins) // ranks
     hands: list[list[list[int]]] = [[] for _ in range(ranks)]
-    held = [0.0] * ranks
     costs = [bin_cost(chosen) for chosen in bins]
+    # ranks that are not full, by the cost so far; among equals, the lowest number
+    waiting = [(0.0, rank) for rank in range(ranks)]
     for n in sorted(range(len(bins)), key=costs.__getitem__, reverse=True):
-        rank = min((r for r in range(ranks) if len(hands[r]) < each), key=held.__getitem__)
+        held, rank = heappop(waiting)
         hands[rank].append(bins[n])
-        held[rank] += costs[n]
+        if len(hands[rank]) < each:
+            heappush(waiting, (held + costs[n], rank))
     return [hand[n] for n in range(each) for hand in hands]

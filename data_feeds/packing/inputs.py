@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.types.arrays import Ids, Mask
+from core.types.arrays import Ids, Mask, find_true
 from core.types.images import EncodedImage, PlacedImage
 from core.types.samples import Sample
 from data_feeds.packing.prefix_tree import Row
@@ -48,9 +48,10 @@ def make_keys(samples: Sequence[Sample]) -> list[Ids]:
     used = 0
     keys: list[Ids] = []
     for sample in samples:
-        # copied only if it changes: the arrays of text samples are shared with their samples
-        key = sample.token_ids[: count_inputs(sample)]
-        keys.append(key.copy() if sample.images else key)
+        keys.append(sample.token_ids[: count_inputs(sample)])
+        if not sample.images:  # of text: the key is a view of the sample's ids
+            continue
+        keys[-1] = keys[-1].copy()
         for place in list_inputs(sample):
             n = place.end - place.begin
             name = place.image.hash, n, place.grid
@@ -94,16 +95,8 @@ def check_untrained(samples: Sequence[Sample]) -> None:
 
 
 def find_trained(sample: Sample, chosen: Mask) -> tuple[slice | NDArray[np.intp], int]:
-    """Return the inputs that predict the tokens of a mask, and their number. Input t predicts token t + 1.
-
-    A contiguous range is a slice, as for a single reply, since slicing does not copy.
-    """
-    mask = chosen[1 : count_inputs(sample) + 1]
-    n = int(np.count_nonzero(mask))
-    first = int(mask.argmax()) if n else 0
-    # counted again only if something follows: n tokens from `first` to the end are a run
-    is_run = first + n == len(mask) or np.count_nonzero(mask[first : first + n]) == n
-    return (slice(first, first + n) if is_run else np.flatnonzero(mask)), n
+    """Return the inputs that predict the tokens of a mask, and their number. Input t predicts token t + 1."""
+    return find_true(chosen[1 : count_inputs(sample) + 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

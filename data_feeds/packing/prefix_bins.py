@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from core.types.samples import Sample
 from data_feeds.packing.bin_packing import estimate_cost, pack_into_bins
-from data_feeds.packing.inputs import count_inputs, make_keys
+from data_feeds.packing.inputs import make_keys
 from data_feeds.packing.prefix_tree import gather_families, sort_by_prefix
 
 Ints = NDArray[np.int64]
@@ -170,16 +170,19 @@ def pack_families(
 
 def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> _Families:
     members: list[int] = []
+    lengths: list[int] = []
     shared: list[int] = []
     gathered = gather_families(range(len(samples)), families)
     for chosen in gathered:
-        order, in_common = sort_by_prefix(make_keys([samples[i] for i in chosen]))
+        keys = make_keys([samples[i] for i in chosen])
+        order, in_common = sort_by_prefix(keys)
         members += [chosen[n] for n in order]
+        lengths += [len(keys[n]) for n in order]
         shared += in_common
     return _Families.of(
         members=np.array(members, dtype=np.int64),
         sizes=[len(chosen) for chosen in gathered],
-        lengths=np.array([count_inputs(samples[i]) for i in members], dtype=np.int64),
+        lengths=np.array(lengths, dtype=np.int64),
         shared=np.array(shared, dtype=np.int64),
         trained=np.array([samples[i].n_trained for i in members], dtype=np.int64),
     )

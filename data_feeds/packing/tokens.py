@@ -45,8 +45,8 @@ def select_tokens(
     columns |= {
         name: torch.from_numpy(np.repeat(np.array(own, dtype=np.int32), inputs.counts)) for name, own in numbers.items()
     }
-    weight = torch.from_numpy(np.repeat(torch.tensor(weights, dtype=dtype).numpy(), inputs.counts))
-    return Tokens(weight=weight, **columns)
+    weight = torch.from_numpy(np.repeat(np.array(weights, dtype=np.float64), inputs.counts))
+    return Tokens(weight=weight.to(dtype), **columns)
 
 
 def all_credited(samples: list[Sample]) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from core import metrics as names
 from core.errors import RunStopped, UserError
 from core.reserved_metrics import REWARD_NAMES
+from core.types.arrays import find_true
 from core.types.episodes import list_episodes, split_players
 from core.types.samples import Group, Sample
 from driver.evaluation.estimators import choose_ks, pass_at_k
@@ -27,7 +28,8 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
     counted = [count_versions(s) for g in groups for s in g if s.origin == "policy"]
     ages: Counter[int] = Counter()
     for own in counted:
-        ages.update({step - version: n for version, n in own.items()})
+        for version, n in own.items():
+            ages[step - version] += n
     # The buffer bounds staleness when a group starts; this checks the result, whatever the schedule did.
     if wrong := [age for age in ages if not 0 <= age <= max_staleness]:
         raise RunStopped(
@@ -49,7 +51,7 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
 
 def count_versions(sample: Sample) -> dict[int, int]:
     """Count the sampled tokens per policy version, oldest first."""
-    rest = sample.versions[sample.action_mask]
+    rest = sample.versions[find_true(sample.action_mask)[0]]
     counts: dict[int, int] = {}
     # A comparison per version, of which there are one or two: counting or sorting all numbers takes longer.
     while len(rest):
