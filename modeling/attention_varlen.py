@@ -53,7 +53,8 @@ def attend_varlen(
     more: dict[str, Any] = {"enable_gqa": True} if must_tell else {}
 
     index = segments.index_keys(query.device)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    # squeeze, not [0]: the gradient of an index would be a copy
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     if index.keys is not None:
         k, v = gather_keys(k, index.keys), gather_keys(v, index.keys)
     done = varlen_attn(

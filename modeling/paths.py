@@ -63,7 +63,7 @@ class _Current:
             nonlocal index
             if isinstance(x, Tensor) and x.shape[:2] == (1, total):
                 index = index or self._index(x.device)
-                return x[0][index.places]
+                return x.squeeze(0)[index.places]  # not [0], whose gradient would be a copy
             return type(x)(map(change, x)) if isinstance(x, tuple) else x
 
         kept = {name: change(x) for name, x in given.items() if name not in BORDERS}

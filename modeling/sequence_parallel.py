@@ -81,7 +81,8 @@ class SequenceGroup:
         """
         copies = max(1, self.size // key.shape[1])
         parts = [query, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))]
-        by_rank = [x[0].unflatten(0, (self.size, -1)) for x in parts]  # [size, H / size, T / size, D]
+        # squeeze, not [0]: the gradient of an index would be a copy
+        by_rank = [x.squeeze(0).unflatten(0, (self.size, -1)) for x in parts]  # [size, H / size, T / size, D]
         # a single exchange for queries, keys and values, since each collective waits for the slowest rank
         came = _AllToAll.apply(torch.cat(by_rank, 1), self.group)
         heads = came.transpose(0, 1).flatten(1, 2)[None]
@@ -90,7 +91,7 @@ class SequenceGroup:
 
     def to_positions(self, attended: Tensor) -> Tensor:
         """Exchange heads of this rank for positions: [1, T, H / size, D] -> [1, T / size, H, D]."""
-        came = _AllToAll.apply(attended[0].unflatten(0, (self.size, -1)), self.group)
+        came = _AllToAll.apply(attended.squeeze(0).unflatten(0, (self.size, -1)), self.group)
         return came.transpose(0, 1).flatten(1, 2)[None]
 
     def sum(self, values: Tensor) -> Tensor:
