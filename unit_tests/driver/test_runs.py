@@ -456,6 +456,9 @@ def test_a_signal_before_the_first_step_ends_the_run_too(recipe, tmp_path, when)
             time.sleep(0.01)
         if when != "importing":
             assert "run folder" in run.stdout.readline()
+            # before Ray's first process the run would end before the second signal arrives
+            while run.poll() is None and not any("gcs_server" in str(command_of(pid)) for pid in descendants(run.pid)):
+                time.sleep(0.01)
         run.terminate()
         if "three" in when:
             run.send_signal(signal.SIGINT)
