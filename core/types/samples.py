@@ -291,6 +291,7 @@ class Sample:
 
 _ALL = list_fields(Sample)
 _OTHERS = tuple(name for name in _ALL if name not in TOKEN_COLUMNS)
+_PACKED = (*TOKEN_COLUMNS, *_OTHERS)
 _get_all, _get_others = attrgetter(*_ALL), attrgetter(*_OTHERS)
 # the setter of each slot, which takes half the time of object.__setattr__
 _PUT: dict[str, Callable[[Sample, Any], None]] = {name: getattr(Sample, name).__set__ for name in _ALL}
@@ -306,7 +307,7 @@ def _fill(names: Sequence[str], values: Sequence[Any]) -> Sample:
 
 def _restore(columns: PackedArrays, others: tuple[Any, ...]) -> Sample:
     """Return the sample of `Sample.__reduce__`, whose arrays were checked when it was made."""
-    return _fill((*TOKEN_COLUMNS, *_OTHERS), (*unpack_arrays(columns), *others))
+    return _fill(_PACKED, (*unpack_arrays(columns), *others))
 
 
 def make_sample(

@@ -48,10 +48,9 @@ def make_keys(samples: Sequence[Sample]) -> list[Ids]:
     used = 0
     keys: list[Ids] = []
     for sample in samples:
-        keys.append(sample.token_ids[: count_inputs(sample)])
-        if not sample.images:  # of text: the key is a view of the sample's ids
-            continue
-        keys[-1] = keys[-1].copy()
+        # copied only if it changes: the arrays of text samples are shared with their samples
+        key = sample.token_ids[: count_inputs(sample)]
+        keys.append(key.copy() if sample.images else key)
         for place in list_inputs(sample):
             n = place.end - place.begin
             name = place.image.hash, n, place.grid

@@ -16,7 +16,7 @@ from core import metrics as names
 from core.tasks import gather_fail_fast, start_task
 from core.types.samples import Group, Prompt
 from driver.records.judge_metrics import check_second_failures, measure_second
-from driver.records.rollout_metrics import check_failures, measure_groups, measure_passes
+from driver.records.rollout_metrics import check_failures, count_versions, measure_groups, measure_passes
 from rollouts.scheduling.generation import Generation
 
 
@@ -110,7 +110,7 @@ class Evaluator:
         check_failures(groups, max_failed_fraction=self.cfg.reward.max_failed_fraction)
         if self.cfg.eval_reward is not None:
             check_second_failures(groups, max_failed_fraction=self.cfg.eval_reward.max_failed_fraction)
-        versions = {int(v) for group in groups for s in group for v in s.versions[s.action_mask]}
+        versions = {version for group in groups for s in group for version in count_versions(s)}
         if len(versions) > 1:
             return None
         # If every sample failed before its first token, no token names a version.

@@ -56,9 +56,8 @@ def count_versions(sample: Sample) -> dict[int, int]:
     # A comparison per version, of which there are one or two: counting or sorting all numbers takes longer.
     while len(rest):
         differs = rest != rest[0]
-        left = int(np.count_nonzero(differs))
-        counts[int(rest[0])] = len(rest) - left
-        rest = rest[differs] if left else rest[:0]
+        counts[int(rest[0])] = len(rest) - int(np.count_nonzero(differs))
+        rest = rest[differs]
     return dict(sorted(counts.items()))
 
 

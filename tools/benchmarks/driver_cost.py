@@ -114,7 +114,7 @@ def take_medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 def measure(tokens: int) -> dict[str, float]:
     """Return the CPU seconds of each stage, the tokens of a step and the bytes at the peak of this process."""
     keep_freed_memory()  # as the driver does
-    alg = GRPO()  # a run makes it once
+    alg = GRPO()  # validated once in a run, whose steps have copies
     run_step(make_groups(20_000), alg)  # imports, and the threads of the libraries
     groups = make_groups(tokens)
     # the groups are there in any case, so only what is above them is the step's
