@@ -3,8 +3,8 @@
 The works: `quickstart`, the step of configs/quickstart.yaml (64 prompts x 16 samples of at most 8 tokens, 0.55M
 parameters), and `long`, 256 prompts x 16 samples of 1 to 64 tokens of the same model. The sides:
 
-    vllm           main_rl.py on Ray, DeepSpeed and vLLM
-    hf             the same with the engine hf
+    vllm           main_rl.py on Ray, DeepSpeed and vLLM, with the number of engines of `make quickstart`
+    hf             the same with the engine hf, one
     local          backend: local with the engine hf, all in one process
     TRL            GRPOTrainer in an environment of its own, on the prompts of our first run
     bare vLLM      LLM.generate with n=16 on the same prompts; generation alone
@@ -13,7 +13,7 @@ parameters), and `long`, 256 prompts x 16 samples of 1 to 64 tokens of the same 
 Every side has a process of its own. The sides run in turns, in several rounds, because the speed of a machine drifts: a
 ratio is the median over the rounds. A first table gives the seconds of a step without the first, and of generation, in
 each round. A line gives the iterations of vLLM, from a run of its own. A second table gives CPU milliseconds of a
-sample in each process, as the samples of a step grow. Exit code 1 if a goal is missed.
+sample in each process, as the samples of a step grow. Both have one engine. Exit code 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tools.benchmarks.rl_vs_trl import prompts_of
 from tools.benchmarks.rl_work import Workload, read_steps
 from tools.benchmarks.watched_run import PLACES, Watched, watch
 from tools.gpu_day.runs import make_quickstart
+from tools.placement import choose_overrides, count_devices
 
 MODEL = ROOT / "build" / "sample_cost"
 WORKS = {
@@ -48,7 +49,7 @@ WORKS = {
     "long": Workload(prompts=256, samples=16, new_tokens=64, max_prompt=32, solved=0),
 }
 SIDES = {
-    "vllm": (),
+    "vllm": tuple(choose_overrides(*count_devices())),
     "hf": ("rollout.engine=hf",),
     "local": ("backend=local", "rollout.engine=hf"),
 }
@@ -290,8 +291,9 @@ def describe_rounds(rounds: list[dict[str, Side]]) -> str:
         return statistics.median(map(number, rounds))
 
     ratios = {name: statistics.median(each) for name, each in list_ratios(rounds).items()}
+    engines = " and ".join(["vLLM", *SIDES["vllm"]])
     return (
-        f"{median(lambda r: r['vllm'].step):.2f} s ({ratios[OURS]:.2f} of TRL's) on Ray with vLLM, "
+        f"{median(lambda r: r['vllm'].step):.2f} s ({ratios[OURS]:.2f} of TRL's) on Ray with {engines}, "
         f"{median(lambda r: r['local'].step):.2f} s ({ratios[LOCAL]:.2f} of TRL's) with `backend: local`, "
         f"TRL {median(lambda r: r['TRL'].step):.2f} s; generation {median(lambda r: r['vllm'].generation):.2f} s, "
         f"{ratios[GENERATION]:.2f} times bare vLLM's; start {median(lambda r: r['vllm'].start):.0f} s"
