@@ -48,11 +48,7 @@ WORKS = {
     "quickstart": Workload(prompts=64, samples=16, new_tokens=8, max_prompt=32, solved=0),
     "long": Workload(prompts=256, samples=16, new_tokens=64, max_prompt=32, solved=0),
 }
-SIDES = {
-    "vllm": tuple(choose_overrides(*count_devices())),
-    "hf": ("rollout.engine=hf",),
-    "local": ("backend=local", "rollout.engine=hf"),
-}
+SIDES = ("vllm", "hf", "local")
 BARE = ("bare vLLM", "bare generate")
 GENERATION, OURS, LOCAL = "generation of vllm / bare vLLM", "vllm / TRL", "local / TRL"
 GOALS = {GENERATION: 1.5, OURS: 1.0, LOCAL: 0.8}
@@ -157,18 +153,25 @@ def measure_rounds(args: argparse.Namespace, work: Workload, scratch: Path) -> l
 def measure_side(name: str, args: argparse.Namespace, work: Workload, scratch: Path, runs: list[Path]) -> Side:
     """Run a side. runs: the folders of our runs so far, to which a run of ours is added."""
     if name in SIDES:
-        run, watched = run_ours(work, args.steps, scratch, *SIDES[name])
+        run, watched = run_ours(work, args.steps, scratch, *list_overrides(name))
         runs.append(run)
         rows = read_metrics(run)
         seconds, generation = ([row[time_metric(key)] for row in rows] for key in (STEP, Phase.WAIT_FOR_DATA))
         return Side.of(seconds, generation, start=watched.first_end - seconds[0])
     if not runs:
-        raise SystemExit(f"error: {name} needs the prompts of one of our runs before it in --sides: {[*SIDES]}")
+        raise SystemExit(f"error: {name} needs the prompts of one of our runs before it in --sides: {list(SIDES)}")
     if name == "TRL":
         return Side.of(measure_trl(args, work, runs[0], scratch))
     command = [sys.executable, "-m", "tools.benchmarks.sample_cost", "--work", args.work]
     seconds = run_for_json([*command, "--bare", name, str(runs[0])])
     return Side.of(seconds, seconds)
+
+
+def list_overrides(side: str) -> list[str]:
+    """Return the overrides of one of our sides, for this machine."""
+    if side == "vllm":
+        return list(choose_overrides(*count_devices()))
+    return ["rollout.engine=hf"] if side == "hf" else ["rollout.engine=hf", "backend=local"]
 
 
 def run_ours(work: Workload, steps: int, scratch: Path, *overrides: str) -> tuple[Path, Watched]:
@@ -291,7 +294,7 @@ def describe_rounds(rounds: list[dict[str, Side]]) -> str:
         return statistics.median(map(number, rounds))
 
     ratios = {name: statistics.median(each) for name, each in list_ratios(rounds).items()}
-    engines = " and ".join(["vLLM", *SIDES["vllm"]])
+    engines = " and ".join(["vLLM", *list_overrides("vllm")])
     return (
         f"{median(lambda r: r['vllm'].step):.2f} s ({ratios[OURS]:.2f} of TRL's) on Ray with {engines}, "
         f"{median(lambda r: r['local'].step):.2f} s ({ratios[LOCAL]:.2f} of TRL's) with `backend: local`, "

@@ -137,16 +137,6 @@ def test_engines_take_no_gpus_beside_trainers_that_lend_them(
         assert share_for_engine(rl(**{"rollout.num_engines": n})) == Resources(threads=threads)
 
 
-@pytest.mark.parametrize(("n", "override"), [(0, ""), (1, "placement=colocate\n"), (2, "")])
-def test_the_quickstart_takes_one_gpu_in_turns_and_says_so(tmp_path: Path, n: int, override: str) -> None:
-    answers = pretend(tmp_path, cuda=None, answers="", nvidia_smi="echo 580.1;" * n + "true")
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.placement"], cwd=ROOT, env=answers, capture_output=True, text=True, check=True
-    )
-    assert (done.stdout, "one GPU: trainer and engine use it in turns" in done.stderr) == (override, n == 1)
-    assert "seed=$(SEED) $$($(BIN)/python -m tools.placement)\n" in (ROOT / "Makefile").read_text()
-
-
 def test_a_driver_without_gpus_leaves_the_cache_of_remote_gpus_to_vllm(
     rl: Callable[..., RLConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
