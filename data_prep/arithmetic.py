@@ -8,7 +8,8 @@ on it is right about as often as the teacher, everywhere alike, with the right a
 learning can improve such a policy at once.
 
 `--pairs N` adds two files of the same N problems for preference learning: pairs.parquet with a right and a wrong reply
-to each, and labelled.parquet with both replies as rows of their own, labelled true and false.
+to each, and labelled.parquet with both replies as rows of their own, labelled true and false. `--copies K` writes K rows
+of each problem of these files and of sft.parquet, with wrong replies drawn anew.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def make(
     """Draw the splits "eval", "train", "sft", "pairs" and "labelled", in this order.
 
     So eval depends only on the seed. `sft` counts problems, with `copies` rows each, which differ in the order of
-    operands and in the teacher's errors. `pairs` counts the problems of "pairs" and "labelled".
+    operands and in the teacher's errors. `pairs` counts the problems of "pairs" and "labelled", with `copies` pairs
+    each, side by side, which differ in the wrong reply.
     """
     rng = random.Random(seed)
     # drawn together, so that no two splits share a problem
@@ -90,7 +92,8 @@ def make(
     rows["sft"] = [_taught(row, wrong_share, rng) for row in rows["sft"]]
     if not pairs:
         return rows
-    asked = [_row(task, "pairs", i, problem) for i, problem in enumerate(compared)]
+    repeated = [problem for problem in compared for _ in range(copies)]
+    asked = [_row(task, "pairs", i, problem) for i, problem in enumerate(repeated)]
     wrong = [_with_wrong_digit(row.answer, rng) for row in asked]
     rows["pairs"] = [replace(row, chosen=row.answer, rejected=bad) for row, bad in zip(asked, wrong, strict=True)]
     rows["labelled"] = [one for row, bad in zip(asked, wrong, strict=True) for one in _labelled(row, bad)]
@@ -143,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--prompt-form", type=form_of("a", "op", "b"), default="{a}{op}{b}=", help="default %(default)s"
     )
-    parser.add_argument("--copies", type=whole(1), default=1, help="SFT rows per problem (default %(default)s)")
+    parser.add_argument("--copies", type=whole(1), default=1, help="rows per problem, but for train and eval (default %(default)s)")
     parser.add_argument("--pairs", type=whole(0), default=0, help="problems for preferences (default none)")
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with one wrong digit")
     options = read_options(parser, argv)

@@ -62,7 +62,8 @@ MATRIX: dict[str, Task] = {
     "KTO": Task(alg={"name": "kto"}, rows="labelled", steps=240, metric="kto/accuracy"),
     "BCO": Task(alg={"name": "bco"}, rows="labelled", steps=240, metric="bco/accuracy"),
     "offline DRO": Task(alg={"name": "offline_dro"}, rows="scored", metric="offline_dro/accuracy"),
-    "reward model": Task(alg={"name": "reward_model"}, rows="pairs", steps=600, metric="pair/accuracy"),
+    # with one wrong reply to a sum it fits the pairs it sees, and not others
+    "reward model": Task(alg={"name": "reward_model"}, rows="many_pairs", steps=1200, metric="pair/accuracy"),
 }
 JUDGES = {"reward model"}
 """Rows whose model writes nothing."""
@@ -87,12 +88,15 @@ def make_rows(folder: Path) -> None:
     data = folder / "data"
     # the held-out sums are drawn first, and so are the quickstart's
     sizes = ["--max", "49", "--padded", "--train", "0", "--eval", "200"]
-    quietly(lambda: arithmetic.main(["--out", str(data / "compared"), *sizes, "--pairs", "1000"]))
+    pairs = [*sizes, "--pairs", "1000"]
+    quietly(lambda: arithmetic.main(["--out", str(data / "compared"), *pairs]))
+    quietly(lambda: arithmetic.main(["--out", str(data / "recompared"), *pairs, "--copies", "16"]))
     quietly(lambda: arithmetic.main(["--out", str(data / "solved_sums"), *sizes, "--sft", "1000"]))
     (data / "solved_sums" / "sft.parquet").rename(data / "right.parquet")
-    for name in ("pairs", "labelled"):
+    (data / "recompared" / "pairs.parquet").rename(data / "compared" / "many_pairs.parquet")
+    for name in ("pairs", "many_pairs", "labelled"):
         rows = pq.read_table(data / "compared" / f"{name}.parquet")
-        # both rows of a sum are side by side, and so in the same part
+        # all rows of a sum are side by side, and so in the same part
         held_out = len(rows) // 5
         pq.write_table(rows.slice(held_out), data / f"{name}.parquet")
         pq.write_table(rows.slice(0, held_out), data / f"{name}_held_out.parquet")

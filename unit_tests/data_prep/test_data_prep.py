@@ -98,6 +98,13 @@ def test_pairs_hold_a_right_and_a_wrong_reply_and_labels_say_which() -> None:
     assert {split: without[split] for split in ("eval", "train")} == {s: splits[s] for s in ("eval", "train")}
 
 
+def test_copies_of_a_pair_lie_side_by_side_and_have_other_wrong_replies() -> None:
+    one, five = (arithmetic.make(Task(), train=10, held_out=10, pairs=40, copies=n)["pairs"] for n in (1, 5))
+    assert [row.messages for row in one for _ in range(5)] == [row.messages for row in five]
+    assert len({row.id for row in five}) == 200
+    assert all(len({row.rejected for row in five[at : at + 5]}) > 1 for at in range(0, 200, 5))
+
+
 def test_parquet_and_jsonl_hold_the_same_rows(tmp_path: Path) -> None:
     common = ["--out", str(tmp_path), "--train", "5", "--eval", "3", "--sft", "4"]
     arithmetic.main(common)
