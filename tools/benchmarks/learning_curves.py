@@ -81,9 +81,9 @@ def draw(curves: dict[str, Runs]) -> str:
 
 
 def quickstart(runs: Runs) -> list[str]:
-    """Draw every algorithm on the quickstart's task: thin lines, and a bold one above them."""
+    """Draw runs on the quickstart's task: thin lines, and a bold one above them."""
     note = f"A run ends at the step that reaches {GOAL:g}; {BOLD} goes on."
-    panel = Panel(left=65, runs=runs, title="The quickstart's task, every algorithm", note=note)
+    panel = Panel(left=65, runs=runs, title=f"The quickstart's task, {len(runs)} algorithms", note=note)
     looks = dict.fromkeys(runs, Look(BLUE))
     for i, name in enumerate(name for name in runs if name != BOLD):
         looks[name] = Look(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)], 1.3)
