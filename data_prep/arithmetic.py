@@ -8,8 +8,8 @@ on it is right about as often as the teacher, everywhere alike, with the right a
 learning can improve such a policy at once.
 
 `--pairs N` adds two files of the same N problems for preference learning: pairs.parquet with a right and a wrong reply
-to each, and labelled.parquet with both replies as rows of their own, labelled true and false. `--copies K` writes K rows
-of each problem of these files and of sft.parquet, with wrong replies drawn anew.
+to each, and labelled.parquet with both replies as rows of their own, labelled true and false. `--copies K` writes K
+rows of each problem of these files and of sft.parquet, with wrong replies drawn anew.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--prompt-form", type=form_of("a", "op", "b"), default="{a}{op}{b}=", help="default %(default)s"
     )
-    parser.add_argument("--copies", type=whole(1), default=1, help="rows per problem, but for train and eval (default %(default)s)")
+    parser.add_argument(
+        "--copies", type=whole(1), default=1, help="rows per problem of --sft and --pairs (default %(default)s)"
+    )
     parser.add_argument("--pairs", type=whole(0), default=0, help="problems for preferences (default none)")
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with one wrong digit")
     options = read_options(parser, argv)

@@ -88,9 +88,9 @@ def make_rows(folder: Path) -> None:
     data = folder / "data"
     # the held-out sums are drawn first, and so are the quickstart's
     sizes = ["--max", "49", "--padded", "--train", "0", "--eval", "200"]
-    pairs = [*sizes, "--pairs", "1000"]
-    quietly(lambda: arithmetic.main(["--out", str(data / "compared"), *pairs]))
-    quietly(lambda: arithmetic.main(["--out", str(data / "recompared"), *pairs, "--copies", "16"]))
+    compared = [*sizes, "--pairs", "1000"]
+    quietly(lambda: arithmetic.main(["--out", str(data / "compared"), *compared]))
+    quietly(lambda: arithmetic.main(["--out", str(data / "recompared"), *compared, "--copies", "16"]))
     quietly(lambda: arithmetic.main(["--out", str(data / "solved_sums"), *sizes, "--sft", "1000"]))
     (data / "solved_sums" / "sft.parquet").rename(data / "right.parquet")
     (data / "recompared" / "pairs.parquet").rename(data / "compared" / "many_pairs.parquet")
