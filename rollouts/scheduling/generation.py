@@ -82,12 +82,12 @@ class GroupRequests:
         if self.turns is None:
             call = ask(rank, RolloutWorker.generate_group, ticket, prompt, size)
             return await self._wait_for_episodes(rank, call)
-        async with self.turns.playing():
-            call = ask(rank, RolloutWorker.play_group, ticket, prompt, size)
-            if not await self._wait_for_episodes(rank, call):
-                return None
-        # without a deadline of the group: each reward has its own, and waits for those of other groups
         try:
+            async with self.turns.playing():
+                call = ask(rank, RolloutWorker.play_group, ticket, prompt, size)
+                if not await self._wait_for_episodes(rank, call):
+                    return None
+            # without a deadline of the group: each reward has its own, and waits for those of other groups
             async with self.turns.judging():
                 return await self._wait_while_alive(rank, ask(rank, RolloutWorker.reward_group, ticket))
         except BaseException:

@@ -17,7 +17,7 @@ from core.cluster.ray_workers import Remote
 from core.cluster.workers import Local
 from core.errors import ProcessDied
 from core.timing.clock import Clock
-from core.types.samples import Prompt
+from core.types.samples import Group, Prompt
 from data_prep import tiny_model
 from driver.checks.explain import estimate_memory
 from driver.checks.explain_devices import place_processes
@@ -97,12 +97,21 @@ def test_groups_are_played_together_and_judged_together():
     assert notes[5:] == ["a scored", "b scored", *second]
 
 
-def test_an_engine_keeps_no_episodes_of_a_group_that_is_given_up():
-    """As when an evaluation ends early, while the group waits for the episodes of others."""
+@pytest.mark.parametrize("moment", ["as the episodes are done", "while it waits for those of others"])
+def test_an_engine_keeps_no_episodes_of_a_group_that_is_given_up(moment):
+    """As when an evaluation ends early."""
     rewards: Any = None  # never reached
     engine: Any = Scripted([5])
     rollout = RolloutConfig(max_new_tokens=4)
-    worker = RolloutWorker(
+    groups: list[asyncio.Task[Group]] = []
+
+    class Worker(RolloutWorker):
+        async def play_group(self, *asked: Any) -> bool:
+            is_played = await super().play_group(*asked)
+            asyncio.get_running_loop().call_later(0.0 if moment.startswith("as") else 0.1, groups[0].cancel)
+            return is_played
+
+    worker = Worker(
         engine, Words(), lambda _: Tool(), rewards, reward=RewardConfig(function="x"), rollout=rollout, seed=0
     )
     turns = JudgeTurns(Devices())
@@ -110,14 +119,10 @@ def test_an_engine_keeps_no_episodes_of_a_group_that_is_given_up():
 
     async def go() -> None:
         async with turns.playing():
-            group = asyncio.create_task(
-                requests.generate_group(0, Prompt(id="p", messages=[{"role": "user", "content": "1"}]), 1)
-            )
-            while not worker.played:
-                await asyncio.sleep(0.001)
-            group.cancel()
+            prompt = Prompt(id="p", messages=[{"role": "user", "content": "1"}])
+            groups.append(asyncio.create_task(requests.generate_group(0, prompt, 1)))
             with pytest.raises(asyncio.CancelledError):
-                await group
+                await groups[0]
             async with asyncio.timeout(20):
                 while worker.played:
                     await asyncio.sleep(0.001)
