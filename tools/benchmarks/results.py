@@ -73,11 +73,11 @@ def read_rows(blame: str) -> list[ResultRow]:
 
 
 def count_later(row: ResultRow, root: Path = ROOT) -> int:
-    """Count the commits after a row's own that changed what it measures."""
+    """Count the commits after a row's own that changed what it measures, but for its pages."""
     if not row.commit.strip("0"):
         return 0
     paths = PATHS.get(row.module, RUN)
-    return int(ask_git(root, "rev-list", "--count", "--no-merges", f"{row.commit}..HEAD", "--", *paths))
+    return int(ask_git(root, "rev-list", "--count", "--no-merges", f"{row.commit}..HEAD", "--", *paths, ":!*.md"))
 
 
 def ask_git(root: Path, *question: str) -> str:
