@@ -40,4 +40,5 @@ def test_the_quickstart_asks_for_the_overrides_of_this_machine(tmp_path: Path, g
     chosen = choose_overrides(gpus, len(os.sched_getaffinity(0)))
     assert done.stdout.splitlines() == list(chosen)
     assert done.stderr.splitlines() == [f"{reason} ({override})" for override, reason in chosen.items()]
+    assert ("one GPU: trainer and engine use it in turns" in done.stderr) == (gpus == 1)
     assert "seed=$(SEED) $$($(BIN)/python -m tools.placement)\n" in (ROOT / "Makefile").read_text()
